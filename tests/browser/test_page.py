@@ -131,7 +131,7 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     assert page.url.endswith("/log")
     state.get_by_role("tab", name="Evaluation").click()
     matrix = state.get_by_role("region", name="Test confusion")
-    expect(matrix.get_by_role("row", name=re.compile("^sit 80 % 67 % 73 % 6$"))).to_be_visible()
+    expect(matrix.get_by_role("row", name=re.compile("^sit 80.0 % 66.7 % 72.7 % 6$"))).to_be_visible()
     expect(state.get_by_role("img", name="Samples, epoch 2")).to_have_js_property("complete", True)
     state.get_by_role("slider", name="Epoch of Samples").fill("0")
     expect(state.get_by_role("img", name="Samples, epoch 1")).to_be_visible()
@@ -463,7 +463,7 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     page.get_by_role("tab", name="Configuration").click()
     expect(page.get_by_label("Command of the run")).to_be_visible()
     back(page)
-    expect(rows(page).filter(has_text="live")).to_contain_text("0.5 Val loss")
+    expect(rows(page).filter(has_text="live")).to_contain_text("Val loss 0.5")
     page.evaluate("location.hash = '#/run/%E0%A4%A/x/y?z'")
     expect(page.get_by_role("link", name="Machine")).to_be_visible()
     failed = make_run(
@@ -565,6 +565,75 @@ def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> Non
     expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Test accuracy")
     expect(page.get_by_role("img", name=re.compile("^Loss per epoch against epoch"))).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
+
+
+#: Ticks of an axis, and how they are written: alike, with the decimals that tell them apart.
+TICKS: list[tuple[list[float], dict[str, object], list[str]]] = [
+    ([0, 0.005, 0.01], {}, ["0", "0.005", "0.010"]),
+    ([2e-4, 5e-4, 1e-3], {}, ["0.0002", "0.0005", "0.0010"]),
+    ([1e-6, 2e-6], {}, ["1e-6", "2e-6"]),
+    ([0, 2500, 5000], {}, ["0", "2,500", "5,000"]),
+    ([0, 20_000, 40_000], {}, ["0", "20k", "40k"]),
+    ([1e6, 1.5e6], {}, ["1.0M", "1.5M"]),
+    ([1.7e31, 1.75e31], {}, ["1.70e31", "1.75e31"]),
+    ([0.9996, 0.9998, 1], {"unit": [100, " %"]}, ["99.96 %", "99.98 %", "100.00 %"]),
+    ([1e-4, 5e-4, 1e-3], {"log": True}, ["1e-4", "5e-4", "1e-3"]),
+    ([0.001, 1, 1000], {"log": True}, ["0.001", "1", "1000"]),
+]
+
+
+def test_ticks_are_told_apart_and_written_alike(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    write = """async (all) => {
+        const { tickTexts } = await import('/static/app/plot.js');
+        return all.map((one) => tickTexts(...one));
+    }"""
+    assert page.evaluate(write, [[ticks, how] for ticks, how, _ in TICKS]) == [texts for _, _, texts in TICKS]
+
+
+def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: OpenPage) -> None:
+    runs = runs_of(server)
+    images = make_run(runs, "four classes", "completed", final_metrics={"val_loss": 0.5}, best_metric={"val_loss": 0.5})
+    scores = [[0.5, 0.25, 1 / 3, 1897 + row] for row in range(4)]
+    tables = {"test_per_class": scores, "attention": [[1.5, 2.0], [0.5, 1.0]], "class_names": ["a", "b", "c", "d"]}
+    write_json(images.path / "tables.json", tables)
+    cause = (
+        "NonFiniteError: 3 steps had no finite gradient\nfix: find the operator with --set debug.detect_anomaly=true"
+    )
+    failed = make_run(runs, "no numbers", "failed", error=cause)
+    moved = images.path.rename(runs / "a folder's name")
+    page = open_page(server.url)
+    page.evaluate("names => { location.hash = `#/run/${encodeURIComponent(names)}/evaluation` }", moved.name)
+    # Scores of four classes are no confusion matrix, and neither is any other square table.
+    per_class = page.get_by_role("table", name="Scores per class")
+    expect(per_class.get_by_role("row", name="a 50.0 % 25.0 % 33.3 % 1,897")).to_be_visible()
+    expect(page.get_by_role("table", name="Attention").get_by_role("row", name="1 0.5 1")).to_be_visible()
+    expect(page.get_by_text("predicted →")).to_be_hidden()
+    page.get_by_role("tab", name="Overview").click()
+    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Val loss")
+    expect(page.get_by_role("region", name="Final metrics")).not_to_contain_text("Best val loss")
+    # A comparison finds runs by their folders, too.
+    names = f"{moved.name.replace(' ', '%20')},{failed.path.name}"
+    page.evaluate("names => { location.hash = `#/compare/${names}` }", names)
+    expect(page.get_by_role("region", name="Differences in configuration")).to_contain_text("four classes")
+    expect(page.get_by_text("No longer in this folder")).to_be_hidden()
+    # A metric may have the name of something that every object has.
+    for number in range(41, 44):
+        failed.append_step({"attempt": 1, "step": number, "loss": 1.0, "scalars": {"constructor/toString": 1.0}})
+    failed.update(final_metrics={"constructor": 0.25}, best_metric={"valueOf": 0.5})
+    page.evaluate("id => { location.hash = `#/run/${id}/charts?x=constructor` }", failed.path.name)
+    expect(page.get_by_role("figure", name="constructor/toString")).to_be_visible()
+    page.evaluate("location.hash = '#/constructor'")
+    expect(rows(page)).to_have_count(5)
+    page.get_by_label("Search runs").fill("constructor = 0.25 valueOf > 0.1")
+    expect(rows(page)).to_have_count(1)
+    # A fix is a button, not a flag.
+    page.evaluate("id => { location.hash = `#/run/${id}` }", failed.path.name)
+    ended = page.get_by_role("region", name="How it ended")
+    expect(ended.get_by_role("strong").last).to_have_text("fix: find the operator with “Detect anomaly”: true")
+    ended.get_by_role("button", name="New run with “Detect anomaly”: true…").click()
+    page.get_by_label("Search settings").fill("anomaly")
+    expect(page.get_by_role("region", name="Configuration").get_by_label("Detect anomaly")).to_be_checked()
 
 
 def tab_to(page: Page, name: str) -> None:

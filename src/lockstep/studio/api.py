@@ -86,6 +86,8 @@ def _data_routes(router: APIRouter, studio: Studio) -> None:
         ("POST", "/runs/{name}/resume/preview", runs.resume_preview, "The command that would resume a run"),
         ("POST", "/runs/{name}/duplicate", runs.duplicate, "The settings of a run, to start another one"),
         ("GET", "/runs/{name}/metrics", runs.metrics, "Rows of metrics.json, one an epoch, and of evaluations.jsonl"),
+        ("GET", "/compare", runs.compare, "Compare runs: results, settings and plans"),
+        ("GET", "/runs/{name}/log", runs.log, "The end of one of the run's logs"),
         ("GET", "/runs/{name}/files", runs.files, "The files of the run's folder"),
         ("START", "/runs/{name}/evaluate", runs.evaluate, "Compute the metrics of a checkpoint"),
         ("START", "/runs/{name}/export", runs.export, "Write weights and program"),
@@ -123,18 +125,6 @@ def _other_routes(router: APIRouter, studio: Studio) -> None:
     @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
     async def stop(name: RunName) -> Response:
         return ok(await studio.runs.stop(name), 202)
-
-    @router.get("/compare", summary="Compare runs: results, settings and plans")
-    def compare(run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> Response:
-        return ok(studio.runs.compare(run))
-
-    @router.get("/runs/{name}/log", summary="The end of one of the run's logs")
-    def log(
-        name: RunName,
-        file: Annotated[str | None, Query(alias="name")] = None,
-        tail: Annotated[int, Query(ge=1, le=5000)] = 200,
-    ) -> Response:
-        return ok(studio.runs.log(name, file, tail))
 
     @router.get("/runs/{name}/file", summary="One file of the run's folder, to download")
     def file(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:

@@ -91,10 +91,11 @@ class Forms:
         return device
 
     def _sample(self) -> dict[str, Any] | None:
-        """What the machine does now (:mod:`lockstep.hardware.monitor`); ``None`` where the driver does not answer."""
+        """What the machine does now (:mod:`lockstep.hardware.monitor`); ``None`` at first, and without an answer."""
         with self._looking, contextlib.suppress(Exception):  # drivers fail in many ways
             if self._source is None:
                 self._source = SystemSource(detect=self.devices).__enter__()
+                return None  # a load is that since the last look
             return self._source.sample()
         return None
 

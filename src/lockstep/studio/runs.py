@@ -7,9 +7,10 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Query
 
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio import details, settings
@@ -218,11 +219,15 @@ class Runs:
         run = self._index.run_folder(name)
         return {"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])}
 
-    def compare(self, names: Sequence[str]) -> dict[str, Any]:
-        runs = [self._index.run(name) for name in names]
-        return details.compare(runs, [self._index.summary(name) for name in names])
+    def compare(self, run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> dict[str, Any]:
+        return details.compare([self._index.run(name) for name in run], [self._index.summary(name) for name in run])
 
-    def log(self, name: str, file: str | None, lines: int) -> dict[str, Any]:
+    def log(
+        self,
+        name: RunName,
+        file: Annotated[str | None, Query(alias="name")] = None,
+        tail: Annotated[int, Query(ge=1, le=5000)] = 200,
+    ) -> dict[str, Any]:
         run = self._index.run_folder(name)
         names = details.log_names(run)
         output = self._starts.output(run.path.name)
@@ -234,7 +239,7 @@ class Runs:
         if chosen not in names:
             raise ApiError("NOT_FOUND", 404, f"run {name} has no log {chosen[:100]!r}", fix=f"choose from {names}")
         path = output if chosen == "output.log" else run.logs / chosen
-        found, truncated = last_lines(path, lines)
+        found, truncated = last_lines(path, tail)
         return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
 
     def files(self, name: RunName) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import { devices } from "./catalogue.js";
 import { DeviceChoice, usable } from "./devices.js";
 import { duration, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
-import { Badge, Button, Dialog, Problem, Select, tellError } from "./ui.js";
+import { Badge, Button, Dialog, Problem, Select, tellError, Tick } from "./ui.js";
 
 /** The run's devices that this machine has too. */
 function devicesFor(run) {
@@ -35,10 +35,7 @@ export function ResumeDialog({ run, onClose }) {
     <p class="muted">Resumes from the latest checkpoint, on any devices, with the samples that the run has not seen yet.</p>
     ${longer && html`<label class="row">Epochs in all<input class="input number" inputmode="numeric" value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>`}
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
-    <label class="row">
-      <input type="checkbox" checked=${rescale} onChange=${(event) => setRescale(event.currentTarget.checked)} />
-      Let the global batch follow the devices (otherwise it stays as it was)
-    </label>
+    <${Tick} on=${rescale} onTick=${setRescale}>Let the global batch follow the devices (otherwise it stays as it was)<//>
     ${preview.command && html`<pre class="wrap" aria-label="Command">${preview.command}</pre>`}
     <${Problem} error=${preview.error} />
   <//>`;
@@ -65,10 +62,7 @@ export function ExportDialog({ run, detail, onClose }) {
   const start = async () => takeJob(await post(runPath(run.id, "/export"), { checkpoint, program }));
   return html`<${Dialog} title="Export run" submit="Export" onClose=${onClose} onSubmit=${start}>
     <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
-    <label class="row">
-      <input type="checkbox" checked=${program} onChange=${(event) => setProgram(event.currentTarget.checked)} />
-      The model as a program that needs no Python source, besides its weights
-    </label>
+    <${Tick} on=${program} onTick=${setProgram}>The model as a program that needs no Python source, besides its weights<//>
     <p class="muted">The files go to <code>export/</code> in the run's folder.</p>
   <//>`;
 }

@@ -30,12 +30,22 @@ export async function loadCatalogue() {
   }
 }
 
+const SET = /--set (\w+)\.(\w+)=([\w.+-]*\w)/g;
+
 /** A sentence of a command for the page: settings by the names that the form has instead of flags. */
 export const forPage = (text) =>
-  text?.replace(/--[a-z][\w-]*/g, (flag) => {
-    const key = schema.value?.flags[flag];
-    return key ? `“${titleOf(key.split(".").at(-1))}”` : flag;
-  });
+  text
+    ?.replace(SET, (_, section, name, value) => `“${titleOf(name)}”: ${value}`)
+    .replace(/--[a-z][\w-]*/g, (flag) => {
+      const key = schema.value?.flags[flag];
+      return key ? `“${titleOf(key.split(".").at(-1))}”` : flag;
+    });
+
+/** The settings that a command's advice names and the page may set, as [path, value]. */
+export const advised = (text) =>
+  [...(text ?? "").matchAll(SET)]
+    .filter(([, section, name]) => name in (schema.value?.defaults[section] ?? {}) && !schema.value.refused.includes(`${section}.${name}`))
+    .map(([, section, name, value]) => [[section, name], /^(true|false|[\d.e+-]+)$/.test(value) ? JSON.parse(value) : value]);
 
 /** Usable devices of the best kind here (GPUs, else the CPU) that no process and none of the `going` runs uses. */
 export function freeDevices(going) {

@@ -4,14 +4,15 @@ import { computed, html, signal, useEffect, useRef, useState } from "./html.js";
 import { number } from "./format.js";
 import { isGap, Plot } from "./plot.js";
 import { keep, route } from "./route.js";
-import { Menu, Select } from "./ui.js";
+import { Menu, Search, Select, Tick } from "./ui.js";
+
+export const AXES = { __proto__: null, step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };
 
 /** Options of all charts, kept in the link. */
 export const drawing = computed(() => {
   const { query } = route.value;
-  return { log: query.has("log"), smoothing: Number(query.get("smooth") ?? 0), x: query.get("x") ?? "step", text: query.get("charts") ?? "" };
+  return { log: query.has("log"), smoothing: Number(query.get("smooth") ?? 0), x: query.get("x") in AXES ? query.get("x") : "step", text: query.get("charts") ?? "" };
 });
-export const AXES = { step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };
 
 /** Counts up when every chart should show all of its points again. */
 const resets = signal(0);
@@ -19,12 +20,9 @@ const resets = signal(0);
 export function ChartTools({ notes = [], axes = false, search = false }) {
   const { log, smoothing, x, text } = drawing.value;
   return html`<div class="chart-tools" role="group" aria-label="Chart tools">
-    ${search && html`<input class="input" type="search" aria-label="Search charts" placeholder="Search charts" value=${text} onInput=${(event) => keep("charts", event.currentTarget.value)} />`}
+    ${search && html`<${Search} label="Search charts" text=${text} onSearch=${(one) => keep("charts", one)} />`}
     ${axes && html`<${Select} label="X axis" kind="" value=${x} options=${Object.entries(AXES)} onChange=${(one) => keep("x", one === "step" ? null : one)} />`}
-    <label>
-      <input type="checkbox" checked=${log} onChange=${(event) => keep("log", event.currentTarget.checked ? "1" : null)} />
-      Log scale
-    </label>
+    <${Tick} on=${log} onTick=${(on) => keep("log", on ? "1" : null)}>Log scale<//>
     <label>
       Smoothing
       <input
@@ -100,7 +98,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   useEffect(() => {
     if (!seen) return;
     plot.current.height = full ? innerHeight - 160 : height;
-    plot.current.draw({ series: shown, log, smoothing, against, fraction, tick: format === number ? undefined : format });
+    plot.current.draw({ series: shown, log, smoothing, against, fraction, unit: format.axis });
   });
   useEffect(() => plot.current.resetZoom(), [resets.value]);
 

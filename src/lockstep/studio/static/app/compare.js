@@ -5,10 +5,10 @@ import { useAnswer } from "./api.js";
 import { Chart, ChartTools, Legend } from "./charts.js";
 import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
 import { number, plain, words } from "./format.js";
-import { runs } from "./live.js";
+import { findRun, runs } from "./live.js";
 import { route } from "./route.js";
 import { label } from "./runs.js";
-import { Problem, Select } from "./ui.js";
+import { Problem, Select, Table } from "./ui.js";
 
 /** Follows one run and passes its lines to the parent; draws nothing. */
 function Source({ id, onLines }) {
@@ -32,10 +32,12 @@ function Source({ id, onLines }) {
   return null;
 }
 
+/** The name of each run, with its id where several have the same. */
+const labelsOf = (some) => some.map((run) => (some.filter((other) => label(other) === label(run)).length > 1 ? `${label(run)} (${run.id})` : label(run)));
+
 function Overlay({ ids, lines }) {
   const shared = useState([]);
-  const text = (id) => label((runs.value ?? []).find((run) => run.id === id) ?? { id });
-  const labels = ids.map((id) => (ids.filter((other) => text(other) === text(id)).length > 1 ? `${text(id)} (${id})` : text(id)));
+  const labels = labelsOf(ids.map((id) => findRun(id) ?? { id }));
   const series = (name) => ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
   // If a run was evaluated between epochs, all evaluations are drawn over steps.
   const [kind, against] = ids.some((id) => lines[id]?.evaluated) ? ["evaluation", "step"] : ["epoch", "epoch"];
@@ -73,7 +75,7 @@ function Scatter({ answer }) {
   const x = pick(0, names[0]);
   const y = pick(1, [...varied(answer.metrics), ...rows].find(({ key }) => key !== x).key);
   const valuesOf = (key) => rows.find((row) => row.key === key).values;
-  const points = answer.runs.map((run, at) => ({ label: label(run), index: at, points: true, x: [valuesOf(x)[at]], y: [valuesOf(y)[at]] })).filter((one) => Number.isFinite(one.x[0]) && Number.isFinite(one.y[0]));
+  const points = answer.runs.map((run, at) => ({ label: labelsOf(answer.runs)[at], index: at, points: true, x: [valuesOf(x)[at]], y: [valuesOf(y)[at]] })).filter((one) => Number.isFinite(one.x[0]) && Number.isFinite(one.y[0]));
   const choice = (at, text, value) => html`<${Select} label=${text} value=${value} options=${names} onChange=${(name) => setChosen(chosen.map((one, place) => (place === at ? name : one)))} />`;
   return html`<section class="card stack" aria-label="Scatter">
     <div class="row wrap"><h2>Scatter</h2>${choice(0, "x", x)}${choice(1, "y", y)}</div>
@@ -88,7 +90,8 @@ const MOST_AXES = 10;
 function Parallel({ answer }) {
   const results = varied(answer.metrics);
   const axes = [...varied(answer.config).slice(0, Math.max(MOST_AXES - results.length, MOST_AXES / 2)), ...results].slice(0, MOST_AXES);
-  const [only, setOnly] = useState(null);
+  const [hidden, setHidden] = useState([]);
+  const names = labelsOf(answer.runs);
   if (axes.length < 2) return null;
   const scales = axes.map(({ values }) => [Math.min, Math.max].map((end) => end(...values.filter(Number.isFinite))));
   const place = (at) => 60 + at * 120;
@@ -97,7 +100,7 @@ function Parallel({ answer }) {
   return html`<section class="card stack parallel" aria-label="Parallel coordinates">
     <h2>Parallel coordinates</h2>
     <div class="scroll-x" tabindex="0">
-      <svg role="img" aria-label=${`${axes.map(({ key }) => key).join(", ")} of ${answer.runs.map(label).join(", ")}`} width=${place(axes.length - 1) + 60} height="220">
+      <svg role="img" aria-label=${`${axes.map(({ key }) => key).join(", ")} of ${names.join(", ")}`} width=${place(axes.length - 1) + 60} height="220">
         ${axes.map(
           ({ key }, at) => html`<g key=${key}>
             <title>${key}</title>
@@ -107,12 +110,10 @@ function Parallel({ answer }) {
             <text x=${place(at)} y="208">${number(scales[at][0], 3)}</text>
           </g>`,
         )}
-        ${answer.runs.map((run, at) => html`<polyline key=${run.id} points=${points(at).join(" ")} class=${only === null || only === at ? "" : "faint"} style=${{ stroke: `var(--series-${(at % 8) + 1})` }}><title>${label(run)}</title></polyline>`)}
+        ${answer.runs.map((run, at) => html`<polyline key=${run.id} points=${points(at).join(" ")} class=${hidden.includes(names[at]) ? "faint" : ""} style=${{ stroke: `var(--series-${(at % 8) + 1})` }}><title>${names[at]}</title></polyline>`)}
       </svg>
     </div>
-    <div class="legend">
-      ${answer.runs.map((run, at) => html`<button key=${run.id} type="button" class="key" aria-pressed=${only === null || only === at ? "true" : "false"} onClick=${() => setOnly(only === at ? null : at)}><i style=${{ color: `var(--series-${(at % 8) + 1})` }}></i><span class="clip">${label(run)}</span></button>`)}
-    </div>
+    <${Legend} series=${names.map((name, index) => ({ label: name, index }))} hidden=${hidden} onHide=${setHidden} />
   </section>`;
 }
 
@@ -120,32 +121,22 @@ function Differences({ title, rows, heads, none }) {
   return html`<section class="card scroll-x differences" aria-label=${title} tabindex="0">
     <h2>${title}</h2>
     ${rows.length
-      ? html`<table>
-          <thead>
-            <tr><th scope="col">Name</th>${heads.map((head) => html`<th key=${head.id} scope="col">${label(head)}</th>`)}</tr>
-          </thead>
-          <tbody>
-            ${rows.map(({ key, values }) => {
-              const best = bestOf(key, values);
-              return html`<tr key=${key}><th scope="row">${key}</th>${values.map((value, at) => html`<td key=${at} class=${value === best ? "best" : ""}>${plain(value)}${value === best ? html`<span class="unseen"> best</span>` : ""}</td>`)}</tr>`;
-            })}
-          </tbody>
-        </table>`
+      ? html`<${Table} heads=${["Name", ...labelsOf(heads)]} rows=${rows.map(({ key, values }) => [key, ...values.map((value) => [plain(value), value === bestOf(key, values) && html`<span class="unseen"> best</span>`])])} classOf=${(row, at) => (rows[row].values[at] === bestOf(rows[row].key, rows[row].values) ? "best" : "")} />`
       : html`<p class="muted">${none}</p>`}
   </section>`;
 }
 
 export function Compare() {
-  const here = runs.value && new Set(runs.value.map(({ id }) => id));
-  const ids = here ? route.value.ids.filter((id) => here.has(id)) : route.value.ids;
-  const gone = route.value.ids.filter((id) => !ids.includes(id));
-  const [lines, setLines] = useState({});
+  const found = route.value.ids.map((ref) => [ref, runs.value ? findRun(ref)?.id : ref]);
+  const ids = [...new Set(found.map(([, id]) => id).filter(Boolean))];
+  const gone = found.filter(([, id]) => !id).map(([ref]) => ref);
+  const [lines, setLines] = useState({ __proto__: null });
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
   const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
   const { found: answer, error } = useAnswer(ids.length > 1 ? `/compare?${wanted}` : null, [states]);
   return html`<div class="view">
     <div class="row between"><h1>Compare</h1><a class="button" href="#/runs">Choose runs…</a></div>
-    ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ ...all, [run]: some }))} />`)}
+    ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ __proto__: null, ...all, [run]: some }))} />`)}
     ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
     ${ids.length < 2 && html`<p class="empty">Choose two runs or more in the table of runs.</p>`}
     ${ids.length > 1 &&

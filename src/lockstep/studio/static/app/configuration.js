@@ -3,7 +3,7 @@
 import { html, signal, useEffect, useId, useRef, useState } from "./html.js";
 import { get, post, put, remove } from "./api.js";
 import { devices, schema, tasks } from "./catalogue.js";
-import { body, chooseTask, draft, filled, isChanged, mistakes, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
+import { body, chooseTask, draft, filled, isChanged, isOld, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
 import { Decisions } from "./decisions.js";
 import { Field } from "./fields.js";
 import { number, titleOf } from "./format.js";
@@ -11,7 +11,7 @@ import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
 import { drawer, go } from "./route.js";
 import { resolve } from "./settings.js";
-import { Button, Copy, Dialog, Menu, Problem, Select, tell, tellError } from "./ui.js";
+import { Button, Copy, Dialog, Menu, Problem, Search, Select, tell, tellError } from "./ui.js";
 
 /** Settings of a task that define its model, not its data. */
 const NETWORK = new Set(
@@ -102,14 +102,13 @@ function Form() {
   const training = fieldsOf("training");
   const first = [...training, ...relevant("optimizer")].filter(isFirst).sort(([a], [b]) => FIRST.indexOf(a.join(".")) - FIRST.indexOf(b.join(".")));
   const reproducible = training.filter(([path]) => REPRODUCIBILITY.includes(path[1]));
-  const { answer, waiting } = planned.value;
-  const old = waiting || Object.keys(mistakes.value).length > 0;
+  const { answer } = planned.value;
   const parameters = answer?.plan?.task?.parameters;
   return html`
     <${Group} title="Task" open><${Name} /><${TaskChoice} /><${Problem} error=${task.value?.error} /><//>
     <${Group} title="Hardware" open><${Hardware} /><//>
     <${Group} title="Training" open fields=${first} />
-    ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${old && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${old ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
+    ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${isOld.value && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${isOld.value ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
     <${Group} title="More training settings" fields=${training.filter((field) => !isFirst(field) && !REPRODUCIBILITY.includes(field[0][1]))} />
     <${Group} title="Task settings" fields=${taskFields(false)} />
     <${Group} title="Model" fields=${[...taskFields(true), ...fieldsOf("distributed", (name) => name === "sync_batchnorm")]}>
@@ -237,7 +236,7 @@ export function Configuration({ onClose }) {
       <${Button} kind="quiet small" aria-label="Close the form" onClick=${onClose}>✕<//>
     </div>
     <div class="scroll">
-      ${ready && html`<div class="search"><input class="input" type="search" aria-label="Search settings" placeholder="Search settings" value=${search.value} onInput=${(event) => (search.value = event.currentTarget.value)} /></div>`}
+      ${ready && html`<div class="search"><${Search} label="Search settings" text=${search.value} onSearch=${(text) => (search.value = text)} /></div>`}
       ${ready ? html`<${Form} key=${filled.value} /><${Preview} />` : html`<p class="empty" role="status">Loading devices and tasks…</p>`}
     </div>
     <div class="foot">${ready && html`<${RunButton} />`}</div>

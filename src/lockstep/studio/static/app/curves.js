@@ -172,6 +172,7 @@ function DeviceCharts({ data }) {
 }
 
 const milliseconds = (seconds) => `${number(seconds * 1e3, 3)} ms`;
+milliseconds.axis = [1e3, " ms"];
 
 const RANK_CHARTS = [
   ["Step time per rank", "step_s", { format: milliseconds }],
@@ -271,20 +272,20 @@ export function Curves({ id, few = false }) {
   const problem = trouble && html`<${Problem} error=${trouble} /><div class="row"><${Button} onClick=${() => followAgain(id)}>Try again<//></div>`;
   if (!metrics.length && !data.named("").some(([, { rows }]) => rows)) return problem ?? html`<p class="muted" role="status">No measurements yet.</p>`;
   const shows = (title) => title.toLowerCase().includes(text);
-  const stepCharts = STEP_CHARTS.filter(([title, column]) => shows(title) && (!few || FEW.includes(column)));
+  const stepCharts = STEP_CHARTS.filter(([title, column]) => steps && shows(title) && (!few || FEW.includes(column)));
+  const shown = metrics
+    .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
+    .filter(([title]) => shows(title))
+    .slice(0, few ? 4 : metrics.length);
+  if (few && !shown.length && !stepCharts.length) return problem || null;
   return html`
     ${problem}
     <${ChartTools} notes=${notes} axes search=${!few} />
     <div class="charts" role="group" aria-label="Charts">
-      ${steps &&
-      stepCharts.map(
+      ${stepCharts.map(
         ([title, column, options]) => html`<${StreamChart} key=${title} run=${id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
       )}
-      ${metrics
-        .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
-        .filter(([title]) => shows(title))
-        .slice(0, few ? 4 : metrics.length)
-        .map(([title, quantity, series]) => html`<${Chart} key=${`${against} ${quantity}`} title=${title} series=${moved(series)} against=${own ? against : AXES[kind]} fraction=${kind === "time"} />`)}
+      ${shown.map(([title, quantity, series]) => html`<${Chart} key=${`${against} ${quantity}`} title=${title} series=${moved(series)} against=${own ? against : AXES[kind]} fraction=${kind === "time"} />`)}
     </div>
     ${!few && steps && html`<${Scalars} run=${id} steps=${steps} text=${text} />`}
     ${!few && !text && html`<${RankCharts} data=${data} /><${DeviceCharts} data=${data} />`}

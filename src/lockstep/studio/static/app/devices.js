@@ -2,7 +2,7 @@
 
 import { html, useEffect, useId, useState } from "./html.js";
 import { devices } from "./catalogue.js";
-import { gigabytes } from "./format.js";
+import { gigabytes, many } from "./format.js";
 import { isGoing, runs } from "./live.js";
 
 const MOST_RANKS = 64;
@@ -12,19 +12,23 @@ export const usable = () => (devices.value?.devices ?? []).filter(({ supported }
 
 const facts = ({ kind, memory_gb: memory, free_gb: free, cores }) =>
   [
-    kind === "cpu" && cores ? `${cores} ${cores === 1 ? "core" : "cores"}` : null,
+    kind === "cpu" && cores ? many(cores, "core") : null,
     memory === null ? null : gigabytes(memory * 1e9),
     free === null ? null : `${gigabytes(free * 1e9)} free`,
   ]
     .filter(Boolean)
     .join(" · ");
 
+/** The runs of this folder that a device computes for. */
+export const runsOn = (id) => (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id));
+/** A process that uses a device. */
+export const processText = (user) => `${user.owner ? `${user.owner}: ` : ""}${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}${user.run ? `, run ${user.run}` : ""})`;
+
 /** What is known of a device, and who uses it. */
 function About({ device }) {
   const { id, users, note, memory_gb: memory, free_gb: free } = device;
-  const going = (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id)).map((run) => run.name || run.id);
-  const processes = users.map((user) => `${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""})`);
-  const used = [...(going.length ? [`run ${going.join(", ")}`] : []), ...processes];
+  const going = runsOn(id).map((run) => run.name || run.id);
+  const used = [...(going.length ? [`run ${going.join(", ")}`] : []), ...users.map(processText)];
   return html`${[facts(device), used.length > 0 && `used by ${used.join("; ")}`, note].filter(Boolean).map((line) => html`<span key=${line} class="facts" style=${{ display: "block" }}>${line}</span>`)}
     ${device.kind === "gpu" && memory && html`<span class="meter" style=${{ display: "block" }} aria-hidden="true"><span style=${{ width: `${100 * (1 - free / memory)}%` }}></span></span>`}`;
 }

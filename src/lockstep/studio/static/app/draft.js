@@ -89,6 +89,9 @@ export const body = computed(() => ({
 /** The newest answer of POST /api/plan, its error, and whether a newer one is on its way. */
 export const planned = signal({ answer: null, error: null, waiting: true });
 
+/** Whether the plan is that of other input. */
+export const isOld = computed(() => planned.value.waiting || Object.keys(mistakes.value).length > 0);
+
 let timer = 0;
 let asked = new AbortController();
 

@@ -12,16 +12,22 @@ export function number(value, digits = 4) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en-US");
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+  if (size >= 1e3) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
   return String(Number(value.toPrecision(digits)));
 }
 
-/** Any value of a table. */
-export const plain = (value) => (value === null || value === undefined ? DASH : typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
+/** `1 run`, `1,000 runs`. */
+export const many = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
-export function percent(share) {
-  return Number.isFinite(share) ? `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %` : DASH;
+/** Any value of a table. */
+export const plain = (value) => (value === null || value === undefined ? DASH : typeof value === "number" ? number(value) : typeof value !== "object" ? String(value) : Array.isArray(value) && value.every((one) => typeof one !== "object") ? value.join(", ") : JSON.stringify(value));
+
+export function percent(share, digits = share < 0.1 || (share > 0.99 && share < 1) ? 1 : 0) {
+  return Number.isFinite(share) ? `${(share * 100).toFixed(digits)} %` : DASH;
 }
+/** How the ticks of an axis are written: [what to multiply by, unit]. */
+percent.axis = [100, " %"];
 
 /** Seconds as `1 h 04 min`, `3 min 20 s`, `12 s`. */
 export function duration(seconds) {
@@ -65,14 +71,15 @@ export function clock(moment) {
 export function gigabytes(bytes) {
   return Number.isFinite(bytes) ? `${(bytes / 1e9).toFixed(bytes < 1e9 ? 3 : 1)} GB` : DASH;
 }
+gigabytes.axis = [1e-9, " GB"];
 
-/** `val_accuracy` → `val accuracy`, `lr` → `learning rate`. */
+/** `val_accuracy` → `val accuracy`, `lr` → `learning rate`. A metric may be called `constructor`. */
 export function words(name) {
-  const known = { lr: "learning rate", samples_per_s: "samples/s", f1: "F1", grad_norm: "gradient norm", duration_s: "duration (s)" };
+  const known = { __proto__: null, lr: "learning rate", samples_per_s: "samples/s", f1: "F1", grad_norm: "gradient norm", duration_s: "duration (s)" };
   return known[name] ?? name.replaceAll("_", " ").replace(/\bf1\b/, "F1");
 }
 
-const WRITTEN_OUT = { lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder", selected: "" };
+const WRITTEN_OUT = { __proto__: null, lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder", selected: "" };
 
 /** A setting as the form calls it: `max_grad_norm` → `Maximum gradient norm`. */
 export const titleOf = (name) => {

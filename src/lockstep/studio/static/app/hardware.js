@@ -3,11 +3,11 @@
 import { html, useId } from "./html.js";
 import { devices, forPage, freeDevices, refreshDevices } from "./catalogue.js";
 import { DeviceChoice, usable } from "./devices.js";
-import { change, draft, mistakes, planned, tick, ticked, valueOf } from "./draft.js";
+import { change, draft, isOld, planned, tick, ticked, valueOf } from "./draft.js";
 import { note } from "./fields.js";
 import { deviceWords } from "./format.js";
 import { isGoing, runs } from "./live.js";
-import { Button, tellError } from "./ui.js";
+import { Button, Select, tellError } from "./ui.js";
 
 /** Devices of the configuration that have no box to untick: it comes from another machine. */
 function Absent() {
@@ -36,19 +36,8 @@ function Precision() {
   const refused = options.filter(({ supported }) => !supported);
   return html`<div class="field">
     <label for=${id}>Precision</label>
-    <select
-      id=${id}
-      class="input"
-      aria-describedby=${refused.length ? `${id}-why` : undefined}
-      value=${chosen}
-      onChange=${(event) => change(["hardware", "precision"], event.currentTarget.value)}
-    >
-      ${options.map(
-        ({ value, supported, reason }) => html`<option key=${value} value=${value} disabled=${!supported} selected=${value === chosen} title=${reason ?? ""}>
-          ${value}${supported ? "" : " – not supported here"}
-        </option>`,
-      )}
-    </select>
+    <${Select} bare id=${id} aria-describedby=${refused.length ? `${id}-why` : undefined} value=${chosen} onChange=${(value) => change(["hardware", "precision"], value)}
+      options=${options.map(({ value, supported, reason }) => [value, `${value}${supported ? "" : " – not supported here"}`, { disabled: !supported, title: reason ?? "" }])} />
     ${refused.length > 0 && html`<div class="help always" id="${id}-why">${refused.map(({ value, reason }) => html`<p key=${value}>${reason}</p>`)}</div>`}
   </div>`;
 }
@@ -57,14 +46,8 @@ function Precision() {
 function Notes() {
   const { answer } = planned.value;
   const labels = answer?.labels ?? {};
-  const lines = [
-    labels.multi_gpu,
-    labels.cpu_ignored,
-    labels.learning_rate,
-    labels.workers,
-  ].filter(Boolean);
-  const old = planned.value.waiting || Object.keys(mistakes.value).length > 0;
-  return html`<div class=${`stack ${old ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
+  const lines = [labels.multi_gpu, labels.cpu_ignored, labels.learning_rate, labels.workers].filter(Boolean);
+  return html`<div class=${`stack ${isOld.value ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
     ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
     ${lines.map((line) => html`<p key=${line} class="muted sentence">${forPage(line)}</p>`)}
     ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}

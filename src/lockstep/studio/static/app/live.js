@@ -21,6 +21,9 @@ export const runs = signal(null);
 export const problems = signal([]);
 export const isGoing = ({ status }) => status === "running" || status === "pending";
 
+/** The run with this id, or with this folder. */
+export const findRun = (ref) => runs.value?.find(({ id }) => id === ref) ?? runs.value?.find(({ location }) => location === ref);
+
 /** The newest state of each job, by id. */
 export const jobs = signal({});
 export const takeJob = (job) => (jobs.value = { ...jobs.value, [job.id]: job });

@@ -2,9 +2,9 @@
 
 import { html, useEffect, useRef, useState } from "./html.js";
 import { get, runPath } from "./api.js";
-import { number } from "./format.js";
+import { many } from "./format.js";
 import { isGoing } from "./live.js";
-import { Select } from "./ui.js";
+import { Search, Select, Tick } from "./ui.js";
 
 const COLOURS = ["", "bad", "good", "warn", "info", "series-4", "series-3", ""];
 const ESCAPE = /\u001b\[([\d;]*)m|\u001b\[[\d;?]*[A-Za-z]/g;
@@ -60,9 +60,9 @@ export function Log({ run, names }) {
   return html`<div class="card stack">
     <div class="row wrap">
       <${Select} label="File" value=${chosen} options=${names} onChange=${setName} />
-      <input class="input grow" type="search" aria-label="Search the log" placeholder="Search the log" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
-      <label class="row"><input type="checkbox" checked=${follow} onChange=${(event) => setFollow(event.currentTarget.checked)} />Follow</label>
-      <span class="muted number">${number(lines.length)} lines</span>
+      <${Search} label="Search the log" grow="grow" text=${text} onSearch=${setText} />
+      <${Tick} on=${follow} onTick=${setFollow}>Follow<//>
+      <span class="muted number">${many(lines.length, "line")}</span>
       ${log?.truncated && tail < 5000 && html`<button type="button" class="button small" onClick=${() => setTail(5000)}>Load more</button>`}
     </div>
     <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? html`<${Coloured} text=${lines.join("\n")} />` : "the log is empty"}</pre>

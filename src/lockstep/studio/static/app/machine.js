@@ -3,14 +3,14 @@
 import { html, useEffect, useState } from "./html.js";
 import { get, post } from "./api.js";
 import { Job } from "./afterwards.js";
-import { DeviceChoice } from "./devices.js";
+import { DeviceChoice, processText, runsOn } from "./devices.js";
 import { devices, freeDevices, refreshDevices, studio } from "./catalogue.js";
 import { tick } from "./draft.js";
-import { clock, deviceWords, gigabytes, number, percent } from "./format.js";
+import { clock, deviceWords, gigabytes, many, number, percent } from "./format.js";
 import { isGoing, jobs, runs } from "./live.js";
 import { address, drawer } from "./route.js";
 import { label } from "./runs.js";
-import { Badge, Button, tellError } from "./ui.js";
+import { Badge, Button, tellError, Tick } from "./ui.js";
 
 const WORST_FIRST = ["fail", "warn", "ok", "skip"];
 
@@ -45,10 +45,7 @@ function Doctor() {
     <section class="card stack measure" aria-label="Check">
       <p class="muted">Check whether this machine is ready for training on several devices. If none is selected, every GPU is checked, or two ranks on the CPU.</p>
       <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
-      <label class="row">
-        <input type="checkbox" checked=${quick} onChange=${(event) => setQuick(event.currentTarget.checked)} />
-        Quick: start no ranks
-      </label>
+      <${Tick} on=${quick} onTick=${setQuick}>Quick: start no ranks<//>
       <div class="row">
         <${Button} kind="primary" busy=${job?.status === "running"} onClick=${start}>Check this machine<//>
         ${job && html`<span class="muted">${clock(job.started_at)}</span>`}
@@ -66,25 +63,24 @@ const Meter = ({ name, share, text }) => html`<div class="meter" role="meter" ar
 function Devices() {
   useEffect(() => {
     const look = () => refreshDevices().catch(() => {});
-    look();
+    look().then(() => setTimeout(look, 1000)); // the first look has no load yet
     const timer = setInterval(look, 3000);
     return () => clearInterval(timer);
   }, []);
-  const using = (id) => (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id));
   return html`<div class="machine">
     ${(devices.value?.devices ?? []).map((device) => {
       const { id, name, users, note, memory_gb: memory, free_gb: free, cores } = device;
       const share = memory && free !== null ? 1 - free / memory : null;
       const { host, devices: gpus = [] } = devices.value.load ?? {};
       const load = id === "cpu" ? (host && { utilisation: host.cpu }) : gpus.find((one) => one.id === id);
-      const ours = using(id);
+      const ours = runsOn(id);
       return html`<section key=${id} class="card stack" aria-label=${id}>
-        <div class="row between"><h2>${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</h2><span class="muted">${cores ? `${cores} cores` : ""}</span></div>
+        <div class="row between"><h2>${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</h2><span class="muted">${cores ? many(cores, "core") : ""}</span></div>
         <p class="muted clip" title=${name}>${name}</p>
         ${Number.isFinite(load?.utilisation) && html`<${Meter} name="Utilisation" share=${load.utilisation} text=${[`${percent(load.utilisation)} busy`, load.power_w && `${number(load.power_w, 3)} W`, load.temperature_c && `${load.temperature_c} °C`].filter(Boolean).join(" · ")} />`}
         ${share !== null && html`<${Meter} name="Memory in use" share=${share} text=${`${gigabytes((memory - free) * 1e9)} of ${gigabytes(memory * 1e9)} in use`} />`}
         ${ours.map((run) => html`<p key=${run.id}><a href=${address("run", [run.id])}>${label(run)}</a> <span class="muted">run</span></p>`)}
-        ${users.map((user) => html`<p key=${user.pid} class="muted">${user.owner ? `${user.owner}: ` : ""}${user.name}, process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}${user.run ? `, run ${user.run}` : ""}</p>`)}
+        ${users.map((user) => html`<p key=${user.pid} class="muted">${processText(user)}</p>`)}
         ${!users.length && !ours.length && html`<p class="muted">No run here uses it.</p>`}
         ${note && html`<p class="note">${note}</p>`}
       </section>`;
@@ -99,6 +95,6 @@ export function Machine() {
     drawer.value = true;
   };
   return html`<div class="view">
-    <div class="row between"><h1>Devices${studio.value ? ` of ${studio.value.host}` : ""}</h1>${free.length > 0 && html`<${Button} onClick=${offer}>Train on ${deviceWords(free)}…<//>`}</div>
+    <div class="row between"><h1>Devices${studio.value ? ` of ${studio.value.host}` : ""}</h1>${free.length > 0 && html`<${Button} onClick=${offer}>Train on ${free.join() === "cpu" ? "the CPU" : deviceWords(free)}…<//>`}</div>
     <${Devices} /><${Doctor} /></div>`;
 }

@@ -15,7 +15,7 @@ import { Run } from "./run.js";
 import { Scaling } from "./scaling.js";
 import { Boundary, Button, Problem, tell, Toasts } from "./ui.js";
 
-const VIEWS = { runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
+const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
 
 const theme = signal(localStorage.getItem("lockstep-theme") ?? "system");
 effect(() => {

@@ -1,6 +1,7 @@
 // The only module that uses uPlot: a canvas with lines, zoom by dragging, at most one setData per frame.
 
 import uPlot from "../vendor/uplot.js";
+import { percent } from "./format.js";
 
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
@@ -88,7 +89,7 @@ export class Plot {
   }
 
   /**
-   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?, gaps?}], log, smoothing, tick?}; a colour is a name from
+   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?, gaps?}], log, smoothing, unit?}; a colour is a name from
    * the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
    */
   draw(spec) {
@@ -124,10 +125,10 @@ export class Plot {
       padding: [8, 18, 0, 0],
       // One cursor for all charts with this x axis.
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, sync: { key: spec.against, scales: ["x", null] } },
-      scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: withRoom } },
+      scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: spec.unit === percent.axis ? ofWhole : withRoom } },
       axes: [
-        { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => ticks.map(shortTick) },
-        { ...axis, size: wide, ...(spec.log ? { filter: (_, ticks) => (ticks.length < 14 ? ticks : ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null))) } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (spec.tick ?? shortTick)(tick))) },
+        { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => tickTexts(ticks) },
+        { ...axis, size: wide, ...(spec.log ? { filter: (_, ticks) => (ticks.length < 14 ? ticks : ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null))) } : {}), values: (_, ticks) => tickTexts(ticks, spec) },
       ],
       series: [
         {},
@@ -203,13 +204,42 @@ function withRoom(_, low, high) {
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
+/** From 0, and not above the whole unless a value is. */
+const ofWhole = (_, low, high) => (low === null || high === null ? [0, 1] : [Math.min(0, low), high > 1 ? high * 1.05 : Math.min(1, high * 1.05 || 1)]);
+
 /** The width of the y axis: that of its longest label. */
 const wide = (_, labels) => Math.max(36, 7 * Math.max(0, ...(labels ?? []).map((text) => text?.length ?? 0)) + 12);
 
-function shortTick(value) {
-  const size = Math.abs(value);
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
-  if (size !== 0 && size < 1e-3) return Number(value.toPrecision(3)).toExponential();
-  return String(Number(value.toPrecision(4)));
+/** From which value on an axis has a suffix, the suffix, and what it stands for. */
+const SUFFIXES = [[1e12, "T", 1e12], [1e9, "G", 1e9], [1e6, "M", 1e6], [1e4, "k", 1e3]];
+
+/** The least decimals with which a multiple of `step` is exact; 7 if six do not suffice. */
+function decimalsOf(step) {
+  const exact = (digits) => Math.abs(Math.round(step * 10 ** digits) / (step * 10 ** digits) - 1) < 1e-4;
+  return [0, 1, 2, 3, 4, 5, 6].find(exact) ?? 7;
+}
+
+/**
+ * The texts of the ticks of an axis, written alike: with the decimals that their distance needs and one suffix, or all
+ * with exponents. `unit`: [what to multiply by, what to append].
+ */
+export function tickTexts(ticks, { log = false, unit: [scale, unit] = [1, ""] } = {}) {
+  const values = ticks.map((tick) => (tick === null ? null : tick * scale));
+  const write = (text) => values.map((value) => (value === null ? "" : value === 0 ? `0${unit}` : `${text(value).replace("e+", "e").replace(/e0$/, "")}${unit}`));
+  const known = values.filter((value) => value !== null);
+  const most = Math.max(...known.map(Math.abs));
+  const step = Math.min(...(log ? known : known.slice(1).map((value, at) => value - known[at])), most);
+  const suffixOf = (value) => SUFFIXES.find(([least]) => !unit && value >= least) ?? [0, "", 1];
+  if (log) {
+    if (step < 1e-3 || most >= 1e15) return write((value) => Number(value.toPrecision(3)).toExponential());
+    return write((value) => `${Number((value / suffixOf(value)[2]).toPrecision(3))}${suffixOf(value)[1]}`);
+  }
+  const decimals = decimalsOf(step);
+  if (decimals > 5 || most >= 1e15) {
+    const power = Math.floor(Math.log10(most));
+    return write((value) => `${(value / 10 ** power).toFixed(Math.min(15, power - Math.floor(Math.log10(step) + 1e-6)))}e${power}`);
+  }
+  const [, suffix, by] = decimalsOf(step / suffixOf(most)[2]) < 3 ? suffixOf(most) : suffixOf(0);
+  const digits = decimalsOf(step / by);
+  return write((value) => `${(value / by).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${suffix}`);
 }

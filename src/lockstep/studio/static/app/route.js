@@ -12,7 +12,7 @@ addEventListener("hashchange", () => (hash.value = location.hash));
 /** Whether the form of a new run is open. */
 export const drawer = signal(false);
 
-const OLD = { train: "run", doctor: "machine" };
+const OLD = { __proto__: null, train: "run", doctor: "machine" };
 
 /** A part of an address that someone may have cut. */
 function decoded(text) {

@@ -2,17 +2,17 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { filePath, post, runPath, useAnswer } from "./api.js";
-import { forPage, studio } from "./catalogue.js";
+import { advised, forPage, studio } from "./catalogue.js";
 import { Decisions } from "./decisions.js";
 import { Curves } from "./curves.js";
 import { Evaluation } from "./evaluation.js";
-import { bytes, clock, deviceWords, duration, heading, number, percent, words } from "./format.js";
-import { isGoing, runs, takeJob } from "./live.js";
+import { bytes, clock, deviceWords, duration, heading, many, number, percent, titleOf, words } from "./format.js";
+import { findRun, isGoing, runs, takeJob } from "./live.js";
 import { Coloured, Log } from "./log.js";
 import { EvaluateDialog, ExportDialog, Job, newestJobs, ResumeDialog } from "./afterwards.js";
 import { go, route } from "./route.js";
-import { actionsFor, LABEL_DIALOGS, label, monitored } from "./runs.js";
-import { Badge, Boundary, Button, Copy, Menu, Problem, Tabs, tell, tellError } from "./ui.js";
+import { actionsFor, duplicate, LABEL_DIALOGS, label, monitored } from "./runs.js";
+import { Badge, Boundary, Button, Copy, Menu, Problem, Search, Table, Tabs, tell, tellError } from "./ui.js";
 
 /** The details of a run: fetched when it is selected and when its status changes. */
 function useDetail(run) {
@@ -48,7 +48,7 @@ function Finished({ run }) {
     ${early && html`<p class="note info">Early stopping: it ended at step ${number(run.step)} of ${number(run.total_steps)}${run.epochs ? `, epoch ${number(run.epoch)} of ${number(run.epochs)}` : ""}.</p>`}
     <dl class="metrics">
       ${entries.map(([name, value]) => html`<${Metric} key=${name} name=${heading(name)} value=${number(value)} />`)}
-      ${Object.entries(run.best_metric ?? {}).map(
+      ${Object.entries(run.best_metric ?? {}).filter(([name, value]) => value !== run.final_metrics?.[name]).map(
         ([name, value]) => html`<${Metric} key=${`best-${name}`} name=${`Best ${words(name)}`} value=${number(value)} />`,
       )}
       ${run.best_epoch !== null && html`<${Metric} name="Best epoch" value=${number(run.best_epoch)} />`}
@@ -73,12 +73,14 @@ const summaryOf = (error) => {
 /** What happened, at which step, and the last output of the run. */
 function Ended({ run, detail }) {
   const cause = summaryOf(run.error);
+  const changes = advised(cause.join("\n"));
   return html`<section class="stack" aria-label="How it ended">
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
       ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${forPage(line)}</strong>`)}
       ${ENDS[run.status]} ${run.step > 0 && html`Step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
     </p>
+    ${changes.length > 0 && html`<div><${Button} onClick=${() => duplicate(run, changes)}>New run with ${changes.map(([[, name], value]) => `“${titleOf(name)}”: ${value}`).join(", ")}…<//></div>`}
     ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. Its output:</p>
       <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed"><${Coloured} text=${run.resume_error} /></pre>`}
     ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure"><${Coloured} text=${run.error} /></pre>`}
@@ -107,19 +109,12 @@ function Files({ run }) {
   const [text, setText] = useState("");
   if (!found) return error ? html`<${Problem} error=${error} />` : html`<p class="empty" role="status">Loading files…</p>`;
   const shown = found.files.filter(({ path }) => path.toLowerCase().includes(text.toLowerCase()));
-  return html`<div class="card stack">
+  return html`<div class="card stack scroll-x">
     <div class="row">
-      <input class="input" type="search" aria-label="Search files" placeholder="Search files" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
-      <span class="muted number">${number(shown.length)} files, ${bytes(shown.reduce((sum, file) => sum + file.bytes, 0))}</span>
+      <${Search} label="Search files" text=${text} onSearch=${setText} />
+      <span class="muted number">${many(shown.length, "file")}, ${bytes(shown.reduce((sum, file) => sum + file.bytes, 0))}</span>
     </div>
-    <table aria-label="Files">
-      <thead><tr><th scope="col">File</th><th scope="col">Size</th><th scope="col">Changed</th></tr></thead>
-      <tbody>
-        ${shown.slice(0, 500).map(
-          (file) => html`<tr key=${file.path}><th scope="row"><a class="mono" href=${filePath(run.id, file.path)} target="_blank" rel="noopener">${file.path}</a></th><td class="number">${bytes(file.bytes)}</td><td class="number muted">${clock(file.modified)}</td></tr>`,
-        )}
-      </tbody>
-    </table>
+    <${Table} label="Files" heads=${["File", ["Size"], ["Changed"]]} rows=${shown.slice(0, 500).map((file) => [html`<a class="mono" href=${filePath(run.id, file.path)} target="_blank" rel="noopener">${file.path}</a>`, bytes(file.bytes), clock(file.modified)])} classOf=${(_, at) => (at ? "muted" : "")} />
     ${shown.length > 500 && html`<p class="muted">${number(shown.length - 500)} more: search for them</p>`}
   </div>`;
 }
@@ -188,7 +183,7 @@ function Chosen({ run }) {
       <h1 class="clip" title=${run.id}>${run.pinned ? "★ " : ""}${label(run)}</h1>
       <${Badge} status=${run.status} />
       ${isGoing(run) && html`<${Stop} run=${run} />` /* nothing else comes to its place when the run has ended */}
-      ${metric && html`<span class="number muted">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
+      ${metric && html`<span class="number muted clip">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
       ${run.tags.map((tag) => html`<span key=${tag} class="badge tag"><span class="clip">${tag}</span></span>`)}
       <span class="grow"></span>
       <${Actions} run=${run} detail=${detail} onDialog=${(kind) => setDialog({ kind, run })} />
@@ -216,7 +211,7 @@ function Chosen({ run }) {
 export function Run() {
   const { run: id } = route.value;
   if (runs.value === null) return html`<p class="empty" role="status">Loading the run…</p>`;
-  const run = runs.value.find((one) => one.id === id) ?? runs.value.find((one) => one.location === id);
+  const run = findRun(id);
   if (!run) return html`<div class="empty stack"><p>There is no run ${id} here; it may have been deleted.</p><p><a class="button" href="#/runs">All runs</a></p></div>`;
   return html`<${Chosen} key=${run.id} run=${run} />`;
 }

@@ -2,12 +2,12 @@
 
 import { computed, effect, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
 import { get, patch, post, remove, runPath } from "./api.js";
-import { replaceDraft } from "./draft.js";
+import { change, replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
-import { ago, clock, deviceWords, duration, heading, number, percent, plain } from "./format.js";
+import { ago, clock, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
 import { isGoing, merge, problems, runs } from "./live.js";
 import { address, drawer, go, keep, route } from "./route.js";
-import { Badge, Button, Dialog, Menu, Select, tell, tellError } from "./ui.js";
+import { Badge, Button, Dialog, Menu, Search, Select, tell, tellError } from "./ui.js";
 
 const PAGE = 100;
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
@@ -44,10 +44,11 @@ export function monitored(run) {
 
 /** By run, the settings that differ between runs; fetched when a column or a filter needs one. */
 const settings = signal(null);
-const metricsOf = (run) => ({ ...run.last_epoch, ...run.final_metrics, ...run.best_metric });
+const metricsOf = (run) => ({ __proto__: null, ...run.last_epoch, ...run.final_metrics, ...run.best_metric });
 const COLUMNS = {
+  __proto__: null,
   status: ["Status", (run) => run.status, (run) => html`<${Badge} status=${run.status} />${run.status === "running" && run.progress !== null ? html` <span class="number muted">${percent(run.progress)}</span>` : ""}`],
-  monitored: ["Monitored", (run) => monitored(run)?.[1], (run) => (monitored(run) ? html`<span title=${heading(monitored(run)[0])}>${number(monitored(run)[1])} <span class="muted">${heading(monitored(run)[0])}</span></span>` : "–")],
+  monitored: ["Monitored", (run) => monitored(run)?.[1], (run) => (monitored(run) ? html`<span title=${heading(monitored(run)[0])}><span class="muted">${heading(monitored(run)[0])}</span> ${number(monitored(run)[1])}</span>` : "–")],
   created: ["Created", (run) => run.created_at, (run) => html`<span title=${clock(run.created_at)}>${ago(run.created_at)}</span>`],
   took: ["Duration", took, (run) => duration(took(run))],
   task: ["Task", (run) => run.task, (run) => html`<span title=${run.task}>${run.task.split("/").at(-1)}</span>`],
@@ -69,7 +70,7 @@ function valueOf(run, name) {
   if (name === "device") return run.devices ?? [];
   const own = COLUMNS[name]?.[1](run) ?? metricsOf(run)[name];
   if (own !== undefined) return own;
-  const given = { ...settings.value?.same, ...settings.value?.runs[run.id] };
+  const given = { __proto__: null, ...settings.value?.same, ...settings.value?.runs[run.id] };
   return given[name] ?? given[Object.keys(given).find((key) => key.endsWith(`.${name}`))];
 }
 
@@ -100,7 +101,7 @@ function useSettings(wanted) {
 function offered(all) {
   const metrics = new Set(all.flatMap((run) => Object.keys(metricsOf(run))));
   const keys = new Set(Object.values(settings.value?.runs ?? {}).flatMap((one) => Object.keys(one)));
-  return { metrics: [...metrics].filter((name) => !["attempt"].includes(name)).sort(), settings: [...keys].sort() };
+  return { metrics: [...metrics].filter((name) => name !== "attempt" && !(name in COLUMNS)).sort(), settings: [...keys].sort() };
 }
 
 function ColumnsDialog({ all, onClose }) {
@@ -110,7 +111,7 @@ function ColumnsDialog({ all, onClose }) {
   const names = offered(all);
   const toggle = (name, on) => keep("columns", (on ? [...columns, name] : columns.filter((one) => one !== name)).join(",") || "status");
   return html`<${Dialog} title="Columns" onClose=${onClose}>
-    <input class="input" type="search" aria-label="Search columns" placeholder="Search columns" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
+    <${Search} label="Search columns" text=${text} onSearch=${setText} />
     ${[["Run", Object.keys(COLUMNS)], ["Metrics", names.metrics], ["Settings that differ", names.settings]].map(
       ([title, list]) => html`<fieldset key=${title} class="stack">
         <legend class="eyebrow">${title}</legend>
@@ -134,29 +135,32 @@ function Filters({ shown, all, onDialog }) {
     <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
     <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${titleOf(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
-    <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? `${shown} ${shown === 1 ? "run" : "runs"}` : `${shown} of ${all.length} runs`}</span>
+    <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? many(shown, "run") : `${number(shown)} of ${many(all.length, "run")}`}</span>
   </div>`;
+}
+
+/** Fills the form with the configuration of a run, with `changes`: [[path, value], …]. */
+export async function duplicate(run, changes = []) {
+  try {
+    const copy = await post(runPath(run.id, "/duplicate"));
+    replaceDraft(copy);
+    for (const [path, value] of changes) change(path, value);
+    drawer.value = true;
+    tell("The form has the configuration of this run");
+    if (copy.left_out.length) tell(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
+  } catch (error) {
+    tellError(error);
+  }
 }
 
 /** What can be done with one run, as items of a menu. */
 export function actionsFor(run, onDialog) {
-  const duplicate = async () => {
-    try {
-      const copy = await post(runPath(run.id, "/duplicate"));
-      replaceDraft(copy);
-      drawer.value = true;
-      tell("The form has the configuration of this run");
-      if (copy.left_out.length) tell(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
-    } catch (error) {
-      tellError(error);
-    }
-  };
   return [
     [run.pinned ? "Unpin" : "Pin", () => mark(run, { pinned: !run.pinned })],
     ["Rename", () => onDialog({ kind: "rename", run })],
     ["Edit tags", () => onDialog({ kind: "tags", run })],
     ["Edit notes", () => onDialog({ kind: "notes", run })],
-    ["Duplicate", duplicate],
+    ["Duplicate", () => duplicate(run)],
     ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: isGoing(run) ? "stop it first" : "" }],
   ];
 }
@@ -169,12 +173,12 @@ const mark = async (run, change) => {
   }
 };
 
-function Row({ run, columns, onDialog }) {
+function Row({ run, columns, numeric, onDialog }) {
   const ticked = compared.value.includes(run.id);
   return html`<tr class=${ticked ? "chosen" : ""}>
     <td class="tick"><label class="hit"><input type="checkbox" tabindex="-1" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${(event) => setCompared(run.id, event.currentTarget.checked)} /></label></td>
     <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${run.id}>${label(run)}</a></th>
-    ${columns.map((name) => html`<td key=${name} class=${typeof valueOf(run, name) === "number" ? "number" : ""}>${cellOf(run, name)}</td>`)}
+    ${columns.map((name) => html`<td key=${name} class=${numeric.has(name) ? "number" : ""}>${cellOf(run, name)}</td>`)}
     <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} tabindex="-1" /></td>
   </tr>`;
 }
@@ -197,22 +201,24 @@ function move(event) {
 function spread(rows, name) {
   const values = rows.map((run) => valueOf(run, name)).filter((value) => typeof value === "number" && Number.isFinite(value));
   if (!values.length) return "";
+  if (name === "monitored" && new Set(rows.map((run) => monitored(run)?.[0])).size > 1) return ""; // of several metrics
+  const text = name === "took" ? duration : number;
   const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-  if (values.length === 1) return number(mean, 3);
-  return `${number(mean, 3)} ± ${number(Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1)), 2)}`;
+  if (values.length === 1) return text(mean, 3);
+  return `${text(mean, 3)} ± ${text(Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1)), 2)}`;
 }
 
 const FIXED = new Set(["status", "created", "task", "devices", "tags", "notes"]);
 
-function Group({ name, value, rows, columns, onDialog }) {
+function Group({ name, value, rows, columns, ...rest }) {
   const [open, setOpen] = useState(false);
   return html`<tr class="group-row">
       <td></td>
-      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${open ? "true" : "false"} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"} ${titleOf(name)} ${plain(value)}</button> <span class="muted">${rows.length} ${rows.length === 1 ? "run" : "runs"}</span></th>
+      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${open ? "true" : "false"} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"} ${titleOf(name)} ${plain(value)}</button> <span class="muted">${many(rows.length, "run")}</span></th>
       ${columns.map((column) => html`<td key=${column} class="number">${FIXED.has(column) ? "" : spread(rows, column)}</td>`)}
       <td></td>
     </tr>
-    ${open && rows.map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} onDialog=${onDialog} />`)}`;
+    ${open && rows.map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} ...${rest} />`)}`;
 }
 
 /** Actions on the selected runs. */
@@ -227,7 +233,7 @@ function Selected({ all, onDialog }) {
     ${why ? html`<${Button} kind="small" why=${why} onClick=${() => {}}>Compare<//>` : html`<a class="button small primary" href=${address("compare", compared.value)}>Compare ${chosen.length}</a>`}
     <${Button} kind="small" onClick=${() => onDialog({ kind: "bulkTags", run: chosen })}>Add tag…<//>
     <${Button} kind="small" why=${going.length ? "" : "none of them is running"} onClick=${stop}>Stop<//>
-    <${Button} kind="small danger" why=${going.length ? "stop them first" : ""} onClick=${() => onDialog({ kind: "bulkDelete", run: chosen })}>Delete…<//>
+    <${Button} kind="small danger" why=${going.length ? "stop them first" : ""} onClick=${() => onDialog({ kind: "delete", run: chosen })}>Delete…<//>
     <${Button} kind="small quiet" onClick=${() => (compared.value = [])}>Clear<//>
   </div>`;
 }
@@ -243,36 +249,23 @@ function TextDialog({ run, onClose, title, name, submit = "Save", before = "", c
 }
 
 const tagsOf = (text) => [...new Set(text.split(",").map((tag) => tag.trim()).filter(Boolean))];
-const BulkTagsDialog = (given) => html`<${TextDialog} ...${given} title=${`Add a tag to ${given.run.length} runs`} name="Tag" submit="Add" most="40" required change=${(text, run) => ({ tags: [...run.tags, text.trim()] })} />`;
+const BulkTagsDialog = (given) => html`<${TextDialog} ...${given} title=${`Add a tag to ${many(given.run.length, "run")}`} name="Tag" submit="Add" most="40" required change=${(text, run) => ({ tags: [...run.tags, text.trim()] })} />`;
 const NotesDialog = (given) => html`<${TextDialog} ...${given} title="Notes" name="Notes" long most="10000" before=${given.run.notes} change=${(notes) => ({ notes })} />`;
 const RenameDialog = (given) => html`<${TextDialog} ...${given} title="Rename run" name="Name" submit="Rename" most="200" before=${given.run.name ?? ""} change=${(text) => ({ name: text.trim() || null })} />`;
 const TagsDialog = (given) => html`<${TextDialog} ...${given} title="Edit tags" name="Tags, with commas between them" before=${given.run.tags.join(", ")} change=${(text) => ({ tags: tagsOf(text) })} />`;
 
-function BulkDeleteDialog({ run: chosen, onClose }) {
+function DeleteDialog({ run, onClose }) {
+  const chosen = [run].flat();
   const drop = async () => {
-    for (const run of chosen) {
-      await remove(runPath(run.id));
-      merge([], [run.id]);
+    for (const { id } of chosen) {
+      await remove(runPath(id));
+      merge([], [id]);
+      if (route.value.run === id) go("runs");
     }
   };
-  return html`<${Dialog} title=${`Delete ${chosen.length} runs`} submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
-    <p>The folders of these runs will be deleted, with checkpoints, logs and metrics. This cannot be undone.</p>
-    <pre class="wrap">${chosen.map(label).join("\n")}</pre>
-  <//>`;
-}
-
-function DeleteDialog({ run, onClose }) {
-  const drop = async () => {
-    await remove(runPath(run.id));
-    merge([], [run.id]);
-    setCompared(run.id, false);
-    if (route.value.run === run.id) go("runs");
-  };
-  return html`<${Dialog} title="Delete run" submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
-    <p>
-      <strong>${label(run)}</strong> and its folder will be deleted, with checkpoints, logs and metrics. This cannot be undone.
-    </p>
-    <pre class="wrap">${run.path}</pre>
+  return html`<${Dialog} title=${chosen.length === 1 ? "Delete run" : `Delete ${many(chosen.length, "run")}`} submit="Delete" danger onClose=${onClose} onSubmit=${drop}>
+    <p>Deletes the ${chosen.length === 1 ? "folder of this run" : "folders of these runs"}, with checkpoints, logs and metrics. This cannot be undone.</p>
+    <pre class="wrap">${chosen.map((one) => `${label(one)}\n${one.path}`).join("\n\n")}</pre>
   <//>`;
 }
 
@@ -286,13 +279,11 @@ function Problems() {
   </div>`;
 }
 
-export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, notes: NotesDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog, bulkDelete: BulkDeleteDialog };
+export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, notes: NotesDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog };
 
-/** Numbers end below the end of their heading. */
-function Heads({ columns, order, rows }) {
+function Heads({ columns, numeric, order }) {
   const [descending, by] = order.startsWith("-") ? [true, order.slice(1)] : [false, order];
-  const isNumber = (name) => rows.some((run) => typeof valueOf(run, name) === "number");
-  const head = (name, title) => html`<th key=${name} scope="col" class=${isNumber(name) ? "number" : ""} aria-sort=${name === by ? (descending ? "descending" : "ascending") : undefined}>
+  const head = (name, title) => html`<th key=${name} scope="col" class=${numeric.has(name) ? "number" : ""} aria-sort=${name === by ? (descending ? "descending" : "ascending") : undefined}>
     <button type="button" class="sort" onClick=${() => keep("sort", name === by && !descending ? `-${name}` : name)}>${title}${name === by ? (descending ? " ↓" : " ↑") : ""}</button>
   </th>`;
   return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, titleOf(name)))}<th><span class="unseen">Actions</span></th></tr>`;
@@ -314,6 +305,8 @@ export function Runs() {
       .sort((a, b) => b.pinned - a.pinned || sign * compareValues(valueOf(a, by), valueOf(b, by)));
   }, [all, text, status, order, settings.value]);
   const groups = group && [...Map.groupBy(found, (run) => String(plain(valueOf(run, group))))];
+  // A column of numbers ends below the end of its heading, also where a run has none.
+  const numeric = new Set(columns.filter((name) => found.slice(0, limit).some((run) => typeof valueOf(run, name) === "number")));
   const Chosen = dialog && LABEL_DIALOGS[dialog.kind];
   return html`<section class="view wide" aria-label="Runs">
     <${Filters} shown=${found.length} all=${all} onDialog=${setDialog} />
@@ -325,11 +318,11 @@ export function Runs() {
     ${found.length > 0 &&
     html`<div class="scroll-x card flush">
       <table class="runs" aria-label="Runs">
-        <thead><${Heads} columns=${columns} order=${order} rows=${found.slice(0, limit)} /></thead>
+        <thead><${Heads} columns=${columns} numeric=${numeric} order=${order} /></thead>
         <tbody onKeyDown=${move}>
           ${groups
-            ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} onDialog=${setDialog} />`)
-            : found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} onDialog=${setDialog} />`)}
+            ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)
+            : found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)}
         </tbody>
       </table>
     </div>`}

@@ -8,7 +8,7 @@ import { devices, tasks } from "./catalogue.js";
 import { Chart } from "./charts.js";
 import { clock, gigabytes, number, percent } from "./format.js";
 import { jobs, takeJob } from "./live.js";
-import { Button, Problem, Select, tellError } from "./ui.js";
+import { Button, Problem, Select, Table, tellError } from "./ui.js";
 
 const CHARTS = [
   ["Speed-up", "speed_up", (ranks) => ranks, {}],
@@ -54,27 +54,11 @@ function Report({ report }) {
               return measured && html`<${Chart} key=${title} title=${title} series=${series} against="rank" canLog=${false} ...${options} />`;
             })}
           </div>
-          <div class="scroll-x">
-            <table>
-              <thead>
-                <tr>${["Devices", "Strategy", "Kind", "Samples/s", "Speed-up", "Efficiency", "Peak memory", "Epoch, s", "Utilisation"].map((head) => html`<th key=${head} scope="col">${head}</th>`)}</tr>
-              </thead>
-              <tbody>
-                ${points.map(
-                  (point, at) => html`<tr key=${at}>
-                    <td>${point.ranks}</td>
-                    <td>${point.strategy}</td>
-                    <td>${point.mode}</td>
-                    <td>${number(point.samples_per_s, 3)}</td>
-                    <td>${number(point.speed_up, 3)}</td>
-                    <td>${percent(point.efficiency)}</td>
-                    <td>${gigabytes(point.peak_memory)}</td>
-                    <td>${number(point.epoch_s, 3)}</td>
-                    <td>${percent(point.utilisation)}</td>
-                  </tr>`,
-                )}
-              </tbody>
-            </table>
+          <div class="scroll-x" tabindex="0">
+            <${Table}
+              heads=${["Devices", "Strategy", "Kind", ...["Samples/s", "Speed-up", "Efficiency", "Peak memory", "Epoch, s", "Utilisation"].map((head) => [head])]}
+              rows=${points.map((point) => [point.ranks, point.strategy, point.mode, number(point.samples_per_s, 3), number(point.speed_up, 3), percent(point.efficiency), gigabytes(point.peak_memory), number(point.epoch_s, 3), percent(point.utilisation)])}
+            />
           </div>`
       : html`<pre class="log" tabindex="0" aria-label="Report">${JSON.stringify(report.report, null, 2)}</pre>`}
   </section>`;

@@ -80,13 +80,33 @@ const copies = async (text) => {
 export const Copy = ({ text, label }) =>
   html`<${Button} kind="quiet small" onClick=${() => copies(text)} aria-label=${label}>Copy<//>`;
 
-/** A choice; `options`: values, or [value, text]. `bare`: without its label, which then is for screen readers, if given. */
+/** A choice; `options`: values, or [value, text, attributes]. `bare`: without its label, which then is for screen readers, if given. */
 export function Select({ label, bare = false, kind = "row", value, options, onChange, ...rest }) {
   const choice = html`<select class="input" aria-label=${bare ? label : undefined} value=${value} onChange=${(event) => onChange(event.currentTarget.value)} ...${rest}>
-    ${options.map((one) => (Array.isArray(one) ? one : [one, one])).map(([id, text]) => html`<option key=${id} value=${id} selected=${id === value}>${text}</option>`)}
+    ${options.map((one) => (Array.isArray(one) ? one : [one, one])).map(([id, text, more]) => html`<option key=${id} value=${id} selected=${id === value} ...${more}>${text}</option>`)}
   </select>`;
   return bare ? choice : html`<label class=${kind}>${label} ${choice}</label>`;
 }
+
+/**
+ * A table. `heads`: texts; one in a list is of a column of numbers. `rows`: cells, the first of which names its row.
+ * `classOf(row, column)`: the class of a cell after the name.
+ */
+export const Table = ({ label, heads, rows, classOf = () => "" }) => {
+  const kind = (column) => (Array.isArray(heads[column]) ? "number" : "");
+  return html`<table aria-label=${label}>
+    <thead><tr>${heads.map((head, at) => html`<th key=${at} scope="col" class=${kind(at)}>${head}</th>`)}</tr></thead>
+    <tbody>
+      ${rows.map(([name, ...cells], row) => html`<tr key=${row}><th scope="row">${name}</th>${cells.map((cell, at) => html`<td key=${at} class=${`${kind(at + 1)} ${classOf(row, at)}`}>${cell}</td>`)}</tr>`)}
+    </tbody>
+  </table>`;
+};
+
+/** A labelled box to tick. */
+export const Tick = ({ on, onTick, children }) => html`<label class="row"><input type="checkbox" checked=${on} onChange=${(event) => onTick(event.currentTarget.checked)} />${children}</label>`;
+
+/** A field that searches: its label is its placeholder, too. */
+export const Search = ({ label, text, onSearch, grow = "" }) => html`<input class=${`input ${grow}`} type="search" aria-label=${label} placeholder=${label} value=${text} onInput=${(event) => onSearch(event.currentTarget.value)} />`;
 
 /** A modal `<dialog>`: focus stays inside, Escape closes it, and focus returns. */
 export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false, why = "", children }) {
