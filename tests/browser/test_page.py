@@ -584,6 +584,7 @@ TICKS: list[tuple[list[float], dict[str, object], list[str]]] = [
 
 def test_ticks_are_told_apart_and_written_alike(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
+    expect(rows(page)).to_have_count(3)
     write = """async (all) => {
         const { tickTexts } = await import('/static/app/plot.js');
         return all.map((one) => tickTexts(...one));
@@ -603,6 +604,7 @@ def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: Ope
     failed = make_run(runs, "no numbers", "failed", error=cause)
     moved = images.path.rename(runs / "a folder's name")
     page = open_page(server.url)
+    expect(rows(page)).to_have_count(5)
     page.evaluate("names => { location.hash = `#/run/${encodeURIComponent(names)}/evaluation` }", moved.name)
     # Scores of four classes are no confusion matrix, and neither is any other square table.
     per_class = page.get_by_role("table", name="Scores per class")

@@ -200,11 +200,10 @@ def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
         fix = "use the address that it printed; behind a proxy, start it with the proxy's name as --trusted-host"
         raise ApiError("FOREIGN_HOST", 400, "the studio answers on this machine only", fix=fix)
     origin = headers.get("origin")
-    if origin not in {None, f"http://{host}"} and urlsplit(origin).hostname not in hosts - _LOOPBACK:
-        raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
+    foreign = origin not in {None, f"http://{host}"} and urlsplit(origin).hostname not in hosts - _LOOPBACK
     # Other ports of this machine are the same site to a browser, and get the cookie.
-    elsewhere = headers.get("sec-fetch-site") in {"cross-site", "same-site"}
-    if origin is None and elsewhere and headers.get("sec-fetch-mode") != "navigate":
+    elsewhere = origin is None and headers.get("sec-fetch-site") in {"cross-site", "same-site"}
+    if foreign or (elsewhere and headers.get("sec-fetch-mode") != "navigate"):
         raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
 
 

@@ -50,12 +50,8 @@ class Home:
     def config(self, name: str) -> Path:
         """The file of a saved configuration."""
         if not _CONFIG_NAME.fullmatch(name):
-            raise ApiError(
-                "CONFIG_NOT_FOUND",
-                404,
-                f"{name[:100]!r} is not a valid name of a configuration",
-                fix="use letters, digits, spaces, dots, dashes and underscores; at most 64",
-            )
+            fix = "use letters, digits, spaces, dots, dashes and underscores; at most 64"
+            raise ApiError("CONFIG_NOT_FOUND", 404, f"{name[:100]!r} is not a valid name of a configuration", fix=fix)
         return self.configs / f"{name}.json"
 
     def job(self, name: str) -> Path:

@@ -52,25 +52,17 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
 def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict[str, Any]:
     gpus = placement is not None and placement.accelerator == "gpu"
     several = placement is not None and placement.world_size > 1 and not placement.spec.divides
-    ignored = [note.text for note in placement.notes if note.key == "cpu_ignored"] if placement else []
-    labels: dict[str, Any] = {
-        "effective_batch": None,
-        "effective_batch_shown": False,
+    batch = plan["batch"] if plan else {"ranks": 1, "devices_per_rank": 1, "accumulate": 1}
+    workers, ranks = plan["loader"]["num_workers"] if plan else 0, batch["ranks"]
+    in_all = f", {workers * ranks} in all" if ranks > 1 and workers else ""
+    rate = plan["decisions"]["lr"] if plan else {}
+    return {
+        "effective_batch": plan and plan["effective_batch"],
+        "effective_batch_shown": ranks * batch["devices_per_rank"] > 1 or batch["accumulate"] > 1,
         "multi_gpu": "Multi-GPU (DDP) will be used automatically." if gpus and several else None,
-        "cpu_ignored": ignored[0] if ignored else None,
-        "learning_rate": None,
-        "workers": None,
-    }
-    if plan is None:
-        return labels
-    batch, workers = plan["batch"], plan["loader"]["num_workers"]
-    rate = plan["decisions"]["lr"]
-    return labels | {
-        "effective_batch": plan["effective_batch"],
-        "effective_batch_shown": batch["ranks"] * batch["devices_per_rank"] > 1 or batch["accumulate"] > 1,
-        "learning_rate": f"Learning rate {rate['shown']}: {rate['reason']}",
-        "workers": f"Loader workers: {workers} per rank"
-        + (f", {workers * batch['ranks']} in all" if batch["ranks"] > 1 and workers else ""),
+        "cpu_ignored": next((n.text for n in placement.notes if n.key == "cpu_ignored"), None) if placement else None,
+        "learning_rate": f"Learning rate {rate['shown']}: {rate['reason']}" if plan else None,
+        "workers": f"Loader workers: {workers} per rank{in_all}" if plan else None,
     }
 
 

@@ -33,9 +33,8 @@ def body_of(error: LockstepError) -> dict[str, Any]:
 
 
 def run_not_found(name: str) -> ApiError:
-    return ApiError(
-        "RUN_NOT_FOUND", 404, f"there is no run {name[:100]!r}", fix="reload the list; the folder may have been removed"
-    )
+    fix = "reload the list; the folder may have been removed"
+    return ApiError("RUN_NOT_FOUND", 404, f"there is no run {name[:100]!r}", fix=fix)
 
 
 def in_progress(name: str, what: str = "it is still running") -> ApiError:
@@ -43,10 +42,5 @@ def in_progress(name: str, what: str = "it is still running") -> ApiError:
 
 
 def not_allowed(key: str, why: str) -> ApiError:
-    return ApiError(
-        "SETTING_NOT_ALLOWED",
-        422,
-        f"{key} cannot be set from the page",
-        why=why,
-        fix="leave it out, or start this run from a terminal",
-    )
+    fix = "leave it out, or start this run from a terminal"
+    return ApiError("SETTING_NOT_ALLOWED", 422, f"{key} cannot be set from the page", why=why, fix=fix)

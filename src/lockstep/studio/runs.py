@@ -195,12 +195,11 @@ class Runs:
     def duplicate(self, name: RunName) -> dict[str, Any]:
         config = self._index.run(name).config()
         if config.task.name not in self._forms.task_names:
-            raise ApiError(
-                "TASK_NOT_USABLE",
-                422,
+            what, fix = (
                 f"this run's task, {config.task.name}, is not in the list",
-                fix=f"start the studio with --task {config.task.name}",
+                f"start the studio with --task {config.task.name}",
             )
+            raise ApiError("TASK_NOT_USABLE", 422, what, fix=fix)
         form, left_out = details.form_of(config, self._forms.defaults_of(config.task.name))
         if form.get("init_from") is not None:
             try:

@@ -108,13 +108,8 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
         ConfigError: an unknown key or a bad value.
     """
     if task not in tasks.names:
-        raise ApiError(
-            "TASK_NOT_USABLE",
-            422,
-            f"there is no task {task[:100]!r} here",
-            why=f"the studio knows {', '.join(tasks.names)}",
-            fix="start the studio with --task FILE.py:Class to add one",
-        )
+        why, fix = f"the studio knows {', '.join(tasks.names)}", "start the studio with --task FILE.py:Class to add one"
+        raise ApiError("TASK_NOT_USABLE", 422, f"there is no task {task[:100]!r} here", why=why, fix=fix)
     data_module = tasks.data_modules.get(task)
     for key, value in flatten(config):
         if key == "task.datamodule" and value == data_module:

@@ -1,7 +1,7 @@
 // The middle column: the configuration as a form, as YAML and as a command.
 
-import { html, signal, useEffect, useId, useRef, useState } from "./html.js";
-import { get, post, put, remove } from "./api.js";
+import { html, signal, useId, useRef, useState } from "./html.js";
+import { get, post, put, remove, useAnswer } from "./api.js";
 import { devices, schema, tasks } from "./catalogue.js";
 import { body, chooseTask, draft, filled, isChanged, isOld, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
 import { Decisions } from "./decisions.js";
@@ -86,15 +86,7 @@ function Name() {
   const id = useId();
   return html`<div class="field">
     <label for=${id}>Name</label>
-    <input
-      id=${id}
-      class="input"
-      maxlength="200"
-      autocomplete="off"
-      placeholder="optional"
-      value=${draft.value.name}
-      onInput=${(event) => (draft.value = { ...draft.value, name: event.currentTarget.value })}
-    />
+    <input id=${id} class="input" maxlength="200" autocomplete="off" placeholder="optional" value=${draft.value.name} onInput=${(event) => (draft.value = { ...draft.value, name: event.currentTarget.value })} />
   </div>`;
 }
 
@@ -157,26 +149,19 @@ function SaveDialog({ onClose }) {
 }
 
 function LoadDialog({ onClose }) {
-  const [saved, setSaved] = useState(null);
   const [yaml, setYaml] = useState("");
-  const list = () => get("/configs").then(({ configs }) => setSaved(configs), tellError);
-  useEffect(() => void list(), []);
-  const take = async (name) => {
-    try {
-      replaceDraft(await get(`/configs/${encodeURIComponent(name)}`));
-      onClose();
-    } catch (error) {
-      tellError(error);
-    }
-  };
-  const drop = (name) => remove(`/configs/${encodeURIComponent(name)}`).then(list, tellError);
+  const [deleted, setDeleted] = useState(0);
+  const { found, error } = useAnswer("/configs", [deleted]);
+  const take = (name) => get(`/configs/${encodeURIComponent(name)}`).then((config) => (replaceDraft(config), onClose()), tellError);
+  const drop = (name) => remove(`/configs/${encodeURIComponent(name)}`).then(() => setDeleted(deleted + 1), tellError);
   const parse = async () => replaceDraft(await post("/configs/parse", { yaml }));
   return html`<${Dialog} title="Load configuration" submit="Load YAML" onClose=${onClose} onSubmit=${parse} why=${yaml.trim() ? "" : "paste YAML, or choose a saved configuration"}>
     <div class="stack">
       <h2>Saved</h2>
-      ${saved?.length === 0 && html`<p class="muted">No saved configurations.</p>`}
+      <${Problem} error=${error} />
+      ${found?.configs.length === 0 && html`<p class="muted">No saved configurations.</p>`}
       <ul class="stack">
-        ${saved?.map(
+        ${found?.configs.map(
           ({ name, task: of }) => html`<li key=${name} class="row">
             <button type="button" class="button grow" onClick=${() => take(name)}>${name} <span class="muted">${of}</span></button>
             <button type="button" class="button quiet danger" aria-label=${`Delete the saved configuration ${name}`} onClick=${() => drop(name)}>Delete</button>

@@ -33,13 +33,7 @@ function Doctor() {
   const [quick, setQuick] = useState(true);
   useEffect(() => void get("/doctor").then((job) => setFirst(job), tellError), []);
   const job = first && (jobs.value[first.id] ?? first);
-  const start = async () => {
-    try {
-      setFirst(await post("/doctor", { devices: chosen.length ? chosen : null, quick }));
-    } catch (error) {
-      tellError(error);
-    }
-  };
+  const start = () => post("/doctor", { devices: chosen.length ? chosen : null, quick }).then(setFirst, tellError);
   const findings = [...(job?.result?.findings ?? [])].sort((a, b) => WORST_FIRST.indexOf(a.status) - WORST_FIRST.indexOf(b.status));
   return html`<h1>Doctor</h1>
     <section class="card stack measure" aria-label="Check">

@@ -131,14 +131,8 @@ function Facts({ run }) {
 }
 
 function Stop({ run }) {
-  const stop = async () => {
-    try {
-      const { kill_after_s: limit } = await post(runPath(run.id, "/stop"));
-      tell(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
-    } catch (error) {
-      tellError(error);
-    }
-  };
+  const said = ({ kill_after_s: limit }) => tell(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
+  const stop = () => post(runPath(run.id, "/stop")).then(said, tellError);
   const why = run.stopping ? `stopping: a checkpoint first, ended after ${duration(studio.value?.kill_after_s)} at the latest` : "";
   return html`<${Button} kind="danger" why=${why} onClick=${stop}>${run.stopping ? "Stopping…" : "Stop"}<//>`;
 }

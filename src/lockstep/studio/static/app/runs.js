@@ -165,13 +165,7 @@ export function actionsFor(run, onDialog) {
   ];
 }
 
-const mark = async (run, change) => {
-  try {
-    merge([await patch(runPath(run.id), change)], []);
-  } catch (error) {
-    tellError(error);
-  }
-};
+const mark = (run, change) => patch(runPath(run.id), change).then((marked) => merge([marked], []), tellError);
 
 function Row({ run, columns, numeric, onDialog }) {
   const ticked = compared.value.includes(run.id);
