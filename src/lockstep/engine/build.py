@@ -20,7 +20,6 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import begin_stream, kept_on, training_source
 from lockstep.engine.validation import Validation
-from lockstep.errors import many
 from lockstep.telemetry.files import JsonLines, read_jsonl
 
 
@@ -154,7 +153,8 @@ def _skipped(fit: Fit) -> Callable[[StepResult], None]:
         count = len({row["index"] for file in files for row in read_jsonl(file)})
         if count != known:
             known = count
-            text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
+            left = f"{count} training sample{'s' * (count != 1)} left out"
+            text = f"{left}, since they could not be read: see skipped-rank*.jsonl"
             fit.rank.note("samples_skipped", text, "warning")
 
     return report
