@@ -46,7 +46,7 @@ def gone(summary: Any) -> bool:
 
 
 def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: Path) -> None:
-    asked = body(["cpu", "cpu"], 0.02, name="first try", tags=["a", "b"], id="run-00000001")
+    asked = body(["cpu", "cpu"], 0.05, name="first try", tags=["a", "b"], id="run-00000001")
     started = address.post("/api/runs", asked, 202)
     assert started["id"] == "run-00000001"
     assert started["status"] == "pending"
