@@ -106,7 +106,9 @@ def _new_threads(before: Snapshot) -> list[threading.Thread]:
 
 def _new_processes(before: Snapshot) -> list[psutil.Process]:
     multiprocessing.active_children()  # reaps those that have ended
-    return [p for p in _descendants() if (p.pid, p.create_time()) not in before.processes]
+    new = [p for p in _descendants() if (p.pid, p.create_time()) not in before.processes]
+    # Chromium starts and ends its services when it likes; they end with the browser, which is looked at.
+    return [p for p in new if "--type=utility" not in _command(p)]
 
 
 def _descendants() -> list[psutil.Process]:
