@@ -27,7 +27,7 @@ _RESTORING = ("resume", "restore", "_restore", "read_checkpoint_settings")
 _CLASS_KEYS = ("class_path", "_class_path")
 _CLI = ("lightning/pytorch/cli.py", "lockstep/lightning/cli.py")
 _LIBRARIES = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<")
-_FIX = "name another checkpoint with --ckpt_path, or leave it out to start a new training"
+_FIX = "--ckpt_path takes a run's folder, one of its checkpoints, or a file; without it `fit` starts a new training"
 
 
 def read_file(file: Path, *, weights_only: bool = True) -> Snapshot:
