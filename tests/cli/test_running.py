@@ -183,15 +183,13 @@ def test_evaluate_takes_one_device_of_a_run_on_all() -> None:
     assert _config_on(config, "all", "auto").hardware.selected_devices == ("all",)
 
 
-def test_evaluate_on_two_ranks_gives_the_metrics_of_one(
-    here: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SEEN", str(tmp_path))
+def test_evaluate_on_two_ranks_gives_the_metrics_of_one(here: Path, tmp_path: Path, run_cli: RunCli) -> None:
     before = sorted((here / "run").rglob("*"))
     results = []
     for devices in ("cpu", "cpu,cpu"):
-        assert main(["evaluate", "run", "--json", "--devices", devices]) == 0
-        results.append(json.loads(capfd.readouterr().out))
+        done = run_cli("evaluate", "run", "--json", "--devices", devices, cwd=here, env={"SEEN": str(tmp_path)})
+        assert done.code == 0, done.err
+        results.append(json.loads(done.out))
     assert results[1]["metrics"] == pytest.approx(results[0]["metrics"])
     assert [found["samples"] for found in results] == [256, 256]
     seen = {file.name: sum(map(int, file.read_text().split())) for file in tmp_path.iterdir()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json, verb
+from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def evaluate(
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.evaluation import evaluate as evaluate_run
 
+    fork_ranks_from_here(devices)
     result = evaluate_run(found, split=split, devices=devices, checkpoint=chosen, data=data)
     _print(result if as_json else {**{k: v for k, v in result.items() if k != "metrics"}, **result["metrics"]}, as_json)
 
@@ -94,6 +96,7 @@ def predict(
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.predict import predict as write_predictions
 
+    fork_ranks_from_here(devices)
     _print(write_predictions(found, data, out, devices=devices, checkpoint=chosen), as_json)
 
 
