@@ -18,13 +18,13 @@ def _benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
-def mean_of_means(samples: int) -> dict[str, Any]:
+def mean_of_means(samples: int, kind: str = "accumulation") -> dict[str, Any]:
     """The usual loop: each micro-batch's mean over the number of micro-batches that a full window has."""
-    from peers.probe import LR, Diary, Probe, Samples
+    from peers.probe import LR, Diary, subject
 
-    model, diary = Probe(samples), Diary()
+    (model, data), diary = subject(kind, samples), Diary()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    batches = list(torch.utils.data.DataLoader(Samples(samples), batch_size=BATCH))
+    batches = list(torch.utils.data.DataLoader(data, batch_size=BATCH))
     for number, batch in enumerate(batches, start=1):
         (model(batch).mean() / ACCUMULATE).backward()
         if number % ACCUMULATE == 0 or number == len(batches):
@@ -44,11 +44,23 @@ def test_the_mean_of_means_is_found_wrong() -> None:
     assert found.figures["sample_weight"] == pytest.approx([3 / 8, 1.0], abs=1e-4)
 
 
-def test_lockstep_is_found_right(tmp_path: Path) -> None:
+def test_the_mean_of_means_of_tokens_is_found_wrong() -> None:
+    """In windows that are full: the first has 8 + 1 + 3 + 1 + 7 + 2 + 2 + 1 tokens, of which the micro-batches have
+    9, 4, 9 and 3, each with a fourth of the gradient."""
+    from peers import verdict
+
+    found = verdict.accumulation(mean_of_means(8, "tokens"), "token")
+    assert not found.right
+    assert found.figures["token_weight"] == pytest.approx([25 / 4 / 9, 25 / 4 / 3], abs=1e-3)
+    assert found.figures["missed"] == 0
+
+
+@pytest.mark.parametrize("kind", ["accumulation", "tokens"])
+def test_lockstep_is_found_right(kind: str, tmp_path: Path) -> None:
     from peers import lockstep_side, verdict
     from peers.probe import Job
 
-    job = Job("job", "accumulation", "default", 1, SAMPLES, BATCH, ACCUMULATE, folder=str(tmp_path))
+    job = Job("job", kind, "default", 1, SAMPLES, BATCH, ACCUMULATE, folder=str(tmp_path))
     assert verdict.accumulation(lockstep_side.run(job)).right
 
 
