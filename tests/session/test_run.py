@@ -201,6 +201,32 @@ def test_what_a_loop_draws_outside_its_bodies_is_alike_on_any_ranks(tmp_path: Pa
     assert found[2] == pytest.approx(found[0], abs=1e-5)
 
 
+BESIDE = """
+import torch
+from pathlib import Path
+import lockstep
+rows = torch.arange(float(Path("rows.txt").read_text()))[:, None]
+session = lockstep.Session(global_batch_size=8, seed=0)
+model = torch.nn.Linear(1, 1)
+model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+for _ in session.epochs(1):
+    for x in session.batches(rows):
+        session.backward(model(x).sum(), count=len(x))
+        session.step(optimizer)
+"""
+
+
+def test_a_resume_from_another_folder_runs_the_script_in_its_own(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "script.py").write_text(BESIDE)
+    (tmp_path / "here" / "rows.txt").write_text("32")
+    options = ("--devices", "cpu,cpu", "--save-dir", "run")
+    run(*LOCKSTEP, "run", "script.py", *options, "--set", "training.max_steps=2", cwd=tmp_path / "here")
+    more = ("--set", "training.max_steps=4")
+    out = run(*LOCKSTEP, "resume", str(tmp_path / "here" / "run"), "--devices", "cpu,cpu", *more, cwd=tmp_path)
+    assert "completed" in out
+
+
 WITHOUT = """
 import torch
 optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

@@ -38,7 +38,7 @@ def run_script(
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
-    call = _run_script, (script.path, script.arguments)
+    call = _run_script, (script.path, script.arguments, script.folder)
     run, code, _ = _start(*call, given, path.name, script=script, resume=resume, redirect=redirect)
     return run, code
 
@@ -177,8 +177,9 @@ def _watch_for_steps(started: Started) -> None:
     started.on_session = watch.remove  # a hook would slow down every step
 
 
-def _run_script(path: str, arguments: tuple[str, ...]) -> None:
-    """As ``python path arguments``."""
+def _run_script(path: str, arguments: tuple[str, ...], folder: str) -> None:
+    """As ``python path arguments`` in ``folder``, which a server that forks ranks may not be in."""
+    os.chdir(folder)
     sys.argv[:] = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     try:
