@@ -118,3 +118,5 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
             stream,
         )
         say("this check, or add --reproducibility exact, which gives every rank the draws of one device", stream)
+        if (report.first_step or 1) > 1:
+            say("The first steps agree, so it may be rounding that grew: a smaller learning rate shows it", stream)
