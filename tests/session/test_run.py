@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import RunFolderError
 from lockstep.launch.session.script import run_script
 from lockstep.telemetry.rundir import RunDir
+from lockstep.verification.script import ScriptReport, print_script_report
 from tests.session.scripts import CLASSIFIER, numbers, run, start
 
 LOCKSTEP = ("-m", "lockstep")
@@ -253,3 +255,10 @@ def test_what_fails_on_one_rank_is_explained(kind: str, code: int, words: tuple[
     (tmp_path / "script.py").write_text(ROLLOUTS)
     said = run(*LOCKSTEP, "run", "script.py", kind, "--devices", "cpu,cpu", cwd=tmp_path, code=code)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(("first", "grown"), [(1, False), (3, True)])
+def test_rounding_that_grew_is_a_cause_where_the_first_steps_agree(first: int, grown: bool) -> None:
+    found = ScriptReport("script.py", ("cpu", "cpu"), 4, {"loss": 0.1, "weights": 0.1}, first, 1e-3)
+    print_script_report(found, text := io.StringIO())
+    assert ("rounding that grew" in text.getvalue()) == grown
