@@ -345,7 +345,8 @@ class Reader:
         given = indices if keys is None else keys
         sown: Iterable[Words] = sample_words(self._seed, epoch, given) if seeded else repeat((0, 0, 0))
         pairs = [(place, generators()[place]) for place in seeded]
-        items, readable = list[Any](), list[int]()
+        items: list[Any] = []
+        readable: list[int] = []
         for index, key, words in zip(numbers, keyed, sown, strict=False):
             for place, generator in pairs:
                 generator.seed(words[place])
