@@ -33,12 +33,13 @@ from lockstep.data.order import Order
 from lockstep.data.packing import Packed
 from lockstep.data.reader import Reader
 from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+from lockstep.data.requests import Source
 from lockstep.data.sampling import WindowOrder, resolve_sampling
 from lockstep.engine.dataset_checks import feed
 from lockstep.errors import DataError, LockstepError
 from lockstep.telemetry.files import read_jsonl
 from tests.attempts import attempt
-from tests.data.test_sampling import attempts
+from tests.data.test_sampling import Killed, batches
 from tests.gloo import run_ranks
 from tests.toys import FEATURES, Toy, arrays
 
@@ -307,8 +308,12 @@ def test_windows_are_the_same_on_1_3_and_2_ranks(kind: str, steps: tuple[int, in
     assert sampling is not None
     order = sampling.order(31 if kind == "long" else sampling.facts.positions, 5)
     found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for epoch, indices in attempts(order, [(1, steps[0]), (3, steps[1]), (2, 1000)], 6):
-        found[epoch] += indices
+    source = Source(range(10**6), None, 3, order)  # type: ignore[arg-type]
+    attempts = [Killed(2, 1, 6), Killed(1, steps[0], 6), Killed(3, steps[1], 6)]  # and two ranks to the end
+    sizes = {"global_batch_size": 6, "accumulate": 1, "tail": "spread", "lanes": None, "has_batchnorm": False}
+    for of_ranks in batches(order, attempts, 3, ghosts=False, **sizes):
+        requests = [request for window in of_ranks for request in window.requests]
+        found[of_ranks[0].epoch] += [int(index) for request in requests for index in source.indices(request)]
     for epoch, indices in found.items():
         assert indices == order.slice(epoch, 0, order.samples).tolist()
 
