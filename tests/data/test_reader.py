@@ -291,3 +291,21 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
     reader = Reader(Drawing(lambda index: [0.0] * index), default_collate, 3)
     with pytest.raises(SampleError, match="samples 1, 2 of Drawing could not be made into a batch"):
         reader.batch(0, np.array([1, 2]), 0)
+
+
+class Buffer(Drawing):
+    """A replay buffer: its own ``sample`` is no sample of a data set."""
+
+    def sample(self, number: int, replace: bool = False) -> list[int]:
+        raise AssertionError("this is not ours")
+
+
+class WithDefault(Drawing):
+    def sample(self, index: int, rng: np.random.Generator | None = None) -> float:
+        assert rng is not None
+        return rng.random()
+
+
+def test_a_sample_method_is_ours_by_its_signature() -> None:
+    assert read(Buffer(float, 3), np.arange(3), 3) == [0.0, 1.0, 2.0]
+    assert read(WithDefault(float, 3), np.arange(3), 3) != [0.0, 1.0, 2.0]

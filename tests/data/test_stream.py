@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +130,31 @@ def test_a_stream_without_a_cursor_begins_again_and_the_plan_says_so() -> None:
     assert stream.__getitems__([7, 8, 9]) == [0, 1, 2]
     assert stream.state_dict(10) is None
     assert "a resume would begin it again" in stream.remark
+
+
+def rank_of_process() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def test_a_stream_that_looks_at_the_rank_is_named() -> None:
+    class ByRank(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            return (number for number in range(rank_of_process(), 9, 2))
+
+    class InAList(Numbers):
+        def __init__(self) -> None:
+            super().__init__(9)
+            self.pipeline = [rank_of_process]
+
+    assert "rank_of_process reads the rank" in Stream(ByRank(9), 9).remark
+    assert "rank_of_process reads the rank" in Stream(InAList(), 9).remark
+    assert "reads the rank" not in Stream(Numbers(9), 9).remark
+
+    class Divided(Numbers):
+        _distributed = SimpleNamespace(rank=1, world_size=2)  # as of split_dataset_by_node
+
+    with pytest.raises(DataError, match="the part of rank 1 of 2"):
+        as_stream(Divided(9), epoch_samples=5, max_steps=None)
 
 
 def test_wrong_streams_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
@@ -558,10 +560,15 @@ def gathers_unevenly(session: lockstep.Session) -> None:
         session.gather(x[:, session.rank :])
 
 
+def evaluates_other_data(session: lockstep.Session) -> None:
+    for _ in session.evaluate(data(10 + session.rank), lambda batch: batch[1]):
+        pass
+
+
 def fails_on_ranks() -> list[str]:
-    """What two loops raise on this rank; the third one ends the run."""
+    """What three loops raise on this rank; the last one ends the run."""
     found = []
-    for loop in (cleared_gradients, gathers_unevenly, leaves_early):
+    for loop in (cleared_gradients, gathers_unevenly, evaluates_other_data, leaves_early):
         session = lockstep.Session(QUIET, global_batch_size=8, seed=0)
         try:
             loop(session)
@@ -578,6 +585,7 @@ def test_a_rank_that_leaves_the_loop_is_named(tmp_path: Path) -> None:
         lockstep.Session.launch(fails_on_ranks, devices="cpu,cpu", save_dir=tmp_path / "run")
     assert "all_reduce" in caught.value.fix
     assert "without a backward" in caught.value.what
+    assert r"rank 1 gave evaluate() other data than rank 0" in caught.value.what
     assert re.search(
         r"rank 0 gather\(\) of float32 \[\*, 4\].*rank 1 gather\(\) of float32 \[\*, 3\]", caught.value.what
     )
@@ -603,3 +611,125 @@ def test_loops_inside_each_other_are_refused(session: lockstep.Session) -> None:
         for _ in session.epochs(1):
             for _ in zip(session.batches(data()), session.batches(data(20)), strict=False):
                 pass
+
+
+def trained_on_made_data(folder: Path, steps: int, made: Callable[[lockstep.Session, Any], Any]) -> tuple[Tensor, str]:
+    """Two epochs of three loops over 16 targets that the model has made; its weights, and its samples by loop."""
+    settings = QUIET | {"training.max_steps": steps, "telemetry.record_samples": True}
+    with lockstep.Session(settings, resume=True, global_batch_size=8, seed=0, save_dir=folder) as session:
+        model, optimizer = prepared(session)
+
+        def make(shift: float) -> tuple[Tensor, Tensor]:
+            x = torch.rand(16, 4)
+            return x, model(x).detach() + shift
+
+        for _ in session.epochs(2):
+            rows = made(session, make)
+            for _ in range(3):
+                for x, y in session.batches(TensorDataset(*rows)):
+                    session.backward(squares(model, x, y.squeeze(1)), len(y))
+                    session.step(optimizer)
+    return model.weight.detach(), RunDir(folder).samples_file(0).read_text()
+
+
+def once(session: lockstep.Session, make: Any) -> Any:
+    return session.once(make, 1.0)
+
+
+def every_time(session: lockstep.Session, make: Any) -> Any:
+    return make(1.0)
+
+
+def numbered(session: lockstep.Session, make: Any) -> Any:
+    make(1.0)
+    return torch.arange(64.0).view(16, 4), torch.ones(16, 1)
+
+
+def test_what_an_epoch_makes_once_is_kept_for_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, samples = trained_on_made_data(tmp_path / "whole", 12, once)
+    for stop in (3, 6, 10):  # within the first epoch, at its end, within the last one
+        folder = tmp_path / str(stop)
+        trained_on_made_data(folder, stop, once)
+        torch.testing.assert_close(trained_on_made_data(folder, 12, once)[0], whole)
+    orders = {tuple(row["indices"]) for row in map(json.loads, samples.splitlines()) if row["epoch"] == 1}
+    assert len(orders) == 6, "the loops of an epoch are in different orders"
+    assert "session.once" not in capsys.readouterr().err
+
+    trained_on_made_data(tmp_path / "new", 3, every_time)
+    with pytest.raises(LockstepError, match="not what this run was trained on") as caught:
+        trained_on_made_data(tmp_path / "new", 12, every_time)
+    assert "session.once" in caught.value.fix
+    trained_on_made_data(tmp_path / "numbers", 3, numbered)
+    capsys.readouterr()
+    trained_on_made_data(tmp_path / "numbers", 12, numbered)
+    assert "session.once(make, ...) keeps it" in capsys.readouterr().err
+
+
+def test_optimizers_may_share_parameters(session: lockstep.Session) -> None:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 1)
+    twins = copy.deepcopy(one), copy.deepcopy(two)
+    both = [*one.parameters(), *two.parameters()]
+    first, whole = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(both, lr=0.05)
+    by_hand = torch.optim.SGD(twins[0].parameters(), lr=0.1)
+    both_by_hand = torch.optim.SGD([*twins[0].parameters(), *twins[1].parameters()], lr=0.05)
+    session.prepare(one, two, first, whole)
+    for x, y in batches(session):
+        session.backward(squares(two, one(x), y), len(y))
+        session.step(first)
+        if session.step_count == 4:
+            with pytest.raises(TaskError, match="has used a part") as caught:
+                session.step(whole)
+            assert "optimizer_2.zero_grad()" in caught.value.fix
+        whole.zero_grad()
+        session.backward(squares(two, one(x), 2 * y), len(y))
+        session.step(whole)
+        for optimizer, target in ((by_hand, y), (both_by_hand, 2 * y)):
+            both_by_hand.zero_grad()
+            F.mse_loss(twins[1](twins[0](x)).squeeze(1), target).backward()
+            optimizer.step()
+    for ours, theirs in zip(both, [*twins[0].parameters(), *twins[1].parameters()], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Torn(Dataset[tuple[Tensor, Tensor]]):
+    """Six samples of 24 cannot be read, all of a micro-batch among them."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.bad:
+            raise ValueError("torn")
+        return torch.full((4,), index / 24), torch.tensor(float(index))
+
+
+def test_samples_that_cannot_be_read_are_left_out(session: lockstep.Session, tmp_path: Path) -> None:
+    session.close()
+    order, settings = list[float](), QUIET | {"data.on_bad_row": "skip"}
+    for _ in range(2):
+        bad = {int(number) for number in (*order[:4], *order[5:10:4])}
+        found, counted = list[float](), 0
+        with lockstep.Session(settings, global_batch_size=4, save_dir=tmp_path / str(len(bad))) as session:
+            model, optimizer = prepared(session)
+            for _ in session.epochs(1):
+                for loop in range(2):  # the data of the second one are others than those of the plan
+                    for x, y in session.batches(Torn(bad)):
+                        before = model.weight.detach().clone()
+                        session.backward(squares(model, x, y), count=len(y))
+                        session.step(optimizer)
+                        counted += not torch.equal(before, model.weight)
+                        found += [] if loop else y.tolist()
+                        if bad:
+                            with pytest.raises(UnsupportedError, match="on_bad_row"):
+                                _ = session.rows
+            order = order or found
+        file = session.folder / "skipped-rank0.jsonl"
+        assert (
+            {json.loads(line)["index"] for line in file.read_text().splitlines()} == bad if bad else not file.exists()
+        )
+    assert len(bad) == 6
+    assert set(found) >= set(order) - bad
+    assert counted < 12, "a step without a readable sample changes nothing"

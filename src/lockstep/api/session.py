@@ -193,6 +193,21 @@ class Session:
         """
         return self._loop.epochs(number)
 
+    def once(self, make: Callable[..., T], *arguments: Any) -> T:
+        """What ``make(*arguments)`` returns, made once in this epoch: rollouts, pseudo-labels, hard negatives.
+
+        Checkpoints within the epoch have it, so that a resume does not make it again, with other weights. The order of
+        its calls in an epoch must stay.
+
+        Args:
+            make: returns the same on every rank: tensors, NumPy arrays, numbers, text, and tuples, lists and dicts of
+                them.
+
+        Raises:
+            TaskError: outside :meth:`epochs`.
+        """
+        return cast(T, self._loop.once(make, arguments))
+
     def batches(
         self, dataset: Any, *, accumulate: int | None = None, collate: Callable[[Sequence[Any]], Any] | None = None
     ) -> Iterator[Any]:

@@ -11,7 +11,9 @@ import mmap
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -179,6 +181,30 @@ def _as_index(indices: Indices) -> Tensor:
         return indices.to(torch.int64)
     array = np.asarray(indices, dtype=np.int64)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+#: By class; see :func:`draws_keyed`.
+_KEYED: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def draws_keyed(dataset: Any) -> bool:
+    """Whether ``dataset`` has our ``sample(index, rng)``, and no other method of that name, as replay buffers have."""
+    kind = type(dataset)
+    if kind not in _KEYED:
+        _KEYED[kind] = callable(getattr(dataset, "sample", None)) and (
+            not hasattr(dataset, "__getitem__") or _takes_rng(dataset.sample)
+        )
+    return _KEYED[kind]
+
+
+def _takes_rng(method: Any) -> bool:
+    try:
+        parameters = [*signature(method).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    by_place = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in needed)
+    return by_place and (len(needed) == 2 or [one.name for one in parameters[1:2]] == ["rng"])
 
 
 def leaf_of(dataset: Any, index: int) -> tuple[Any, int]:

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from lockstep.data.arrays import gather_of, is_hugging_face, leaf_of, leaves
+from lockstep.data.arrays import draws_keyed, gather_of, is_hugging_face, leaf_of, leaves
 from lockstep.data.order import derive_key, mixed, sample_rng
 from lockstep.errors import DataError, LockstepError, SampleError
 
@@ -242,7 +242,7 @@ class Reader:
         self._dataset, self._seed, self._skipped, self._least = dataset, seed, skipped, least
         self._collate = collated if collate is default_collate else collate
         self._gather = gather_of(dataset, collate)
-        self._has_sample = any(hasattr(leaf, "sample") for leaf in leaves(dataset))
+        self._has_sample = any(map(draws_keyed, leaves(dataset)))
         self._has_items = not self._has_sample and callable(getattr(dataset, "__getitems__", None))
         self._readable: list[Any] = []  # the latest sample that was; only where others may be left out
         self._gives_list: bool | None = None  # what __getitems__ returns; not known yet
@@ -397,7 +397,7 @@ class Reader:
     def _item(self, epoch: int, index: int, key: int) -> Any:
         if self._has_sample:
             leaf, at = leaf_of(self._dataset, index)
-            if hasattr(leaf, "sample"):
+            if draws_keyed(leaf):
                 return leaf.sample(at, sample_rng(self._seed, epoch, key))
             return leaf[at]
         if not self._has_items:

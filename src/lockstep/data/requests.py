@@ -100,6 +100,11 @@ def _layout(
     return tuple(spans), irregular
 
 
+def readable(request: Request, batch: Any) -> tuple[Request, Any]:
+    """``batch``, or its stand-in, which counts nothing, where none of its samples could be read."""
+    return (request._replace(ghost=True), batch.stand_in) if isinstance(batch, Unreadable) else (request, batch)
+
+
 @dataclass(frozen=True)
 class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.

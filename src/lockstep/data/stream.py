@@ -28,12 +28,13 @@ from inspect import isgenerator
 from itertools import islice
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep._compat.datasets import has_shuffle_buffer
+from lockstep._compat.datasets import has_shuffle_buffer, node_of
 from lockstep.data.order import check_slice
 from lockstep.data.reader import StreamEnded, generators
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
@@ -114,6 +115,12 @@ class Stream:
             text += (
                 " without state_dict() and load_state_dict(): a resume would begin it again, repeat samples and leave "
                 "others out."
+            )
+        reader = reads_rank(self.dataset)
+        if reader:
+            text += (
+                f" {reader} reads the rank: it must give all samples on every rank, since the ranks of a node share "
+                "what one of them reads, and the other ranks' parts would be left out."
             )
         return f"{text} Its {DRAWS}; {OWN}." if self._draws else text
 
@@ -332,12 +339,53 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or (iterates and not isinstance(dataset, DataLoader))
 
 
+#: Of what says which rank this is, or that a stream is one rank's part.
+_RANK = {"get_rank", "get_world_size", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "split_by_node"}
+
+
+def reads_rank(dataset: Any) -> str:
+    """A function of ``dataset``'s that looks at the rank, by name; empty: none is known.
+
+    Looked at are the names and texts in the code of its class, and of functions that it has or that are called there.
+    """
+    given = [one for value in vars(dataset).values() for one in (value if type(value) in (list, tuple) else [value])]
+    members = [
+        getattr(member, "fget", None) or getattr(member, "__func__", member)
+        for kind in type(dataset).__mro__
+        if kind.__module__.partition(".")[0] not in ("torch", "datasets")
+        for member in vars(kind).values()
+    ]
+    ahead, known = [one for one in (*members, *given) if isinstance(one, FunctionType)], set[CodeType]()
+    while ahead:
+        function = ahead.pop()
+        codes = [function.__code__]
+        for code in codes:
+            if code in known:
+                continue
+            known.add(code)
+            names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str)), function.__name__}
+            if names & _RANK:
+                return function.__qualname__
+            codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+            others = [function.__globals__.get(name) for name in code.co_names]
+            own = function.__module__.partition(".")[0]
+            ahead += [o for o in others if isinstance(o, FunctionType) and o.__module__.partition(".")[0] == own]
+    return ""
+
+
 def as_stream(dataset: Any, *, epoch_samples: int | None, max_steps: int | None) -> Stream:
     """``dataset`` by item number.
 
     Raises:
         ConfigError: its length is not known, and neither is when the run should end.
     """
+    part = node_of(dataset)
+    if part is not None and part[1] > 1:
+        raise DataError(
+            f"the training stream is the part of rank {part[0]} of {part[1]} (split_dataset_by_node)",
+            why="one process of each node reads the stream for its ranks, so the parts of others would be left out",
+            fix="give the whole data set: Lockstep deals its samples to the ranks",
+        )
     samples = epoch_samples
     if samples is None:
         with contextlib.suppress(TypeError, NotImplementedError):

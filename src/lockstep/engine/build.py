@@ -15,12 +15,12 @@ from lockstep.engine.fit import Fit, Hook
 from lockstep.engine.loop import StepResult
 from lockstep.engine.parts import build_parts
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.run_log import RunLog
+from lockstep.engine.run_log import RunLog, report_skipped
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import begin_stream, kept_on, training_source
 from lockstep.engine.validation import Validation
-from lockstep.telemetry.files import JsonLines, read_jsonl
+from lockstep.telemetry.files import JsonLines
 
 
 def build(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Fit:
@@ -149,13 +149,7 @@ def _skipped(fit: Fit) -> Callable[[StepResult], None]:
 
     def report(step: StepResult) -> None:
         nonlocal known
-        files = fit.rank.run_dir.path.glob("skipped-rank*.jsonl") if fit.rank.world.is_main else ()
-        count = len({row["index"] for file in files for row in read_jsonl(file)})
-        if count != known:
-            known = count
-            left = f"{count} training sample{'s' * (count != 1)} left out"
-            text = f"{left}, since they could not be read: see skipped-rank*.jsonl"
-            fit.rank.note("samples_skipped", text, "warning")
+        known = report_skipped(fit.rank, known)
 
     return report
 

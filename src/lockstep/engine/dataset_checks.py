@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.data.arrays import leaf_of, leaves
+from lockstep.data.arrays import draws_keyed, leaf_of, leaves
 from lockstep.data.reader import TRIED, sample_error
 from lockstep.engine.process.runtime import generators_kept
 from lockstep.errors import DataError, LockstepError, UnsupportedError
@@ -37,7 +37,7 @@ def check_dataset(dataset: Any, split: str) -> None:
             why="its samples have no index, so no rank can know which are its own; only training data may be a stream",
             fix="give it __len__ and __getitem__ (a map-style data set), for example list(dataset)",
         )
-    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "sample")):
+    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or draws_keyed(dataset)):
         raise DataError(
             f"the {split} data set has no length or no items",
             why=f"{type(dataset).__name__} needs __len__ and __getitem__ (or sample)",
@@ -119,7 +119,7 @@ def _probe(dataset: Any, index: int, skips: bool) -> Any:
 def read_sample(dataset: Any, index: int) -> Any:
     try:
         leaf, at = leaf_of(dataset, index)
-        if hasattr(leaf, "sample"):
+        if draws_keyed(leaf):
             return leaf.sample(at, np.random.Generator(np.random.Philox(index)))
         return dataset[index]
     except LockstepError:

@@ -125,20 +125,25 @@ def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str
     )
 
 
-def check_fits(manifest: dict[str, Any], plan: Plan) -> None:
+def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False, remedy: str = "") -> None:
     """Refuse a checkpoint of other data or another order of it.
+
+    Args:
+        makes_data: the run makes its data in each epoch.
+        remedy: what else may help where the data differ.
 
     Raises:
         CheckpointError: naming what differs.
     """
     saved, here = str(manifest.get("fingerprint")), plan.task.fingerprint
     same_length = saved.partition(":")[0] == here.partition(":")[0]
-    accepted = same_length and saved == plan.accepted_data
+    accepted = makes_data or (same_length and saved == plan.accepted_data)
     if not accepted and not same_data(saved, here):
         why = f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}"
         fix = "point data.data_dir at the same data, or start a new run with --init-from"
         if same_length:
             fix += "; to resume with these data, add --accept-data"
+        fix += remedy
         raise CheckpointError("the training data is not what this run was trained on", why=why, fix=fix)
     version, seed = manifest.get("order_version"), manifest.get("seed")
     order = OrderPlan.model_validate(manifest.get("order", {}))

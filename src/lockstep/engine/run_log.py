@@ -25,6 +25,7 @@ from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError
 from lockstep.events import EpochEnded, Evaluated, RunEnded, RunStarted, StepLogged
+from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.progress_board import Activity, pulse
 
 
@@ -100,6 +101,17 @@ class LossMeter:
     def reset(self) -> None:
         self._total = self._count = 0.0
         self._device_sums.zero_()
+
+
+def report_skipped(rank: RankContext, known: int) -> int:
+    """How many samples have been left out so far (``data.on_bad_row``), with a note if there are not ``known``."""
+    files = rank.run_dir.path.glob("skipped-rank*.jsonl") if rank.world.is_main else ()
+    count = len({row["index"] for file in files for row in read_jsonl(file)})
+    if count != known:
+        left = f"{count} training sample{'s' * (count != 1)} left out"
+        text = f"{left}, since they could not be read: see skipped-rank*.jsonl"
+        rank.note("samples_skipped", text, "warning")
+    return count
 
 
 class RunLog:

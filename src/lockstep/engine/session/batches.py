@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.arrays import by_row
 from lockstep.data.loader import make_loader
-from lockstep.data.order import Order
-from lockstep.data.requests import Source, Window, windows
+from lockstep.data.order import Order, derive_key
+from lockstep.data.requests import Request, Source, Window, readable, windows
 from lockstep.data.stream import is_stream
 from lockstep.engine.dataset_checks import check_dataset, examined, same_data
 from lockstep.engine.distributed.collectives import Collectives
@@ -19,7 +19,7 @@ from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import collate_of, training_source
+from lockstep.engine.training_data import collate_of, data_settings, training_source
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.files import JsonLines
@@ -68,20 +68,20 @@ def length(dataset: Any) -> int | None:
     return None if is_stream(dataset) else len(dataset)
 
 
-def fingerprint(dataset: Any) -> str:
-    """Length and a hash of some samples."""
-    return examined(dataset)[0]
+def fingerprint(dataset: Any, *, skips: bool) -> str:
+    """Length and a hash of some samples; ``skips``: one that cannot be read is not an error."""
+    return examined(dataset, skips=skips)[0]
 
 
-def check_alike(own: str, collectives: Collectives) -> None:
-    """Raise :class:`TaskError` on all ranks where they have given ``batches`` different data. Collective."""
+def check_alike(own: str, collectives: Collectives, call: str = "batches") -> None:
+    """Raise :class:`TaskError` on all ranks where they have given ``call`` different data. Collective."""
     first, *others = collectives.all_gather(own)
     rank = next((rank for rank, other in enumerate(others, 1) if not same_data(first, other)), None)
     if rank is not None:
         raise TaskError(
-            f"rank {rank} gave batches() other data than rank 0",
-            why="each rank takes its part of the same data, so samples of every rank would be left out (length and a "
-            f"hash of some samples: {others[rank - 1]}, on rank 0 {first})",
+            f"rank {rank} gave {call}() other data than rank 0",
+            why="each rank takes its part of the same data, so samples of every rank would be left out (length and "
+            f"hash {others[rank - 1]}, on rank 0 {first})",
             fix="make the same data on every rank: draw random numbers after lockstep.Session(...) and outside the "
             "loop over batches, or put the parts together with session.gather()",
         )
@@ -103,27 +103,32 @@ class DataFeed:
         rank = training.rank
         records = rank.config.telemetry.record_samples
         self._samples = JsonLines(rank.run_dir.samples_file(rank.world.rank)) if records else None
-        self._moved = arrival(training.rank.device)
+        self._arrive = arrival(training.rank.device)
 
     @classmethod
     def of(
-        cls, training: Training, task: Task, datasets: Datasets, accumulate: int | None, *, planned: bool
+        cls, training: Training, task: Task, datasets: Datasets, accumulate: int | None, number: int, *, planned: bool
     ) -> DataFeed:
         """Batches of ``datasets.train``.
 
         Args:
             accumulate: micro-batches of a step; ``None``: as the plan has them.
+            number: of the loop in its epoch; each has another order.
             planned: the plan was made with these data; others are shuffled.
         """
         plan, train = training.rank.plan, datasets.train
+        task.data = data_settings(training.rank.config)
+        if number and training.reshuffles:
+            plan = plan.model_copy(update={"seed": derive_key("loop", plan.seed, number)})
         batch = plan.batch if planned else plan.batch.model_copy(update={"samples": len(train)})
         if batch.lanes is None and accumulate not in (None, batch.accumulate):
             share = -(-batch.global_batch // batch.ranks)
             batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
+        skipped = training.rank.run_dir.path / f"skipped-rank{training.rank.world.rank}.jsonl"
         if planned:
-            return cls(training, training_source(task, datasets, plan), batch)
-        order = Order(len(train), plan.seed)
-        return cls(training, Source(train, collate_of(task), plan.seed, order, plan.order.lanes), batch)
+            return cls(training, training_source(task, datasets, plan, skipped), batch)
+        order, given = Order(len(train), plan.seed), (train, collate_of(task), plan.seed)
+        return cls(training, Source(*given, order, plan.order.lanes, skipped if training.skips else None), batch)
 
     def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
         return windows(
@@ -149,7 +154,7 @@ class DataFeed:
             is_done = False
             try:
                 for place, request in enumerate(window.requests):
-                    batch = self._moved(next(batches))
+                    request, batch = self._moved(request, next(batches))
                     with training.micro_batch(request, place):
                         yield batch
                 is_done = True
@@ -162,6 +167,11 @@ class DataFeed:
                 training.is_cut = not over
                 return
 
+    def _moved(self, request: Request, batch: Any) -> tuple[Request, Any]:
+        """``batch`` on the rank's device; where none of its samples could be read, one that counts nothing."""
+        request, batch = readable(request, batch)
+        return request, self._arrive(batch)
+
     def again(self) -> Iterator[Any]:
         """The micro-batches of the current window once more. Raises :class:`LockstepError`."""
         training = self._training
@@ -170,7 +180,7 @@ class DataFeed:
         requests = training.begin_again()
         try:
             for place, request in enumerate(requests):
-                batch = self._moved(self.source.batch(request))
+                request, batch = self._moved(request, self.source.batch(request))
                 with training.micro_batch(request, place, again=True):
                     yield batch
         finally:

@@ -134,7 +134,6 @@ class Prepared:
                 fix="call model, optimizer = session.prepare(model, optimizer) before the loop",
             )
         known = {id(parameter) for parameter in self.container().parameters()}
-        owner: dict[int, str] = {}
         for name, optimizer in self.optimizers.items():
             strange = [tuple(p.shape) for p in parameters_of(optimizer) if id(p) not in known]
             if strange:
@@ -145,13 +144,12 @@ class Prepared:
                     fix="give prepare() the modules that have them too, and make the optimizer from their parameters "
                     "before or after, but not from a copy",
                 )
-            for parameter in parameters_of(optimizer):
-                if owner.setdefault(id(parameter), name) != name:
-                    raise TaskError(
-                        f"{owner[id(parameter)]} and {name} share a parameter of shape {tuple(parameter.shape)}",
-                        why="an optimizer divides its gradients by the counts of the backward calls that reached it",
-                        fix="use one optimizer with several parameter groups",
-                    )
+
+    def sharing(self) -> dict[str, list[str]]:
+        """The optimizers that have parameters of others, with the names of those."""
+        owned = {name: set(map(id, parameters_of(optimizer))) for name, optimizer in self.optimizers.items()}
+        found = {name: [o for o, theirs in owned.items() if o != name and own & theirs] for name, own in owned.items()}
+        return {name: others for name, others in found.items() if others}
 
     def schedule(self) -> str:
         """What sets the learning rates."""

@@ -120,6 +120,11 @@ class Resumed:
             self.registered[name] = thing
             self._load(name, source)
 
+    @property
+    def place(self) -> Mapping[str, Any]:
+        """Where the loop was, if the run is resumed."""
+        return {} if self.snapshot is None else self.snapshot.trainer.get("session", {})
+
     def begin(self, rank: Reads, module: nn.Module, state: TrainState, *, found: bool, init_from: Path | None) -> None:
         """Restore ``module``, ``state`` and what is registered, once; of a new run, the initial weights. Collective.
 

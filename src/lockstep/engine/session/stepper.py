@@ -110,6 +110,8 @@ class Stepper:
         #: What the backward passes of a divided model have divided gradients by.
         self._divisor = 1.0 if divided is None else float(rank.collectives.size)
         self._calls: list[_Call] = []
+        #: The optimizer whose step has used the gradients of parameters that both have, and not those of all of them.
+        self.used_by: str | None = None
         #: How many of them are of earlier micro-batches of the window.
         self._earlier = 0
         self._has_reduced = False
@@ -251,6 +253,12 @@ class Stepper:
         else:
             self._drop()
 
+    def share(self, name: str) -> None:
+        """``name`` was stepped, which has parameters of this optimizer."""
+        self.notice_clearing()
+        if any(call.touched for call in self._calls):
+            self.used_by = name
+
     def _drop(self) -> None:
         """The loop has cleared the gradients. Raises :class:`TaskError`: other micro-batches' among them."""
         if any(call.touched for call in self._calls[: self._earlier]):
@@ -269,7 +277,7 @@ class Stepper:
         self._earlier = len(self._calls)
 
     def _forget(self) -> None:
-        self._calls, self._earlier, self.held, self._after = [], 0, None, _NONE
+        self._calls, self._earlier, self.held, self._after, self.used_by = [], 0, None, _NONE, None
         if self._buckets is not None:
             self._buckets.discard()
         if self._lanes is not None:

@@ -17,7 +17,7 @@ from lockstep.data.stream import Stream
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
+from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
 from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.saving import SessionCheckpoints, Stateful
 from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, lane_sums
@@ -44,12 +44,19 @@ class Training:
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
         stream: the data of the first loop, if they are one.
+        made: what the loop has made in this epoch (:meth:`lockstep.Session.once`).
+        reshuffles: whether the loops of an epoch have different orders.
         scalars: what the loop has logged since the last row.
         draws: seeds what its bodies draw.
     """
 
     def __init__(
-        self, rank: RankContext, prepared: Prepared, registered: Mapping[str, Stateful], state: TrainState
+        self,
+        rank: RankContext,
+        prepared: Prepared,
+        registered: Mapping[str, Stateful],
+        state: TrainState,
+        made: Sequence[Any],
     ) -> None:
         self.rank, self.prepared, self.state = rank, prepared, state
         prepared.check()
@@ -60,11 +67,13 @@ class Training:
         self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         divided = None if self._shards is None else self._shards.of
+        self._sharing = prepared.sharing()
         self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left, divided)
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
-        ends_at_total = rank.config.training.max_steps is not None
+        max_steps = rank.config.training.max_steps
         timed = self.module.parameters if self._shards is None else tuple
-        self.log = RunLog(rank, state, timed, ends_at_total=ends_at_total)
+        self.log = RunLog(rank, state, timed, ends_at_total=max_steps is not None)
+        self.log.total = max_steps or self.log.total  # the plan knows of an epoch's first loop only
         #: By optimizer; the log has that of the first one.
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._losses[next(iter(self.steppers))] = self.log.losses
@@ -83,6 +92,9 @@ class Training:
         self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, self._place)
         self.stream: Stream | None = None
         self.window: Window | None = None
+        self.made, self.reshuffles = made, True
+        #: Whether samples that cannot be read are left out.
+        self.skips, self._left_out = rank.config.data.on_bad_row == "skip", 0
         self.is_ghost = False
         self._flags: Flags | None = None
         self.scalars: dict[str, Any] = {}
@@ -97,6 +109,13 @@ class Training:
     def begin_window(self, window: Window, split: Callable[[int], Any]) -> None:
         """Args: split: the spans of each rank's micro-batches in a window of this loop."""
         pulse.at(Activity.STEP, self.state.step)
+        if self._sharing and (self._shards or self.rank.plan.reproducibility == "exact" or len(window.requests) > 1):
+            raise UnsupportedError(
+                f"{' and '.join(self._sharing)} share parameters",
+                why="the gradients of their steps are in the same place, and of fsdp, of exact runs and of several "
+                "micro-batches they must be kept apart",
+                fix="use ddp, reproducibility: fast and accumulate=1, or optimizers without common parameters",
+            )
         self.window, self._split, self._flags, self.has_stepped = window, split, None, False
         for stepper in self.steppers.values():
             stepper.begin_window()
@@ -203,6 +222,12 @@ class Training:
     def rows(self) -> slice:
         """Where this rank's samples are among those of all ranks in the current micro-batch."""
         self._inside("rows")
+        if self.skips:
+            raise UnsupportedError(
+                "session.rows is not known with data.on_bad_row=skip",
+                why="samples that cannot be read are left out on the ranks that have them",
+                fix="gather what identifies the rows too, such as their labels, or use data.on_bad_row=stop",
+            )
         assert self.window is not None
         sizes = [
             share[self.place][1] - share[self.place][0] if self.place < len(share) else 0
@@ -277,12 +302,20 @@ class Training:
                 fix="call session.backward(total, count) before session.step(optimizer), and no optimizer.zero_grad() "
                 "between them",
             )
+        if stepper.used_by is not None:
+            raise TaskError(
+                f"step({stepper.name}) has gradients of which step({stepper.used_by}) has used a part",
+                why="the two share parameters, and the rest is of an earlier loss",
+                fix=f"call {stepper.name}.zero_grad() before the backward() of its loss, or backward(..., models=...)",
+            )
         if not self.is_last:
             return False
         sums = self.reduce(stepper)
         self.has_stepped = True
         self._losses[stepper.name].add(sums.total, sums.count)
         stepper.apply(sums, self.state.step, max_norm, want_norm=self.log.is_logged(self.state.step + 1))
+        for name in self._sharing.get(stepper.name, ()):
+            self.steppers[name].share(stepper.name)
         return True
 
     def reduce_only(self, optimizer: Any) -> bool:
@@ -336,6 +369,7 @@ class Training:
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self.steppers.values())).update.lr, "samples_per_s": speed.samples_per_s}
+        self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
         improved = log.judge(logged, logged[plan.monitor]) if plan.monitor in logged else False
         log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
         self.stage = self.stage if self.is_cut else 0
@@ -344,7 +378,7 @@ class Training:
     def _place(self) -> dict[str, Any]:
         """Where the loop is, for a checkpoint."""
         stream = {} if self.stream is None else {"stream": self.stream.state_dict(self.items)}
-        return {"stage": self.stage, **stream}
+        return {"stage": self.stage, "made": list(self.made), "reshuffles": self.reshuffles, **stream}
 
     @property
     def items(self) -> int:
@@ -354,4 +388,5 @@ class Training:
 
     def restore(self, trainer: Mapping[str, Any]) -> None:
         """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""
-        self.stage = self.checkpoints.restore(trainer)["stage"]
+        place = self.checkpoints.restore(trainer)
+        self.stage, self.reshuffles = place["stage"], place.get("reshuffles", False)

@@ -60,17 +60,21 @@ def begin_attempt(
     ending: ExitStack,
     *,
     schedule: str,
+    makes_data: bool,
 ) -> Begun:
     """Make the plan and join the ranks. Collective.
 
     Args:
+        makes_data: the loop makes its data in each epoch (:meth:`lockstep.Session.once`).
         snapshot: what the run resumes; its weights are restored already.
         ending: ends the attempt.
         schedule: what sets the learning rates, for the plan.
     """
     run, datasets = joined.run_dir, open_datasets(task, config)
     several = joined.world.size > 1 and length(task.dataset) is not None
-    own = fingerprint(datasets.train) if several and not joined.world.is_main else ""  # rank 0 does it for the plan
+    own, skips = "", task.data.on_bad_row == "skip"
+    if several and not joined.world.is_main:  # rank 0 does it for the plan
+        own = fingerprint(datasets.train, skips=skips)
     plan, number, _ = plan_together(
         joined.team,
         run,
@@ -83,7 +87,8 @@ def begin_attempt(
     if several:
         check_alike(own or plan.task.fingerprint, joined.collectives)
     if snapshot is not None:
-        check_fits(snapshot.manifest, plan)
+        remedy = "; if the loop makes its data in each epoch, as rollouts, make them with session.once(make, ...)"
+        check_fits(snapshot.manifest, plan, makes_data=makes_data, remedy=remedy)
     sink: Sink = RunFolderSink(run) if joined.keeps else Fanout()
     if joined.world.is_main:
         sink = standard_sinks(run, config, sys.stdout)

@@ -17,6 +17,7 @@ from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
 from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
+from lockstep.engine.session.made import Made
 from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training, draws_before
@@ -61,6 +62,7 @@ class Loop:
         self.is_done = False
         self._logged: dict[str, Any] = {}
         self._epochs = 1
+        self._made = Made()
 
     def running(self, call: str) -> Training:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
@@ -109,6 +111,9 @@ class Loop:
         given = self._given.get("training", {}).get("epochs")
         self._epochs = number if given is None and number is not None else self.config.training.epochs
         self._begin()
+        if self.training is None:
+            place = self._resumed.place
+            self._made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
         if self.joined.found and self.state.epoch >= self._epochs and self.joined.world.is_main:
             print(
                 f"Nothing is left to train: the run has trained all {self._epochs} epochs. To train on, raise "
@@ -124,6 +129,7 @@ class Loop:
                 self._number = 0
                 if self.state.epoch:
                     self._draws(self.state.epoch, _EPOCH)
+                self._made.begin_epoch()
                 yield self.state.epoch
                 self._end_epoch()
         finally:
@@ -144,8 +150,21 @@ class Loop:
         training = self.training
         if training is None:
             self.state.epoch += 1
+            self._made.end_epoch()
             return
-        training.checkpoints.save(best=training.end_epoch(self._row("val")))
+        row = self._row("val")
+        if not training.is_cut:
+            self._made.end_epoch()
+        training.checkpoints.save(best=training.end_epoch(row))
+
+    def once(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if not self._in_epochs:
+            raise TaskError(
+                "once() was called outside a loop over session.epochs()",
+                why="it is made once in each epoch",
+                fix="call it in `for epoch in session.epochs(10):`, before the batches",
+            )
+        return self._made.once(make, arguments, self.device)
 
     def batches(self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
         dataset = self._by_row(dataset)
@@ -208,8 +227,8 @@ class Loop:
         task = LoopTask(self.prepared.container(), dataset, collate)
         datasets = self._begun.datasets if planned else task.datasets()
         if not planned and self.joined.world.size > 1:
-            check_alike(fingerprint(dataset), training.rank.collectives)
-        feed = DataFeed.of(training, task, datasets, accumulate, planned=planned)
+            check_alike(fingerprint(dataset, skips=training.skips), training.rank.collectives)
+        feed = DataFeed.of(training, task, datasets, accumulate, number, planned=planned)
         self._feeds[number] = feed, asked
         if training.rank.config.training.max_steps is None:
             more = sum(other.batch.steps_per_epoch for place, (other, _) in self._feeds.items() if place > 0)
@@ -224,6 +243,13 @@ class Loop:
         lr = next((float(group["lr"]) for group in first.param_groups if group["lr"]), 0.0)
         config = sized(self.config, has_batch_size=has_size, ranks=self.joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
+        if self._made.is_drawn_again:
+            self.joined.note(
+                "drawn_again",
+                "This run was stopped within an epoch, and the loop draws random numbers before the epoch's batches: "
+                "what it makes of them and of the weights, such as rollouts, differs from what the epoch began with. "
+                "session.once(make, ...) keeps it in checkpoints.",
+            )
         task = LoopTask(self.prepared.container(), dataset, collate)
         for name in self.prepared.unkept_schedules(self._resumed.registered.values()):
             self.joined.note(
@@ -236,10 +262,11 @@ class Loop:
             self.joined,
             config,
             task,
-            lambda rank: Training(rank, self.prepared, self._resumed.registered, self.state),
+            lambda rank: Training(rank, self.prepared, self._resumed.registered, self.state, self._made.values),
             self._resumed.snapshot,
             self._ending,
             schedule=self.prepared.schedule(),
+            makes_data=self._made.replaces_data,
         )
         self.training = self._begun.training
         self.training.log.start()
@@ -268,6 +295,8 @@ class Loop:
         place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
         evaluator = evaluator_of(plan, self.joined.collectives, self.device, **place)
         with contextlib.nullcontext() if training is None else training.paused():
+            if self.joined.world.size > 1:
+                check_alike(f"{len(dataset)}", self.joined.collectives, "evaluate")
             model, collate = self.prepared.container(), collate or cast(Any, default_collate)
             yield from predicted_rows(evaluator, dataset, collate, predict, model, self.autocast)
 
