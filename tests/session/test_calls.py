@@ -478,7 +478,7 @@ def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
     with lockstep.Session(settings, global_batch_size=8, seed=0) as session:
         model, extra = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), nn.Linear(2, 2)
         optimizer = torch.optim.Adam([*model.parameters(), *extra.parameters()], lr=0.01, weight_decay=0.1)
-        session.prepare(model, extra, optimizer)
+        session.prepare(model, extra, nn.ReLU(), optimizer)  # a model may have no parameters
         before = extra.weight.detach().clone()
         for x, y in batches(session):
             z, everyone = model(x), session.gather(model(x))
