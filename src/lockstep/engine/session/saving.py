@@ -23,6 +23,7 @@ from lockstep.engine.resume import (
     restoring,
 )
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.session.made import Made
 from lockstep.engine.session.stepper import Stepper
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import SeededDraws
@@ -108,6 +109,7 @@ class Resumed:
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
         self.registered: dict[str, Stateful] = {}
+        self.made = Made()
         self._begun = False
 
     def register(self, things: Mapping[str, Any], source: Path) -> None:

@@ -17,7 +17,6 @@ from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
 from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
-from lockstep.engine.session.made import Made
 from lockstep.engine.session.prepared import Prepared
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training, draws_before
@@ -62,7 +61,7 @@ class Loop:
         self.is_done = False
         self._logged: dict[str, Any] = {}
         self._epochs = 1
-        self._made = Made()
+        self._made = self._resumed.made
 
     def running(self, call: str) -> Training:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
