@@ -68,6 +68,8 @@ SHORTER = [
     (r"(lockstep (?:verify|memory|forecast) .*?)har(?!.*(?:pipeline|exact))", r"\1my_task.py:MyTask"),
     (r"memory (\S+) --devices \S+(?!.*pipeline)", r"memory \1 --gpus 8"),
     (r"report last run-1a2b", "report last"),
+    (r"(forecast .*) --precision \S+", r"\1"),
+    (r" text$", " text --set task.data=corpus.txt"),
     (r"export run$", r"\g<0> --no-program"),
     (r"--gpus [\d,]+", "--gpus 8"),
     (r"--(max-batch \d+|precisions all|compile|memory \d+GB|interconnect \S+|batch-size \d+)", ""),
