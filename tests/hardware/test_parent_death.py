@@ -56,7 +56,7 @@ def gone(process: psutil.Process) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
-    parent = parent_of(tmp_path, "assert parent_death.die_with_parent(os.getppid())")
+    parent = parent_of(tmp_path, "parent_death.die_with_parent(os.getppid())")
     child = child_of(tmp_path)
     parent.kill()
     parent.wait()
@@ -82,15 +82,14 @@ def test_the_lifeline_follows_the_process_not_the_thread(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("by_main_thread", [True, False])
-def test_a_loader_worker_dies_with_its_rank(tmp_path: Path, method: str, by_main_thread: bool) -> None:
+def test_a_loader_worker_dies_with_its_rank(tmp_path: Path, method: str) -> None:
     module = tmp_path / "loading.py"
     module.write_text(
         "import multiprocessing, os, time\n"
         "from pathlib import Path\n"
         "from lockstep.hardware import parent_death\n"
         "def work():\n"
-        f"    parent_death.bind_loader_worker(started_by_main_thread={by_main_thread})\n"
+        "    parent_death.bind_loader_worker()\n"
         f"    Path({str(tmp_path / 'child')!r}).write_text(str(os.getpid()))\n"
         "    time.sleep(600)\n"
         "if __name__ == '__main__':\n"

@@ -15,9 +15,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 import psutil
@@ -33,35 +32,26 @@ def end_now() -> NoReturn:
     os._exit(128 + signal.SIGKILL)
 
 
-def die_with_parent(parent_pid: int) -> bool:
+def die_with_parent(parent_pid: int) -> None:
     """Let the kernel kill this process when ``parent_pid`` ends; end now if that has happened already.
 
     Call it early, in the child. The signal follows the thread that started this process: see above.
-
-    Returns:
-        False where the kernel has no such signal (not Linux).
     """
-    if sys.platform != "linux":
-        return False
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    set_up = bool(prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before prctl could see it
         end_now()
-    return set_up
 
 
-def watch_pipe(fd: int, on_close: Callable[[], object] = end_now) -> threading.Thread:
-    """Call ``on_close`` from a daemon thread once the write end of the pipe ``fd`` is closed."""
+def watch_pipe(fd: int) -> None:
+    """End this process, from a daemon thread, once the write end of the pipe ``fd`` is closed."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(fd, 4096):
                 pass
-        on_close()
+        end_now()
 
-    thread = threading.Thread(target=watch, name="lockstep-lifeline", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, name="lockstep-lifeline", daemon=True).start()
 
 
 def make_lifeline() -> int:
@@ -85,23 +75,17 @@ def take_lifeline() -> int:
     return lifeline
 
 
-def bind_loader_worker(*, started_by_main_thread: bool = False) -> None:
+def bind_loader_worker() -> None:
     """In a data loader's worker: end with the process that started it, and leave Ctrl-C and SIGTERM to that process.
 
-    Works for any child of :mod:`multiprocessing`, whatever its start method.
-
-    Args:
-        started_by_main_thread: also use the parent-death signal; wrong for workers that outlive the
-            thread that started them.
+    Works for any child of :mod:`multiprocessing`, whatever its start method. Workers may outlive the thread that
+    started them, so they have no parent-death signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
-        return
-    _obey_only(parent.pid)
-    watch_pipe(parent.sentinel)
-    if started_by_main_thread and os.getppid() == parent.pid:  # a fork server's children have another parent
-        die_with_parent(parent.pid)
+    if parent is not None and parent.pid is not None:
+        _obey_only(parent.pid)
+        watch_pipe(parent.sentinel)
 
 
 @contextlib.contextmanager

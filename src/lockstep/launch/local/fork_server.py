@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, Any
 
 from lockstep.errors import RunError, RunFolderError, StorageError
@@ -404,44 +405,52 @@ def serve(control: socket.socket) -> int:
     signal.set_wakeup_fd(ended_w.fileno())
     launchers: dict[Forked, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
-        for source in (control, ended_r):
-            selector.register(source, selectors.EVENT_READ)
+        # What to do about each event; False: the caller has ended.
+        selector.register(control, selectors.EVENT_READ, partial(_fork_launcher, control, launchers))
+        selector.register(ended_r, selectors.EVENT_READ, partial(_report_ends, ended_r, launchers))
         with contextlib.suppress(OSError):  # an older kernel: only the end of the socket shows the caller's
             # The socket stays open as long as a fork of the caller has it.
-            selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, "caller")
-        while True:
-            for key, _ in selector.select():
-                if key.data == "caller":
-                    return 0
-                if key.fileobj is ended_r:
-                    ended_r.recv(_MAX_BYTES)
-                    for child in [child for child in launchers if child.poll() is not None]:
-                        with launchers.pop(child) as answers, contextlib.suppress(OSError):  # the caller waits no more
-                            answers.send(str(child.returncode).encode())
-                    continue
-                names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
-                if not names:
-                    return 0
-                function, *modules = names.decode().split()
-                answers = socket.socket(fileno=fds.pop())
-                for module in modules:
-                    with contextlib.suppress(Exception):  # the ranks report it
-                        import_module(module)
-                child = fork(partial(_be_launcher, fds, function), name=LAUNCHER, kept=fds)
-                for fd in fds:
-                    os.close(fd)
-                launchers[child] = answers
-                with contextlib.suppress(OSError):  # the caller waits no more
-                    answers.send(str(child.pid).encode())
+            selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, lambda: False)
+        while all(key.data() for key, _ in selector.select()):
+            pass
+    return 0
+
+
+def _fork_launcher(control: socket.socket, launchers: dict[Forked, socket.socket]) -> bool:
+    names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
+    if not names:
+        return False
+    function, *modules = names.decode().split()
+    answers = socket.socket(fileno=fds.pop())
+    for module in modules:
+        with contextlib.suppress(Exception):  # the ranks report it
+            import_module(module)
+    child = fork(partial(_be_launcher, fds, function), name=LAUNCHER, kept=fds)
+    for fd in fds:
+        os.close(fd)
+    launchers[child] = answers
+    _answer(answers, child.pid)
+    return True
+
+
+def _report_ends(ended: socket.socket, launchers: dict[Forked, socket.socket]) -> bool:
+    ended.recv(_MAX_BYTES)
+    for child in [child for child in launchers if child.poll() is not None]:
+        with launchers.pop(child) as answers:
+            _answer(answers, child.returncode)
+    return True
+
+
+def _answer(answers: socket.socket, number: int | None) -> None:
+    with contextlib.suppress(OSError):  # the caller waits no more
+        answers.send(str(number).encode())
 
 
 def _be_launcher(fds: list[int], function: str) -> int:
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    module, _, name = function.partition(":")
-    code: int = getattr(import_module(module), name)()
-    return code
+    return int(resolve_name(function)())
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from lockstep._compat import run_exit_functions
@@ -82,9 +82,7 @@ def _run(rank: Rank, function: str) -> int:
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):
                     stream.reconfigure(line_buffering=True)
-            module, _, name = function.partition(":")
-            code: int = getattr(import_module(module), name)(rank)
-            return code
+            return int(resolve_name(function)(rank))
     except KeyboardInterrupt:
         return signals.exit_code(signals.STOP_SIGNALS[0])
     except SystemExit as end:
