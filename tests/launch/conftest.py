@@ -28,12 +28,15 @@ from tests.gloo import ROOT, clean_environment
 MARK = "LAUNCH_TEST_MARK"
 STUB = "tests.launch.stub_worker:rank_main"
 SCRIPT = """
-import sys
+import os, sys
 from pathlib import Path
+from lockstep.config import LaunchConfig
 from lockstep.launch.local.fork_server import launch
 from lockstep.telemetry.rundir import RunDir
 {prepare}
-code = launch(RunDir(Path({path!r})), {ranks}, environ={{"STUB": {actions!r}}}, rank_main={module!r}, **{options!r})
+os.environ["STUB"] = {actions!r}
+settings = LaunchConfig(**{options!r})
+code = launch(RunDir(Path({path!r})), {ranks}, rank_main={module!r}, settings=settings)
 print("code", code)
 sys.exit(code)
 """

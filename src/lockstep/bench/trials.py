@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from lockstep.bench.rank import Rank, reported
-from lockstep.config import RunConfig
+from lockstep.config import LaunchConfig, RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import open_data
@@ -104,9 +104,8 @@ class Trials:
         ended: Ended = "done"
         said = ""
         try:
-            run_on_ranks(
-                *(_on_rank, function, *arguments), folder=run, ranks=ranks, threads=threads, stop_grace_s=STOP_GRACE_S
-            )
+            limits = LaunchConfig(stop_grace_s=STOP_GRACE_S)
+            run_on_ranks(_on_rank, function, *arguments, folder=run, ranks=ranks, settings=limits, threads=threads)
         except KeyboardInterrupt:
             ended, self.stopped = "stopped", True
         except RankFailed as error:

@@ -140,16 +140,14 @@ def _print_details(details: dict[str, Any]) -> None:
             say("", sys.stdout)
             print_table((title, ""), [(name, value_text(value)) for name, value in rows[-1].items()], sys.stdout)
     say("", sys.stdout)
-    files = [(_checkpoint_label(saved), saved["path"]) for saved in details["checkpoints"]]
+    marks = {
+        saved["path"]: ", ".join(name for name in ("last", "best") if saved[name]) for saved in details["checkpoints"]
+    }
+    files = [(f"checkpoint ({names})" if names else "checkpoint", path) for path, names in marks.items()]
     files += [("log", path) for path in details["logs"]]
     print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
     if details["error"]:
         say(f"\nerror: {details['error']}", sys.stdout)
-
-
-def _checkpoint_label(saved: dict[str, Any]) -> str:
-    marks = [name for name in ("last", "best") if saved[name]]
-    return f"checkpoint ({', '.join(marks)})" if marks else "checkpoint"
 
 
 @verb("RUN RUN… [OPTIONS]", "Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison")

@@ -64,9 +64,10 @@ def _listed(value: object) -> object:
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
-def _applies_to(*names: str) -> dict[str, Any]:
-    """Of an optimizer's or a schedule's setting: the ``name`` values that use it; the studio shows it for those."""
-    return {"applies_to": list(names)}
+def _only_for(names: str, default: Any, description: str, **limits: Any) -> Any:
+    """A setting that only these values of ``name`` use, those of optimizers or schedules; the studio shows it then."""
+    applies: dict[str, Any] = {"applies_to": names.split()}
+    return Field(default=default, description=description, json_schema_extra=applies, **limits)
 
 
 class Section(BaseModel):
@@ -246,21 +247,10 @@ class OptimizerConfig(Section):
         description="factor of the learning rate from each block of the model to the one before it (fine-tuning: 0.65 "
         "to 0.9); 1: one rate for all. The blocks are those of Task.blocks",
     )
-    betas: tuple[float, float] = Field(
-        default=(0.9, 0.999),
-        description="adam, adamw, lion, and muon's adamw",
-        json_schema_extra=_applies_to("adam", "adamw", "muon", "lion"),
-    )
-    eps: float = Field(
-        default=1e-8,
-        gt=0,
-        description="adam, adamw, and muon's adamw",
-        json_schema_extra=_applies_to("adam", "adamw", "muon"),
-    )
-    momentum: float = Field(
-        default=0.9, ge=0, lt=1, description="sgd and muon", json_schema_extra=_applies_to("sgd", "muon")
-    )
-    nesterov: bool = Field(default=False, description="sgd", json_schema_extra=_applies_to("sgd"))
+    betas: tuple[float, float] = _only_for("adam adamw muon lion", (0.9, 0.999), "adam, adamw, lion, and muon's adamw")
+    eps: float = _only_for("adam adamw muon", 1e-8, "adam, adamw, and muon's adamw", gt=0)
+    momentum: float = _only_for("sgd muon", 0.9, "sgd and muon", ge=0, lt=1)
+    nesterov: bool = _only_for("sgd", False, "sgd")
     options: dict[str, Any] = Field(default={}, description="further arguments of the optimizer's class, by name")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none", description="scale the learning rate with the global batch, relative to base_batch_size"
@@ -296,44 +286,14 @@ class SchedulerConfig(Section):
     min_lr: float = Field(
         default=1e-6, ge=0, description="final value of cosine, poly, wsd and onecycle; a lower bound for all"
     )
-    step_epochs: float = Field(
-        default=10.0, gt=0, description="step: multiply by gamma every N epochs", json_schema_extra=_applies_to("step")
-    )
-    milestones: tuple[float, ...] = Field(
-        default=(),
-        description="multistep: the epochs at which to multiply by gamma",
-        json_schema_extra=_applies_to("multistep"),
-    )
-    gamma: float = Field(
-        default=0.1,
-        gt=0,
-        le=1,
-        description="step, multistep and plateau: the factor",
-        json_schema_extra=_applies_to("step", "multistep", "plateau"),
-    )
-    decay_share: float = Field(
-        default=0.2, gt=0, le=1, description="wsd: share of the run that decays", json_schema_extra=_applies_to("wsd")
-    )
-    patience: int = Field(
-        default=3,
-        ge=0,
-        description="plateau: evaluations without improvement before the rate is lowered",
-        json_schema_extra=_applies_to("plateau"),
-    )
-    power: float = Field(default=1.0, gt=0, description="poly: the exponent", json_schema_extra=_applies_to("poly"))
-    decay: float = Field(
-        default=0.96,
-        gt=0,
-        le=1,
-        description="exponential: the factor per decay_steps",
-        json_schema_extra=_applies_to("exponential"),
-    )
-    decay_steps: int = Field(
-        default=10_000,
-        ge=1,
-        description="exponential: optimizer steps per factor",
-        json_schema_extra=_applies_to("exponential"),
-    )
+    step_epochs: float = _only_for("step", 10.0, "step: multiply by gamma every N epochs", gt=0)
+    milestones: tuple[float, ...] = _only_for("multistep", (), "multistep: the epochs at which to multiply by gamma")
+    gamma: float = _only_for("step multistep plateau", 0.1, "step, multistep and plateau: the factor", gt=0, le=1)
+    decay_share: float = _only_for("wsd", 0.2, "wsd: share of the run that decays", gt=0, le=1)
+    patience: int = _only_for("plateau", 3, "plateau: evaluations without improvement before the rate is lowered", ge=0)
+    power: float = _only_for("poly", 1.0, "poly: the exponent", gt=0)
+    decay: float = _only_for("exponential", 0.96, "exponential: the factor per decay_steps", gt=0, le=1)
+    decay_steps: int = _only_for("exponential", 10_000, "exponential: optimizer steps per factor", ge=1)
 
     @field_validator("name", mode="before")
     @classmethod
@@ -348,28 +308,12 @@ class AveragingConfig(Section):
         description="averaged weights, which are evaluated, saved and exported; ema: moving average, swa: mean of the "
         "last part of the run",
     )
-    decay: float = Field(
-        default=0.999,
-        gt=0,
-        lt=1,
-        description="share of the average kept per update",
-        json_schema_extra=_applies_to("ema"),
+    decay: float = _only_for("ema", 0.999, "share of the average kept per update", gt=0, lt=1)
+    warmup: bool = _only_for(
+        "ema", True, "a shorter average at the start: the decay of update n is at most (1 + n) / (10 + n)"
     )
-    warmup: bool = Field(
-        default=True,
-        description="a shorter average at the start: the decay of update n is at most (1 + n) / (10 + n)",
-        json_schema_extra=_applies_to("ema"),
-    )
-    start_share: float = Field(
-        default=0.75,
-        ge=0,
-        lt=1,
-        description="share of the run after which averaging begins",
-        json_schema_extra=_applies_to("swa"),
-    )
-    every_steps: int = Field(
-        default=1, ge=1, description="update every N optimizer steps", json_schema_extra=_applies_to("ema", "swa")
-    )
+    start_share: float = _only_for("swa", 0.75, "share of the run after which averaging begins", ge=0, lt=1)
+    every_steps: int = _only_for("ema swa", 1, "update every N optimizer steps", ge=1)
 
 
 def _workers(value: object) -> object:

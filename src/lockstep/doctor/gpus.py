@@ -75,7 +75,8 @@ def check_versions(versions: Versions, detected: Sequence[Device]) -> Iterator[F
     unusable = [device for device in gpus if not device.supported]
     usable = len(gpus) - len(unusable)
     text = _versions_text(versions)
-    if _release(versions.torch) < OLDEST_TORCH:
+    release = tuple(map(int, re.findall(r"\d+", versions.torch)[:2]))  # 2.13.0+cpu → (2, 13)
+    if release < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         yield Finding("versions", "fail", text, f"Lockstep needs torch {oldest}", f"pip install 'torch>={oldest}'")
     elif unusable:
@@ -168,8 +169,3 @@ def _versions_text(versions: Versions) -> str:
         newest = ".".join(map(str, versions.driver_cuda))
         words.append(f"driver {versions.driver or 'of unknown version'} (up to CUDA {newest})")
     return ", ".join(words)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` → (2, 13)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -16,7 +16,7 @@ ROOT = Path("/")
 
 def visible_cores() -> int:
     """Logical cores on which this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def usable_cores(root: Path = ROOT) -> int:

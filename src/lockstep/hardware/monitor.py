@@ -70,15 +70,13 @@ class SystemSource:
         nvml = self._open_driver()
         if nvml is not None:
             self._nvml = self._open.enter_context(nvml)
-            self._gpus = [device for device in self._detect() if device.kind == "gpu" and self._is_wanted(device)]
+            gpus = [device for device in self._detect() if device.kind == "gpu" and device.uuid is not None]
+            self._gpus = [gpu for gpu in gpus if self._wanted is None or gpu.id in self._wanted]
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
         self._nvml = None
-
-    def _is_wanted(self, device: Device) -> bool:
-        return device.uuid is not None and (self._wanted is None or device.id in self._wanted)
 
     def sample(self) -> Sample:
         """What the machine does now; CPU use is the mean since the last sample."""

@@ -52,19 +52,9 @@ def train(
     resume: bool = False,
     accept_data: bool = False,
 ) -> RunResult:
-    """Train ``task`` with ``config``, on the devices that it names; returns when the run has ended.
+    """Train ``task`` with ``config``, nested settings that differ from the defaults; see :func:`lockstep.train`.
 
-    One device trains in this process, several in separate processes, so this may be called from a
-    script without a main guard, a notebook or a server. Under ``torchrun`` or ``srun`` this process is one rank.
-
-    Args:
-        task: an object, a class, or a name as on the command line; ``None`` takes ``config.task``.
-        config: a :class:`RunConfig`, or a nested mapping of the settings that differ from the defaults.
-        resume: resume the unfinished run in ``save_dir``, if there is one.
-        accept_data: resume even if the training data differ from the checkpoint's; their number must be the same.
-
-    Raises:
-        UsageError: before anything starts. RunError: when the run fails.
+    Without ``task`` it is ``config.task``.
     """
     world = read_world(os.environ)
     built, whole = settle(task, config)
@@ -94,14 +84,7 @@ def resume(
     accept_data: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> RunResult:
-    """Resume a run from its latest valid checkpoint, on the same or different devices.
-
-    Args:
-        task: the run's task; ``None``: made from its settings.
-
-    Raises:
-        RunFolderError: the run is still training, or its task is defined in a script.
-    """
+    """Resume a run on ``devices``, with ``overrides`` of its settings, nested; see :meth:`lockstep.Run.resume`."""
     refuse_running(run)
     config = changed_config(run, overrides or {}, devices)
     built = task_again(run, config, task)

@@ -183,7 +183,9 @@ def plan_for(
     if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
         datasets = open_datasets(task, config)
     if _may_divide(config, placement, facts):
-        placement = divide_if_needed(placement, facts.parameters * _state_bytes(config), devices or detect_devices())
+        # Of each parameter: itself, its gradient and the optimizer's moments, all in one format.
+        each = (2 if config.hardware.precision == "bf16-true" else 4) * (2 + moments_of(config.optimizer))
+        placement = divide_if_needed(placement, facts.parameters * each, devices or detect_devices())
     cores = usable_cores()
     preset = _preset_threads(placement, cores)
     plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume)
@@ -212,11 +214,6 @@ def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bo
     training = config.training
     several = placement.world_size > 1 and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
     return several and facts.loader is None and training.reproducibility == "fast" and not training.compile
-
-
-def _state_bytes(config: RunConfig) -> int:
-    """Bytes for each parameter: itself, its gradient and the optimizer's moments, all in one format."""
-    return (2 if config.hardware.precision == "bf16-true" else 4) * (2 + moments_of(config.optimizer))
 
 
 def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:

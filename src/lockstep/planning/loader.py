@@ -94,7 +94,7 @@ def resolve_loader(
 
 def _workers(data: DataConfig, facts: TaskFacts, cores: int, local_ranks: int) -> tuple[int, int, str]:
     """Loader processes of each rank: at first, and at most, if the first batches show that they help; and why."""
-    if facts.sampling is not None and facts.sampling.stream:
+    if facts.streams:
         return 0, 0, "one process of each node reads the stream"
     if isinstance(data.num_workers, int):
         return data.num_workers, data.num_workers, "as configured"

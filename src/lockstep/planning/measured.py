@@ -42,7 +42,7 @@ def _layout(config: RunConfig, placement: Placement, facts: TaskFacts) -> list[D
             "exact mode: as the model has it": training.reproducibility == "exact",
             "auto: torch.compile chooses layouts itself": training.compile,
             "auto: as the model has it; measured on GPUs only": placement.accelerator not in ACCELERATORS,
-            "auto: as the model has it; a stream has no batch to measure with": _streams(facts),
+            "auto: as the model has it; a stream has no batch to measure with": facts.streams,
         }
         found = next((text for text, applies in reasons.items() if applies), None)
         value, reason = (None, _PENDING) if found is None else (False, found)
@@ -60,7 +60,3 @@ def _data_device(config: RunConfig, placement: Placement, facts: TaskFacts) -> l
         # Values are the same either way. Compiled code would be compiled for the measurement.
         return [Decision(DATA_DEVICE, "training data", "auto", "on the GPU if they fill at most a fifth of its memory")]
     return [Decision(DATA_DEVICE, "training data", None, _PENDING, "to be measured")]
-
-
-def _streams(facts: TaskFacts) -> bool:
-    return facts.sampling is not None and facts.sampling.stream

@@ -81,6 +81,11 @@ class TaskFacts(Frozen):
     convolutions: bool = False
     array_bytes: int = 0
 
+    @property
+    def streams(self) -> bool:
+        """Whether samples are read in order, by one process."""
+        return self.sampling is not None and self.sampling.stream
+
 
 class Measured(Frozen):
     """Choices that an earlier attempt has measured, and on which devices; ``gpu``: the first one's model."""

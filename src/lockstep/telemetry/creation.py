@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import StorageError
-from lockstep.telemetry.files import fsync_folder, is_folder, storage_error, temporary_name
+from lockstep.telemetry.files import fsync_folder, is_folder, storing, temporary_name
 
 #: What renaming onto an empty folder gives when it is a mount point, or its parent is read-only.
 _NOT_REPLACEABLE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -25,7 +25,7 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """
     existed = is_folder(path)
     building = path.with_name(temporary_name(path.name))
-    try:
+    with storing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             building.mkdir()
@@ -36,13 +36,11 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
             if not existed or error.errno not in _NOT_REPLACEABLE:
                 raise
             _fill_in_place(path, fill)
-    except OSError as error:
-        raise storage_error(error, path) from error
-    except ValueError as error:  # a null character in the path
-        what = f"{str(path)!r} is not a valid path"
-        raise StorageError(what, why=str(error), fix="choose another --save-dir") from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        except ValueError as error:  # a null character in the path
+            what = f"{str(path)!r} is not a valid path"
+            raise StorageError(what, why=str(error), fix="choose another --save-dir") from None
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _fill_in_place(path: Path, fill: Callable[[Path], None]) -> None:

@@ -17,9 +17,9 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lockstep.errors import RunFolderError, StorageError
 
@@ -59,7 +59,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace ``path`` by ``content``, atomically. Raises :class:`StorageError`."""
     temporary = path.with_name(temporary_name(path.name))
-    try:
+    with storing(path):
         try:
             with temporary.open("xb") as file:
                 file.write(content)
@@ -73,8 +73,6 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
             raise
         if durable:
             fsync_folder(path.parent)
-    except OSError as error:
-        raise storage_error(error, path) from error
 
 
 def temporary_name(name: str) -> str:
@@ -84,10 +82,8 @@ def temporary_name(name: str) -> str:
 
 def make_folders(folder: Path) -> None:
     """Make ``folder`` and what is above it, as far as it is missing. Raises :class:`StorageError`."""
-    try:
+    with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error(error, folder) from error
 
 
 def check_place(folder: Path) -> None:
@@ -110,7 +106,7 @@ def check_place(folder: Path) -> None:
 
 def fsync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable. Raises :class:`OSError`."""
-    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -125,6 +121,14 @@ class FileContent(BaseModel):
     """The content of a JSON file that another process, or an earlier version, wrote: unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, path: Path, max_bytes: int) -> Self | None:
+        """The content of ``path``; ``None`` where that is missing or something else."""
+        try:
+            return cls.model_validate(read_json(path, max_bytes=max_bytes))
+        except (RunFolderError, ValidationError):
+            return None
 
 
 def plain(value: Any) -> Any:
@@ -177,21 +181,18 @@ class JsonLines:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one line. Raises :class:`StorageError`, after which the file ends where it ended before."""
         line = json.dumps(plain(row), ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                if not self._repaired:
-                    _cut_torn_line(self.path)
-                    self._repaired = True
-                end = os.fstat(file.fileno()).st_size
-                try:
-                    written = file.write(line)
-                    if written != len(line):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                except OSError:
-                    os.ftruncate(file.fileno(), end)
-                    raise
-        except OSError as error:
-            raise storage_error(error, self.path) from error
+        with storing(self.path), self.path.open("ab", buffering=0) as file:
+            if not self._repaired:
+                _cut_torn_line(self.path)
+                self._repaired = True
+            end = os.fstat(file.fileno()).st_size
+            try:
+                written = file.write(line)
+                if written != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                os.ftruncate(file.fileno(), end)
+                raise
 
 
 def _cut_torn_line(path: Path) -> None:

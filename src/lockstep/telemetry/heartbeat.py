@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import ValidationError
 
-from lockstep.errors import RunFolderError, StorageError
-from lockstep.telemetry.files import FileContent, read_json, write_json
+from lockstep.errors import StorageError
+from lockstep.telemetry.files import FileContent, write_json
 
 INTERVAL_S = 1.0
 #: A thread that sleeps so much longer than it wanted to was stopped with its process.
@@ -83,10 +82,7 @@ def running_s() -> float:
 
 def read_beat(path: Path) -> Beat | None:
     """The newest beat; ``None`` when there is none that can be read."""
-    try:
-        return Beat.model_validate(read_json(path, max_bytes=_MAX_BYTES))
-    except (RunFolderError, ValidationError):
-        return None
+    return Beat.read(path, _MAX_BYTES)
 
 
 def announce(path: Path, step: int = 0, total: int | None = None, **more: Any) -> Beat:

@@ -14,6 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from lockstep.telemetry.files import (
     read_json,
     read_jsonl,
     remove_leftovers,
-    storage_error,
+    storing,
     temporary_name,
     write_json,
     write_text,
@@ -84,8 +86,11 @@ _MAX_RECORD_BYTES = 4 << 20
 _updating = threading.Lock()
 
 
+@dataclass(frozen=True)
 class RunDir:
     """A folder that holds one run. Make it with :meth:`create` or :meth:`open`."""
+
+    path: Path
 
     run_file = _In("run.json")
     config_file = _In("config.yaml")
@@ -108,18 +113,9 @@ class RunDir:
     remarks_file = _In("remarks.jsonl")
     logs = _In("logs")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._steps = JsonLines(self.steps_file)
-
-    def __repr__(self) -> str:
-        return f"RunDir({str(self.path)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunDir) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
+    @cached_property
+    def _steps(self) -> JsonLines:
+        return JsonLines(self.steps_file)
 
     def samples_file(self, rank: int) -> Path:
         """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
@@ -183,18 +179,17 @@ class RunDir:
         attempt = max([self.read().attempt, *numbers]) + 1
         folder = self.attempts / str(attempt)
         building = self.attempts / temporary_name(str(attempt))
-        try:
-            remove_leftovers(self.path)
-            remove_leftovers(self.attempts)
-            building.mkdir(parents=True)
-            shutil.copyfile(self.config_file, building / self.config_file.name)
-            write_json(building / "plan.json", plan)
-            write_json(building / "placement.json", {**placement, "resumed_from_step": resumed_from_step})
-            building.rename(folder)
-        except OSError as error:
-            raise storage_error(error, folder) from error
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+        with storing(folder):
+            try:
+                remove_leftovers(self.path)
+                remove_leftovers(self.attempts)
+                building.mkdir(parents=True)
+                shutil.copyfile(self.config_file, building / self.config_file.name)
+                write_json(building / "plan.json", plan)
+                write_json(building / "placement.json", {**placement, "resumed_from_step": resumed_from_step})
+                building.rename(folder)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
         write_json(self.plan_file, plan)
         announce(self.heartbeat_file, resumed_from_step, handing_over=True)
         self.update(

@@ -47,13 +47,15 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
         servers.append(server().pid)
     assert servers[0] == servers[1]
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts
-    assert launch(run_dir, 1, rank_main=STUB, environ={"STUB": "end"}) == 0
+    monkeypatch.setenv("STUB", "end")
+    assert launch(run_dir, 1, rank_main=STUB) == 0
     assert server().pid != servers[0]
 
 
-def test_a_killed_server_is_replaced(run_dir: RunDir) -> None:
+def test_a_killed_server_is_replaced(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "end,end")
     for _ in range(2):
-        assert launch(run_dir, 2, rank_main=STUB, environ={"STUB": "end,end"}) == 0
+        assert launch(run_dir, 2, rank_main=STUB) == 0
         found = server()
         found.kill()
         wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)  # noqa: B023
@@ -94,12 +96,13 @@ def test_a_server_ends_with_its_caller_though_a_fork_of_that_has_its_socket(call
     wait_for(lambda: len(caller.descendants()) == 1)
 
 
-def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir) -> None:
+def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "end,end")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
-        assert launch(run_dir, 2, rank_main=STUB, environ={"STUB": "end,end"}) == 0
+        assert launch(run_dir, 2, rank_main=STUB) == 0
     finally:
         for descriptor in opened:
             os.close(descriptor)

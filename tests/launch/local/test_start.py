@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.config import RunConfig
+from lockstep.config import LaunchConfig, RunConfig
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.fork_server import launch
 from lockstep.telemetry.rundir import RunDir
@@ -22,8 +22,9 @@ from tests.launch.conftest import STUB, Caller, wait_for
 
 
 def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
-    environ = {"STUB": ",".join(actions)}
-    return launch(run_dir, len(actions), environ=environ, max_restarts=max_restarts, rank_main=STUB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STUB", ",".join(actions))
+        return launch(run_dir, len(actions), rank_main=STUB, settings=LaunchConfig(max_restarts=max_restarts))
 
 
 def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:

@@ -18,17 +18,17 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from lockstep.errors import LockstepError, RunFolderError, StorageError, many
+from lockstep.errors import LockstepError, StorageError, many
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
 from lockstep.launch.local.rank_output import MARK, log_file
 from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, read_json, write_json
+from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, write_json
 
 LAUNCHER_FILE = "launcher.json"
 #: How many of a rank's last lines a report shows.
@@ -36,8 +36,6 @@ LAST_LINES = 10
 
 _MAX_BYTES = 4 << 20
 _TAIL_BYTES = 64 << 10
-
-_File = TypeVar("_File", bound=FileContent)
 
 
 class RankError(FileContent):
@@ -188,13 +186,13 @@ def clear(logs: Path) -> None:
 
 def read_launcher(run_dir: RunDir) -> LauncherLog:
     """What the launcher wrote about the latest start; empty where nothing can be read."""
-    found = (_read(path, LauncherLog) for path in _find(run_dir.logs, LAUNCHER_FILE))
+    found = (LauncherLog.read(path, _MAX_BYTES) for path in _find(run_dir.logs, LAUNCHER_FILE))
     return next(filter(None, found), LauncherLog())
 
 
 def read_errors(logs: Path) -> dict[int, RankError]:
     """The failures that ranks recorded, by rank."""
-    found = (_read(path, RankError) for path in _find(logs, "rank-*.error.json"))
+    found = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
     return {error.rank: error for error in found if error is not None}
 
 
@@ -221,14 +219,6 @@ def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
     current = [place for place in threads if found[place].startswith("Current")] or threads[-1:]
     words = found[max(0, crash + 1 - count // 2) : crash + 1]
     return (*words, *(found[current[0] :][: count - len(words)] if current else ()))
-
-
-def _read(path: Path, model: type[_File]) -> _File | None:
-    """The file's content, or ``None``: a file that cannot be read is left out of the report."""
-    try:
-        return model.model_validate(read_json(path, max_bytes=_MAX_BYTES))
-    except (RunFolderError, ValidationError):
-        return None
 
 
 def write(path: Path, content: Any) -> None:

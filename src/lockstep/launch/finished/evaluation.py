@@ -39,17 +39,9 @@ def evaluate(
     data: Path | None = None,
     task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
-    """Metrics of one checkpoint on one split, the same on any number of devices.
+    """Metrics of one checkpoint on one split, the same on any number of devices; see :meth:`lockstep.Run.evaluate`.
 
     Each sample counts once. Every rank has the whole model; of a run with ``strategy: fsdp`` its shard.
-
-    Args:
-        devices: as ``--devices``; ``None``: the first one of the run.
-        data: a file for the task's ``evaluation_data``, instead of ``split``; the run's own data are not opened.
-        task: the run's task; ``None``: made from its settings.
-
-    Raises:
-        LockstepError: no such split, checkpoint or device; several devices for a ``LightningModule``; a rank failed.
     """
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
@@ -102,9 +94,8 @@ def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]
             wanted,
             folder=folder,
             ranks=int(plan.placement["world_size"]),
+            settings=config.launch.model_copy(update={"stop_grace_s": STOP_GRACE_S}),
             threads=plan.threads,
-            stop_grace_s=STOP_GRACE_S,
-            hang_timeout_s=config.launch.hang_timeout_s,
         )
         return found[0]
 

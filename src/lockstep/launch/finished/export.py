@@ -54,14 +54,8 @@ def export(
     """Write ``weights.safetensors``, ``model.pt2`` (torch.export), metadata and ``load_example.py`` to ``out``.
 
     The program's first dimension is dynamic: any batch size. The run of a ``LightningModule`` has a
-    ``module.ckpt``, too, for its ``load_from_checkpoint``.
-
-    Args:
-        program: whether to write one; ``None``: unless it is a ``LightningModule`` without ``example_input_array``.
-        task: the run's task; ``None``: made from its settings.
-
-    Raises:
-        RunFolderError: ``out`` is not empty. UnsupportedError: torch cannot export the model.
+    ``module.ckpt``, too, for its ``load_from_checkpoint``, and without ``example_input_array`` no program unless that
+    is asked for. See :meth:`lockstep.Run.export`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunFolderError(

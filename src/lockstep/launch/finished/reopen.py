@@ -88,14 +88,7 @@ def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:
 def load_model(
     run: RunDir, checkpoint: str | int = "best", *, task: Task | type[Task] | None = None
 ) -> tuple[Task, torch.nn.Module]:
-    """A run's task and its model in evaluation mode, with the weights of a checkpoint; opens no data.
-
-    Args:
-        task: the run's task; ``None``: made from its settings.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is corrupt.
-    """
+    """A run's task and its model in evaluation mode; see :meth:`lockstep.Run.load_model`. Opens no data."""
     built = task_again(run, run.config(), task)
     snapshot = find_checkpoint(run, checkpoint)
     model = build_model(built)
@@ -104,11 +97,7 @@ def load_model(
 
 
 def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
-    """The checkpoint that ``best``, ``last`` or a step number means.
-
-    Raises:
-        CheckpointError: there is none, or it is corrupt.
-    """
+    """The checkpoint that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`."""
     return CheckpointStore(run.checkpoints).load(find_step(run, checkpoint))
 
 

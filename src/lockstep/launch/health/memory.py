@@ -69,11 +69,10 @@ def own_memory() -> RankMemory:
     """This process's memory. Loads nothing: a process that has not used a GPU has no GPU memory."""
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss (getrusage(2))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     known: dict[str, int] = {
         "resident": int(psutil.Process().memory_info().rss),
-        "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # getrusage(2)
         "limit": 0 if limit == resource.RLIM_INFINITY else limit,
     }
     torch: Any = sys.modules.get("torch")

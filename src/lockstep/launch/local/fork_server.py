@@ -32,6 +32,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any
 
+from lockstep.config import LaunchConfig
 from lockstep.errors import RunError, RunFolderError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
@@ -102,11 +103,8 @@ def launch(
     ranks: int,
     *,
     rank_main: str,
+    settings: LaunchConfig | None = None,
     threads: int | None = None,
-    environ: Mapping[str, str] | None = None,
-    stop_grace_s: float = 30.0,
-    max_restarts: int = 0,
-    hang_timeout_s: float = 60.0,
     nodes: Mapping[str, Any] | None = None,
     shared: Sequence[str] = (),
 ) -> int:
@@ -119,9 +117,8 @@ def launch(
     Args:
         rank_main: what every rank runs, as ``module:function``; it takes a
             :class:`lockstep.launch.local.worker.Rank` and returns an exit code.
+        settings: of which restarts and time limits count; ``None``: the defaults.
         threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
-        environ: variables for the ranks, in addition to this process's.
-        stop_grace_s, max_restarts, hang_timeout_s: as in the section ``launch`` of the configuration.
         nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
         shared: modules that all ranks import, besides that of ``rank_main``.
 
@@ -137,27 +134,20 @@ def launch(
             why=str(error),
             fix="change its permissions, or choose another --save-dir",
         ) from error
-    settings = {
-        "ranks": ranks,
-        "rank_main": rank_main,
-        "stop_grace_s": stop_grace_s,
-        "max_restarts": max_restarts,
-        "hang_timeout_s": hang_timeout_s,
-        "nodes": nodes,
-    }
+    limits = (settings or LaunchConfig()).model_dump()
+    wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits, "nodes": nodes}
     with StopRequest() as stop:
-        own = {THREADS: str(threads)} if threads else {}
-        variables = {**os.environ, **own, **(environ or {})}
-        code = _run_launcher(str(run_dir.path.resolve()), settings, variables, stop, shared)
+        environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
+        code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop, shared)
     return code if code >= 0 else _ended_by_signal(run_dir, -code)
 
 
 def _run_launcher(
-    folder: str, settings: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest, shared: Sequence[str]
+    folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest, shared: Sequence[str]
 ) -> int:
     """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
     launch_id, relay = uuid.uuid4().hex, Relay()
-    variables = for_launcher(environ, launch_id, sys.path, several=settings["nodes"] is not None)
+    variables = for_launcher(environ, launch_id, sys.path, several=wanted["nodes"] is not None)
     reading, writing = os.pipe()
     process: RemoteChild | None = None
     try:
@@ -165,12 +155,12 @@ def _run_launcher(
         with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
             try:
                 known = (name for name in _SHARED if name in sys.modules)
-                modules = [settings["rank_main"].partition(":")[0], *shared, *known]
+                modules = [wanted["rank_main"].partition(":")[0], *shared, *known]
                 process = _server_for(variables).launch(_MAIN, modules, (reading, *relay.files))
             finally:
                 os.close(reading)
                 relay.close_files()
-            request.write(json.dumps({"folder": folder, "settings": settings, "environ": variables}).encode())
+            request.write(json.dumps({"folder": folder, "environ": variables, "launch": wanted}).encode())
         assert process is not None
         stop.notify(process.send_signal)
         return relay.wait(process)

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import LaunchConfig
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
@@ -53,9 +54,9 @@ def main() -> int:
     os.environ.clear()
     os.environ.update(request["environ"])
     signals.accept()
-    settings = request["settings"]
-    here: dict[str, Any] = {"parent_pid": os.getppid(), "stop": stop, "board": PulseBoard(settings["ranks"])}
-    launch = Launch(RunDir(Path(request["folder"])), **settings, **here)
+    wanted = {**request["launch"], "settings": LaunchConfig(**request["launch"]["settings"])}
+    here: dict[str, Any] = {"parent_pid": os.getppid(), "stop": stop, "board": PulseBoard(wanted["ranks"])}
+    launch = Launch(RunDir(Path(request["folder"])), **wanted, **here)
     # A reader of processes sees by it whose launcher this is.
     os.open(launch.run_dir.path, os.O_RDONLY)
     _keep_quiet(launch.run_dir.logs / "launcher.log")
@@ -98,13 +99,15 @@ def _run_here(launch: Launch) -> int:
             supervisor = launch.supervise(processes)
         while not supervisor.check():
             time.sleep(MONITOR_INTERVAL_S)
-        if start == launch.max_restarts or not supervisor.may_restart:
+        if start == launch.settings.max_restarts or not supervisor.may_restart:
             break
         for process in processes.values():
             process.wait()
         start += 1
     if supervisor.forced:
-        launch.error = f"the ranks were killed, since they had not ended {launch.stop_grace_s:g} s after the stop"
+        launch.error = (
+            f"the ranks were killed, since they had not ended {launch.settings.stop_grace_s:g} s after the stop"
+        )
     return supervisor.exit_code
 
 
@@ -118,7 +121,7 @@ def _start_ranks(launch: Launch, start: int) -> dict[int, RankProcess]:
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])},
             "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
             "TORCHELASTIC_RESTART_COUNT": str(start),
-            "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(launch.settings.max_restarts),
             # Every rank finds the store there, rank 0 too, which serves it (engine/process/runtime.py).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import LaunchConfig
 from lockstep.engine.session.current import Stopped
 from lockstep.errors import RankFailed
 from lockstep.launch.failure.report import read_failure
@@ -33,9 +34,8 @@ def run_on_ranks(
     *arguments: Any,
     folder: RunDir,
     ranks: int,
+    settings: LaunchConfig | None = None,
     threads: int | None = None,
-    stop_grace_s: float = 30.0,
-    hang_timeout_s: float = 60.0,
     redirect: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on ``ranks`` new processes; the results in rank order.
@@ -43,8 +43,7 @@ def run_on_ranks(
     Args:
         function: takes a :class:`lockstep.launch.local.worker.Rank` first; its result can be pickled.
         folder: where the ranks keep their logs.
-        threads: intra-op threads of each rank; ``None``: as :func:`lockstep.launch.local.fork_server.launch` decides.
-        stop_grace_s, hang_timeout_s: as for that function.
+        settings, threads: as for :func:`lockstep.launch.local.fork_server.launch`.
         redirect: print what ranks print to standard error: standard output may be wanted as JSON.
 
     Raises:
@@ -59,12 +58,7 @@ def run_on_ranks(
             code = 0
             if not stop.requested:
                 code = launch(
-                    folder,
-                    ranks,
-                    threads=threads,
-                    stop_grace_s=stop_grace_s,
-                    hang_timeout_s=hang_timeout_s,
-                    rank_main=f"{__name__}:{call.__name__}",
+                    folder, ranks, rank_main=f"{__name__}:{call.__name__}", settings=settings, threads=threads
                 )
     finally:
         file.unlink(missing_ok=True)

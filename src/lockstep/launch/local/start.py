@@ -62,15 +62,13 @@ def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
 
 
 def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
-    settings, module = prepared.config.launch, prepared.plan.strategy.module
+    module = prepared.plan.strategy.module
     pack_task(run, prepared.task, prepared.config)
     code = launch(
         run,
         prepared.placement.world_size,
+        settings=prepared.config.launch,
         threads=prepared.plan.threads,
-        stop_grace_s=settings.stop_grace_s,
-        max_restarts=settings.max_restarts,
-        hang_timeout_s=settings.hang_timeout_s,
         rank_main=f"{__name__}:{train_as_rank.__name__}",
         shared=[module] if module.startswith("lockstep.") else [],  # FSDP takes 0.7 s to import
     )

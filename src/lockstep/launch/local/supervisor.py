@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
+from lockstep.config import LaunchConfig
 from lockstep.errors import RankFailed, StorageError
 from lockstep.launch.failure import records
 from lockstep.launch.failure.records import RankEnd
@@ -248,9 +249,7 @@ class Launch:
     run_dir: RunDir
     ranks: int
     rank_main: str
-    stop_grace_s: float
-    max_restarts: int
-    hang_timeout_s: float
+    settings: LaunchConfig
     parent_pid: int
     nodes: dict[str, Any] | None
     stop: StopRequest
@@ -278,11 +277,13 @@ class Launch:
         """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
         self.memory = MemoryWatch(pids)
-        self.watch = self.make_watch(pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.hang_timeout_s)
+        self.watch = self.make_watch(
+            pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.settings.hang_timeout_s
+        )
         self.supervisor = Supervisor(
             processes,
             stop_requested=self.stop_requested,
-            stop_grace_s=self.stop_grace_s,
+            stop_grace_s=self.settings.stop_grace_s,
             look=self._look,
         )
         self.write()
@@ -356,7 +357,12 @@ class Launch:
         self.write()
         report = read_failure(self.run_dir)
         self.restarts.append(
-            {"at": time.time(), "step": self.step, "reason": report.what if report else "", "of": self.max_restarts}
+            {
+                "at": time.time(),
+                "step": self.step,
+                "reason": report.what if report else "",
+                "of": self.settings.max_restarts,
+            }
         )
         self.error = ""  # of that start
         with contextlib.suppress(OSError):

@@ -87,7 +87,7 @@ def _run(launch: Launch, nodes: Nodes, command: tuple[str, ...]) -> int:
     # The store of the ranks must not be that of the agents, or survivors of a lost node wait at its old address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     choose_interface(os.environ, nodes.host)
-    restarts = launch.max_restarts
+    restarts = launch.settings.max_restarts
     while True:
         store = _connect(launch, nodes)
         job = os.environ.setdefault(environment.JOB, new_run_id())
@@ -258,7 +258,7 @@ class NodeAgent(LocalElasticAgent):
             for rank in supervisor.alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(supervisor.pids[rank], signal.SIGTERM)
-            deadline = time.monotonic() + self._launch.stop_grace_s
+            deadline = time.monotonic() + self._launch.settings.stop_grace_s
             while not supervisor.check() and time.monotonic() < deadline:
                 time.sleep(MONITOR_INTERVAL_S)
         super()._restart_workers(worker_group)
@@ -319,7 +319,9 @@ def _conclude(launch: Launch, nodes: Nodes, store: TCPStore, agent: NodeAgent) -
     code = 1 if agent.lost else supervisor.exit_code
     launch.error = agent.lost
     if supervisor.forced:
-        launch.error = f"the ranks were killed, since they had not ended {launch.stop_grace_s:g} s after the stop"
+        launch.error = (
+            f"the ranks were killed, since they had not ended {launch.settings.stop_grace_s:g} s after the stop"
+        )
     launch.write()
     with contextlib.suppress(RuntimeError, RendezvousError):
         agent.get_worker_group().spec.rdzv_handler.shutdown()

@@ -105,10 +105,8 @@ def train_on_nodes(task: Task, config: RunConfig, request: Request) -> RunResult
             folder,
             ranks,
             rank_main=f"{__name__}:{train_as_node_rank.__name__}",
+            settings=config.launch,
             nodes=asdict(nodes),
-            stop_grace_s=config.launch.stop_grace_s,
-            max_restarts=config.launch.max_restarts,
-            hang_timeout_s=config.launch.hang_timeout_s,
         )
         result = _result(folder)
         if result is not None and (code == 0 or code > 128):

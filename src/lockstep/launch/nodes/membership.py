@@ -116,7 +116,9 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
         ConfigError: the ranks' settings differ.
     """
     timeout_s = config.distributed.timeout_s
-    me = _introduce(world, config)
+    compared = {name: version for name, version in versions().items() if name in _COMPARED_VERSIONS}
+    compared |= {f"setting {key}": value for key, value in compared_settings(config).items()}
+    me = Member(world.rank, world.local_rank, world.node_rank, socket.gethostname(), compared)
     if world.size == 1:
         yield Team([me], world, timeout_s), None
         return
@@ -183,13 +185,6 @@ def _open_store(world: World, timeout_s: float) -> Store:
         ) from error
     # A script may train several times: the store keeps the addresses of the groups before.
     return PrefixStore(f"training-{next(_trainings)}", store)
-
-
-def _introduce(world: World, config: RunConfig) -> Member:
-    here = versions()
-    compared = {name: here[name] for name in _COMPARED_VERSIONS}
-    compared |= {f"setting {key}": value for key, value in compared_settings(config).items()}
-    return Member(world.rank, world.local_rank, world.node_rank, socket.gethostname(), compared)
 
 
 def compared_settings(config: RunConfig) -> dict[str, str]:

@@ -71,11 +71,7 @@ def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | Non
 def call_on_ranks(
     function: Callable[..., Any], arguments: Sequence[Any], given: Mapping[str, Any], resume: bool
 ) -> Any:
-    """Call ``function(*arguments)`` on every device that ``given`` names; what rank 0 returns.
-
-    Raises:
-        LockstepError: a setting is wrong, or a rank failed. KeyboardInterrupt: the run was stopped.
-    """
+    """What rank 0 returns of ``function(*arguments)`` on every device; see :meth:`lockstep.Session.launch`."""
     name = getattr(function, "__name__", "function")
     _, code, results = _start(function, tuple(arguments), given, name, resume=resume)
     if code:
@@ -122,9 +118,8 @@ def _start(
                 (function, arguments, dict(given), found),
                 folder=run,
                 ranks=placement.world_size,
+                settings=config.launch,
                 threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
-                stop_grace_s=config.launch.stop_grace_s,
-                hang_timeout_s=config.launch.hang_timeout_s,
                 redirect=redirect,
             )
         except RanksStopped as end:

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from lockstep.errors import RunFolderError, UsageError
+from lockstep.errors import UsageError
 from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.rundir import RunDir, read_json
+from lockstep.telemetry.rundir import RunDir
 
 #: How long before its time limit SLURM signals the script, seconds: the time to write a checkpoint.
 NOTICE_S = 120
@@ -156,10 +154,7 @@ class Job(FileContent):
 
 def job_of(run: RunDir) -> Job | None:
     """The job that the run was submitted as, if it was."""
-    try:
-        return Job.model_validate(read_json(run.slurm_file, max_bytes=4096))
-    except (RunFolderError, ValidationError):
-        return None
+    return Job.read(run.slurm_file, max_bytes=4096)
 
 
 def is_own_job(run: RunDir, environ: Mapping[str, str]) -> bool:
