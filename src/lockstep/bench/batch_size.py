@@ -6,12 +6,9 @@ continues with a smaller batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from lockstep.bench.measure import measure
 from lockstep.bench.rank import Rank, limit_memory, memory_share
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.timing import on_site
 from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import UsageError, many
@@ -46,11 +43,7 @@ def next_batch(fits: int, fails: int | None, most: int) -> int | None:
 
 
 def bench_batch_size(
-    subject: Subject,
-    *,
-    max_batch: int | None = None,
-    memory_limit: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    subject: Subject, *, max_batch: int | None = None, memory_limit: int | None = None, say: Say = lambda line: None
 ) -> BenchReport:
     """Find the largest batch size per device.
 
@@ -89,7 +82,7 @@ def bench_batch_size(
     return report
 
 
-def _search(report: BenchReport, subject: Subject, first: int, most: int, limit: int | None, say: Any) -> None:
+def _search(report: BenchReport, subject: Subject, first: int, most: int, limit: int | None, say: Say) -> None:
     """Trials until the search is over; each begins where the one before was ended."""
     fits, fails = 0, None
     with new_trials() as trials:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.summary import OPERATIONS, Fit, bus_factor, fit_alpha_beta, message_sizes, slow_links
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
@@ -34,9 +34,7 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 LINK_BYTES, ROUND_TRIPS = 4 << 20, 10
 
 
-def bench_comm(
-    given: Mapping[str, Any], *, most: int = 64 << 20, say: Callable[[str], None] = lambda line: None
-) -> BenchReport:
+def bench_comm(given: Mapping[str, Any], *, most: int = 64 << 20, say: Say = lambda line: None) -> BenchReport:
     """Measure all-reduce, all-gather, reduce-scatter and broadcast among ranks on the chosen devices.
 
     Args:

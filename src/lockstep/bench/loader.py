@@ -13,7 +13,7 @@ import torch
 
 from lockstep.bench.measure import measure
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.timing import on_site
 from lockstep.bench.trials import Case, Outcome, Subject, new_trials
 from lockstep.data.loader import make_loader
@@ -31,11 +31,7 @@ EPOCHS = 100_000
 
 
 def bench_loader(
-    subject: Subject,
-    *,
-    workers: Sequence[int] | None = None,
-    seconds: float = 2.0,
-    say: Callable[[str], None] = lambda line: None,
+    subject: Subject, *, workers: Sequence[int] | None = None, seconds: float = 2.0, say: Say = lambda line: None
 ) -> BenchReport:
     """Measure the input of one rank, for each number of workers.
 

@@ -7,13 +7,13 @@ with the seed and data order of the run, and nothing of it is kept: the run itse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.timing import Stopwatch, on_site, training
 from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.errors import UsageError
@@ -56,13 +56,13 @@ class Proposal(NamedTuple):
 class Smoothed:
     """A running mean that forgets, with the start's bias taken out (Kingma and Ba 2015, section 3)."""
 
-    def __init__(self, weight: float = SMOOTHING) -> None:
-        self._weight, self._value, self._count = weight, 0.0, 0
+    def __init__(self) -> None:
+        self._value, self._count = 0.0, 0
 
     def add(self, value: float) -> float:
         self._count += 1
-        self._value = self._weight * self._value + (1 - self._weight) * value
-        return self._value / (1 - self._weight**self._count)
+        self._value = SMOOTHING * self._value + (1 - SMOOTHING) * value
+        return self._value / (1 - SMOOTHING**self._count)
 
 
 def has_diverged(smoothed: float, best: float, step: int) -> bool:
@@ -110,12 +110,7 @@ def noise(losses: Sequence[float]) -> float:
 
 
 def bench_lr(
-    subject: Subject,
-    *,
-    steps: int = 100,
-    first: float = 1e-6,
-    last: float = 10.0,
-    say: Callable[[str], None] = lambda line: None,
+    subject: Subject, *, steps: int = 100, first: float = 1e-6, last: float = 10.0, say: Say = lambda line: None
 ) -> BenchReport:
     """Train ``steps`` steps on the chosen devices while the rate grows from ``first`` to ``last``.
 

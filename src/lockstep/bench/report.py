@@ -41,6 +41,10 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+#: Called with what is being done.
+Say = Callable[[str], None]
+
+
 @dataclass
 class BenchReport:
     """One benchmark: what was asked, what was measured (a row each), and what follows from it.

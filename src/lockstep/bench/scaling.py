@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Case, Subject, new_trials
@@ -38,7 +38,7 @@ def bench_scaling(
     warm_up: int = 5,
     repeats: int = 3,
     claims: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> BenchReport:
     """Measure the engine's own steps on parts of the chosen devices, in turns.
 
@@ -139,7 +139,7 @@ def bench_script(
     steps: int,
     warm_up: int,
     repeats: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> BenchReport:
     """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``given``, in turns.
 

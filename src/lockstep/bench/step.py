@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from lockstep.bench.measure import measure_cases
 from lockstep.bench.rank import memory_share
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.summary import slow_ranks
 from lockstep.bench.trials import Case, Subject, Trials, new_trials
 from lockstep.errors import UsageError, many
@@ -20,8 +20,6 @@ from lockstep.strategies import find_strategy
 PRECISIONS = ("32", "tf32", "bf16-mixed", "bf16-true", "16-mixed")
 #: Share of a step from which communication is worth a word.
 MUCH_COMMUNICATION = 0.1
-
-Say = Callable[[str], None]
 
 
 def bench_step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,20 +82,12 @@ def step(
     as_json: AsJson = False,
 ) -> int:
     """Show where the time and memory of a training step go."""
-    subject, save_dir, runs_dir = _subject(settings, task)
+    subject, done = _asked(settings, task, as_json)
     from lockstep.bench.step import PRECISIONS, bench_step
 
     names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
-    report = bench_step(
-        subject,
-        steps=steps,
-        warm_up=warm_up,
-        max_batch=max_batch,
-        precisions=names,
-        compile=compile,
-        say=progress,
-    )
-    return finish(report, save_dir, runs_dir, as_json)
+    lengths = {"steps": steps, "warm_up": warm_up}
+    return done(bench_step(subject, **lengths, max_batch=max_batch, precisions=names, compile=compile, say=progress))
 
 
 @bench.command(sort_key=1)
@@ -109,11 +103,11 @@ def loader(
     as_json: AsJson = False,
 ) -> int:
     """Compare numbers of loader workers with what the training step needs."""
-    subject, save_dir, runs_dir = _subject(settings, task)
+    subject, done = _asked(settings, task, as_json)
     from lockstep.bench.loader import bench_loader
 
     counts = None if workers is None else sorted(numbers("--workers", workers, "0,2,4"))
-    return finish(bench_loader(subject, workers=counts, seconds=seconds, say=progress), save_dir, runs_dir, as_json)
+    return done(bench_loader(subject, workers=counts, seconds=seconds, say=progress))
 
 
 @bench.command(sort_key=2)
@@ -154,14 +148,14 @@ def scaling(
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
+    lengths = {"steps": steps, "warm_up": warm_up, "repeats": repeats}
     if task is not None and task.endswith(".py"):
         _, mapping = to_mapping(settings, task)
         save_dir, runs_dir = places(mapping)
         del mapping["task"]
-        lengths = {"steps": steps, "warm_up": warm_up, "repeats": repeats}
         report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
         return finish(report, save_dir, runs_dir, as_json)
-    subject, save_dir, runs_dir = _subject(settings, task)
+    subject, done = _asked(settings, task, as_json)
     names = _names(strategies)
     if not names or not set(names) <= set(_STRATEGIES):
         raise UsageError(
@@ -169,17 +163,7 @@ def scaling(
             why=f"those of several devices are {', '.join(_STRATEGIES)}",
             fix="write for example --strategies ddp,fsdp",
         )
-    report = bench_scaling(
-        subject,
-        strategies=names,
-        modes=modes,
-        steps=steps,
-        warm_up=warm_up,
-        repeats=repeats,
-        claims=claims,
-        say=progress,
-    )
-    return finish(report, save_dir, runs_dir, as_json)
+    return done(bench_scaling(subject, strategies=names, modes=modes, **lengths, claims=claims, say=progress))
 
 
 @bench.command(sort_key=4)
@@ -199,12 +183,11 @@ def batch_size(
     as_json: AsJson = False,
 ) -> int:
     """Find the largest batch size per device, in trial processes."""
-    subject, save_dir, runs_dir = _subject(settings, task)
+    subject, done = _asked(settings, task, as_json)
     from lockstep.bench.batch_size import bench_batch_size
 
     limit = None if memory_limit is None else memory_limit * 1_000_000
-    report = bench_batch_size(subject, max_batch=max_batch, memory_limit=limit, say=progress)
-    return finish(report, save_dir, runs_dir, as_json)
+    return done(bench_batch_size(subject, max_batch=max_batch, memory_limit=limit, say=progress))
 
 
 @bench.command(sort_key=5)
@@ -219,24 +202,19 @@ def lr(
     as_json: AsJson = False,
 ) -> int:
     """Find a learning rate by a range test."""
-    subject, save_dir, runs_dir = _subject(settings, task)
+    subject, done = _asked(settings, task, as_json)
     from lockstep.bench.lr import bench_lr
 
-    return finish(
-        bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress),
-        save_dir,
-        runs_dir,
-        as_json,
-    )
+    return done(bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress))
 
 
-def _subject(settings: Settings, task: str | None) -> tuple[Subject, Path | None, Path]:
+def _asked(settings: Settings, task: str | None, as_json: bool) -> tuple[Subject, Callable[[BenchReport], int]]:
+    """What to measure, and what to do with the report: its result is the exit code."""
     name, mapping = to_mapping(settings, task)
     save_dir, runs_dir = places(mapping)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.bench.trials import Subject
-
-    return Subject(name, mapping), save_dir, runs_dir
+    return Subject(name, mapping), partial(finish, save_dir=save_dir, runs_dir=runs_dir, as_json=as_json)
 
 
 def places(mapping: dict[str, Any]) -> tuple[Path | None, Path]:

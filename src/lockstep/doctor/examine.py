@@ -38,15 +38,12 @@ REACH = (
     "see that every rank is there and runs the same command, and that nodes reach each other: "
     "look for a firewall, and choose the interface (GLOO_SOCKET_IFNAME)"
 )
+Say = Callable[[str], None]
 AGAIN = "to see the error: start `lockstep train har --fast-dev-run` in the same way"
 
 
 def examine(
-    devices: str | None = None,
-    *,
-    runs_dir: Path = Path("runs"),
-    quick: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    devices: str | None = None, *, runs_dir: Path = Path("runs"), quick: bool = False, say: Say = lambda line: None
 ) -> DoctorReport:
     """Check everything that training on several devices needs.
 
@@ -95,7 +92,7 @@ def _unless_stopped(stop: StopRequest) -> None:
         raise KeyboardInterrupt
 
 
-def _meeting(placement: Placement, folder: Path, say: Callable[[str], None]) -> tuple[list[Finding], Meeting | None]:
+def _meeting(placement: Placement, folder: Path, say: Say) -> tuple[list[Finding], Meeting | None]:
     if placement.world_size == 1:
         return [alone(placement)], None
     say(f"starting {placement.world_size} ranks, and summing numbers among them")
@@ -154,9 +151,7 @@ def by_hand(placement: Placement) -> str:
     return f"run only this: lockstep train {TASK} --devices {devices} --fast-dev-run"
 
 
-def examine_as_rank(
-    placement: Placement, world: World, runs_dir: Path, *, quick: bool, say: Callable[[str], None]
-) -> DoctorReport:
+def examine_as_rank(placement: Placement, world: World, runs_dir: Path, *, quick: bool, say: Say) -> DoctorReport:
     """This process is one of ``world.size`` ranks; rank 0's report is about all of them, the others' are empty."""
     os.environ.update(rendezvous(os.environ))
     parent_death.die_with_parent(os.getppid())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
 from lockstep.bench.rank import Rank
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.summary import summarise
 from lockstep.bench.timing import Site, Stopwatch, counted_steps, on_site, training
 from lockstep.bench.trials import TIMEOUT_S, Case, Subject, Trials, new_trials
@@ -147,8 +147,6 @@ def gradients_of(site: Site, case: Case) -> dict[str, Any]:
 WARM_UP = 5
 #: Quartiles lie this many standard deviations apart (normal distribution).
 QUARTILES = 1.349
-
-Say = Callable[[str], None]
 
 
 def measured(

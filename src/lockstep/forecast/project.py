@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from lockstep.bench.report import BenchReport
+from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig
 from lockstep.errors import UsageError, many
@@ -15,7 +15,7 @@ from lockstep.forecast.allocation_tracker import Work
 from lockstep.forecast.collectives import Cluster, cluster_of
 from lockstep.forecast.estimate import Counting
 from lockstep.forecast.footprint import Footprint, blocking_messages
-from lockstep.forecast.measured import Say, measured
+from lockstep.forecast.measured import measured
 from lockstep.forecast.memory import MOST, choose_strategy, gigabytes, total
 from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
 from lockstep.hardware.peaks import known_gpus, memory_bandwidth, peak_flops

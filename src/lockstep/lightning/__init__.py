@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.hardware.detect import get_available_gpus as get_available_gpus
     from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
-    from lockstep.lightning.trainer import build_trainer as build_trainer
+    from lockstep.lightning.training import build_trainer as build_trainer
     from lockstep.lightning.training import fit as fit
 
 _HOMES = {
-    "build_trainer": "lockstep.lightning.trainer",
+    "build_trainer": "lockstep.lightning.training",
     "fit": "lockstep.lightning.training",
     "get_available_gpus": "lockstep.hardware.detect",
     "resolve_hardware": "lockstep.hardware.resolve",

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 #: Begins every line that Lockstep itself writes into a rank's log.
 MARK = "--- lockstep: "
@@ -72,12 +72,7 @@ def _copied_to(log: TextIO) -> Iterator[None]:
         added.append(terminal)
 
     def show_and_copy(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         log.write(warnings.formatwarning(message, category, filename, lineno, line))
         show(message, category, filename, lineno, file, line)
