@@ -19,6 +19,24 @@ from lockstep.strategies import strategies
 FILL = 4
 
 
+def run_notes(
+    config: RunConfig,
+    placement: Placement,
+    facts: TaskFacts,
+    batch: BatchPlan,
+    resume: ResumePoint | None,
+    workers: int,
+) -> Iterator[Note]:
+    """On what the results depend on, and on settings that have no effect. ``workers``: of each loader."""
+    if resume is not None:
+        yield _resume_note(resume, batch)
+    yield from data_notes(facts, resume, workers)
+    yield from strategy_notes(config, placement, batch)
+    yield from optimizer_notes(config, facts)
+    if facts.has_batchnorm:
+        yield from batchnorm_notes(config, placement, batch)
+
+
 def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -> Iterator[Note]:
     """On settings of other strategies, and on an idle pipeline."""
     spec, exact = placement.spec, config.training.reproducibility == "exact"
@@ -86,15 +104,14 @@ def batchnorm_notes(config: RunConfig, placement: Placement, batch: BatchPlan) -
         )
 
 
-def resume_notes(resume: ResumePoint, batch: BatchPlan) -> Iterator[Note]:
+def _resume_note(resume: ResumePoint, batch: BatchPlan) -> Note:
     if resume.global_batch == batch.global_batch:
-        yield Note("resumed", f"Resumes at step {resume.step}; the global batch stays {batch.global_batch}.")
-    else:
-        yield Note(
-            "global_batch_changed",
-            f"Resumes at step {resume.step} with a global batch of {batch.global_batch} instead of "
-            f"{resume.global_batch}: the results will differ from those of an uninterrupted run.",
-        )
+        return Note("resumed", f"Resumes at step {resume.step}; the global batch stays {batch.global_batch}.")
+    text = (
+        f"Resumes at step {resume.step} with a global batch of {batch.global_batch} instead of "
+        f"{resume.global_batch}: the results will differ from those of an uninterrupted run."
+    )
+    return Note("global_batch_changed", text)
 
 
 def data_notes(facts: TaskFacts, resume: ResumePoint | None, workers: int) -> Iterator[Note]:
@@ -149,34 +166,25 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
             why="it lowers the learning rate when the monitored metric of evaluations does not improve",
             fix="return validation data from datasets(), or choose another schedule, such as cosine",
         )
-    if config.averaging.name != "none" and placement.spec.state == "staged":
-        raise UnsupportedError(
-            f"averaging.name={config.averaging.name} is incompatible with strategy {placement.strategy}",
-            why="no rank has all of the weights",
-            fix="use another strategy, or averaging.name=none",
-        )
-    spec, optimizer = placement.spec, config.optimizer.name
-    if config.training.activation_checkpointing and spec.scatters:
-        raise UnsupportedError(
-            f"strategy {spec.name} is incompatible with training.activation_checkpointing",
-            why="it calls copies of the model, whose blocks would be those of the original",
-            fix="use --strategy ddp or fsdp, or leave it out",
-        )
+    spec, optimizer, staged = placement.spec, config.optimizer.name, placement.spec.state == "staged"
+    strategy, averaging = f"strategy {spec.name}", f"averaging.name={config.averaging.name}"
+    if config.averaging.name != "none":
+        refused = {strategy: (staged, "no rank has all of the weights")}
+        _refuse(averaging, refused, fix="use another strategy, or averaging.name=none")
+    if spec.scatters:
+        why = "it calls copies of the model, whose blocks would be those of the original"
+        refused = {"training.activation_checkpointing": (config.training.activation_checkpointing, why)}
+        _refuse(strategy, refused, fix="use --strategy ddp or fsdp, or leave it out")
     if placement.precision == "bf16-true":
-        _refuse(
-            "precision bf16-true",
-            {
-                f"strategy {spec.name}": (spec.state == "staged", "its stages are called one by one, with float32"),
-                f"averaging.name={config.averaging.name}": (
-                    config.averaging.name != "none",
-                    "an average of weights with 8 bits does not follow small changes",
-                ),
-            },
-            fix="use bf16-mixed, or leave it out",
-        )
+        why = "an average of weights with 8 bits does not follow small changes"
+        refused = {
+            strategy: (staged, "its stages are called one by one, with float32"),
+            averaging: (config.averaging.name != "none", why),
+        }
+        _refuse("precision bf16-true", refused, fix="use bf16-mixed, or leave it out")
     if spec.divides:
         _refuse(
-            f"strategy {spec.name}",
+            strategy,
             {
                 "training.compile": (
                     config.training.compile and spec.state != "sharded",

@@ -13,15 +13,7 @@ from lockstep.planning.decision import Decision, Decisions, by_key
 from lockstep.planning.horizon import resolve_course
 from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
 from lockstep.planning.measured import measured_choices
-from lockstep.planning.notes import (
-    batchnorm_notes,
-    data_notes,
-    module_notes,
-    optimizer_notes,
-    refuse_contradictions,
-    resume_notes,
-    strategy_notes,
-)
+from lockstep.planning.notes import module_notes, refuse_contradictions, run_notes
 from lockstep.planning.order import order_notes, resolve_order
 from lockstep.planning.plan import LAYOUT, Mode, Plan, ResumePoint, TaskFacts
 from lockstep.strategies import StrategySpec
@@ -80,7 +72,6 @@ def make_plan(
     """
     refuse_contradictions(config, placement, facts)
     held = resume.global_batch if resume and resume.hold else config.training.global_batch_size
-    notes = list(placement.notes)
     unused = [] if facts.loader is None else list(module_notes(config, placement))
     if facts.loader is not None:
         training = training_of_loader(config, facts.loader, held=held, devices=placement.world_size)
@@ -102,6 +93,7 @@ def make_plan(
     judged = facts.val_samples > 0 or facts.loader is not None  # a module evaluates on its own data
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
     measured = by_key(measured_choices(config, placement, facts, resume.measured if resume else None))
+    numbers = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
     decisions = [
         *_placed(placement),
         *_kernels(given),
@@ -116,20 +108,14 @@ def make_plan(
         *_layer_decay(given),
         *_compiled(given, batch),
         *_averaging(given, course.schedule.total_steps),
+        *(_reproducibility(given), synced, _threads(given, batch), loaded),
+        *(choose_form(config.checkpoint.sharded, placement.spec, numbers, config.optimizer), judging),
     ]
-    numbers = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
-    form = choose_form(config.checkpoint.sharded, placement.spec, numbers, config.optimizer)
-    decisions += [_reproducibility(given), synced, _threads(given, batch), loaded, form, judging]
-    if facts.loader is None:
-        notes += course.notes
-    else:
+    if facts.loader is not None:
         decisions = [of_loader(decision, facts.loader) for decision in decisions if decision.key != "warmup"]
+    notes = [*placement.notes, *(course.notes if facts.loader is None else ())]
     notes += order_notes(config.data, order, batch.global_batch)
-    notes += [] if resume is None else resume_notes(resume, batch)
-    notes += data_notes(facts, resume, loader.num_workers)
-    notes += strategy_notes(config, placement, batch)
-    notes += optimizer_notes(config, facts)
-    notes += batchnorm_notes(config, placement, batch) if facts.has_batchnorm else []
+    notes += run_notes(config, placement, facts, batch, resume, loader.num_workers)
     return Plan(
         task=facts,
         placement=placement.as_dict(),
