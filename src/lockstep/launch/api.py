@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from lockstep.config import RunConfig
+import torch
+
+from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
-from lockstep.errors import RunFolderError
+from lockstep.errors import RankOutOfMemory, RunFolderError
+from lockstep.events import Note
 from lockstep.hardware import read_world
 from lockstep.launch.finished.evaluation import evaluate
+from lockstep.launch.local.start import start
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
-from lockstep.launch.oom_retry import start_with_retries
-from lockstep.launch.prepare import make_plan, overrides_of, plan_settled, settle
+from lockstep.launch.prepare import Prepared, make_plan, overrides_of, plan_settled, settle
 from lockstep.launch.run_claim import (
     changed_config,
     claimed,
@@ -43,6 +48,11 @@ __all__ = [
     "stop",
     "train",
 ]
+
+#: Of a run that is out of memory: four halvings find a micro-batch that was 16 times too large.
+RETRIES = 4
+#: What happens in the first steps of an attempt happens at its start.
+FIRST_STEPS = 3
 
 
 def train(
@@ -72,7 +82,7 @@ def train(
     check_sinks(whole, whole.save_dir)
     prepared = plan_settled(built, whole, world, None)
     run_dir = create_folder(prepared.config)
-    return start_with_retries(prepared, run_dir, resumed_from=0)
+    return _start_with_retries(prepared, run_dir, resumed_from=0)
 
 
 def resume(
@@ -97,7 +107,53 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_dat
     point = resume_point(run, hold=hold, accept_data=accept_data, report=warn)
     prepared = plan_settled(task, config, read_world(os.environ), point)
     keep_config(run, config)
-    return start_with_retries(prepared, run, resumed_from=point.step if point else 0)
+    return _start_with_retries(prepared, run, resumed_from=point.step if point else 0)
+
+
+def _start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
+    """As :func:`.start`; a run that is out of memory is tried again with half the micro-batch, where that is asked for.
+
+    All ranks end with the failed attempt, and its memory with them. The global batch stays the same, and the run
+    resumes from its latest checkpoint or from the start, so losses are those of a run that began with the smaller one.
+    """
+    for _ in range(RETRIES):
+        try:
+            return start(prepared, run, resumed_from=resumed_from)
+        except RankOutOfMemory as error:
+            beat = run.progress()
+            smaller = _halved(prepared, at_start=beat is None or beat.step - resumed_from < FIRST_STEPS)
+            if smaller is None:
+                raise
+            what = error.what.splitlines()[0]
+        gc.collect()
+        if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
+            torch.cuda.empty_cache()
+        point = resume_point(run, hold=True, report=warn)
+        prepared = plan_settled(prepared.task, smaller, read_world(os.environ), point)
+        batch = prepared.plan.batch
+        text = (
+            f"Out of memory ({what[:200]}): the micro-batch is now {batch.batch_size} samples, {batch.accumulate} a "
+            f"step on each rank; the global batch stays {batch.global_batch}."
+        )
+        notes = (*prepared.plan.notes, Note("out_of_memory", text, "warning"))
+        prepared = replace(prepared, plan=prepared.plan.model_copy(update={"notes": notes}))
+        keep_config(run, smaller)
+        resumed_from = point.step if point else 0
+    return start(prepared, run, resumed_from=resumed_from)
+
+
+def _halved(prepared: Prepared, *, at_start: bool) -> RunConfig | None:
+    """The configuration with half the micro-batch and the same global batch; ``None``: not wanted, or not possible."""
+    config, plan = prepared.config, prepared.plan
+    size, wanted = plan.batch.batch_size, config.training.on_oom
+    if wanted == "fail" or (wanted == "start" and not at_start):
+        return None
+    if size < 2 or plan.reproducibility == "exact" or plan.task.loader is not None:
+        return None
+    training = {"batch_size": -(-size // 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
+    # The learning rate is scaled against the batch size that the run was started with.
+    optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
+    return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})
 
 
 def stop(run: RunDir, timeout: float = 60.0) -> str:
