@@ -72,6 +72,7 @@ def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
 def _watch(look: Callable[[], State], interval: float) -> None:
     from rich.live import Live
 
+    from lockstep.telemetry.records import LIVE
     from lockstep.telemetry.tables import rich_console
 
     with _single_keys() as pressed, Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
@@ -79,7 +80,7 @@ def _watch(look: Callable[[], State], interval: float) -> None:
             state = look()
             live.update(_view(state), refresh=True)
             run = state["run"]
-            over = run is not None and run["status"] not in {"pending", "running"}
+            over = run is not None and run["status"] not in LIVE
             if over or pressed(interval) in {"q", "Q"}:
                 return
 

@@ -8,13 +8,14 @@ from itertools import pairwise
 
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.forecast.footprint import STATE, Footprint, StageCount
+from lockstep.hardware.resolve import CONTEXT
 from lockstep.strategies import auto_strategy, find_strategy, strategies
 
 #: More devices than any cluster has.
 MOST = 1_000_000
 #: What a GPU needs before the first tensor (context, libraries' workspaces), and the share that its allocator loses to
 #: blocks that do not fit: allowances, not measurements of the device at hand.
-GPU_CONTEXT, GPU_LOSS = 0.8e9, 0.05
+GPU_CONTEXT, GPU_LOSS = CONTEXT, 0.05
 #: Rounds of the search for the largest batch; each of them counts a step.
 _ROUNDS = 5
 _UNITS = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30}

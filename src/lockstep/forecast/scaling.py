@@ -12,6 +12,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from lockstep.forecast.collectives import Cluster, all_gather, all_reduce, all_reduce_between_nodes
+from lockstep.planning.resolve import FIRST_BUCKET_BYTES
 from lockstep.strategies import find_strategy
 
 #: Lockstep sums loss, count and requests beside the gradients, in this number of bytes.
@@ -19,7 +20,7 @@ COUNT_BYTES = 40
 #: Synchronised BatchNorm sums two numbers a channel, of a few hundred channels.
 BLOCKING_BYTES = 4096
 #: torch.nn.parallel.DistributedDataParallel's own: buckets of 25 MiB, the first of 1 MiB so that messages begin early.
-DEFAULT_BUCKET, FIRST_BUCKET = 25 << 20, 1 << 20
+DEFAULT_BUCKET, FIRST_BUCKET = 25 << 20, FIRST_BUCKET_BYTES
 
 
 @dataclass(frozen=True)

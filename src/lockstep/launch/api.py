@@ -37,7 +37,7 @@ from lockstep.launch.run_claim import (
     task_of_run,
     warn,
 )
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import LIVE, RunDir
 from lockstep.telemetry.sinks import check_sinks
 
 __all__ = [
@@ -168,7 +168,7 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
     while True:
         record = run.read()
         status = run.judge(record)
-        if status not in {"running", "pending"}:
+        if status not in LIVE:
             raise RunFolderError(f"run {record.id} is {status}, not running", fix="`lockstep runs` lists the runs")
         beat = run.progress()
         if beat is not None and not beat.handing_over:
@@ -195,7 +195,7 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
         raise RunFolderError(f"you may not stop run {record.id}", why=why, fix=fix) from None
     while time.monotonic() < deadline:
         status = run.status()
-        if status not in {"running", "pending"}:
+        if status not in LIVE:
             return status
         time.sleep(0.1)
     raise RunFolderError(

@@ -28,9 +28,9 @@ from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.tasks.registry import FROM_PARTS, make_task
 from lockstep.tasks.trusted_tasks import named_in, require_known
-from lockstep.telemetry.files import storing, write_json
+from lockstep.telemetry.files import damaged, storing, write_json
 from lockstep.telemetry.records import read_forecast
-from lockstep.telemetry.rundir import PENDING_GRACE_S, RunDir, new_run_id
+from lockstep.telemetry.rundir import LIVE, PENDING_GRACE_S, RunDir, new_run_id
 from lockstep.telemetry.scalars import flattened
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
@@ -80,7 +80,7 @@ def refuse_running(run: RunDir) -> None:
     while run.is_between_processes(record) and time.monotonic() < deadline:
         time.sleep(0.1)
         record = run.read()
-    if run.judge(record) in {"running", "pending"}:
+    if run.judge(record) in LIVE:
         raise RunFolderError(
             f"run {record.id} is still {run.judge(record)}",
             why=f"process {record.pid} on {record.host} is still training it",
@@ -316,8 +316,5 @@ def plan_of(run_dir: RunDir) -> Plan:
     try:
         return Plan.model_validate(run_dir.plan())
     except ValidationError as error:
-        raise RunFolderError(
-            f"{run_dir.plan_file} is damaged",
-            why=str(error)[:300],
-            fix=f"copy the newest plan.json of {run_dir.attempts} over it",
-        ) from None
+        fix = f"copy the newest plan.json of {run_dir.attempts} over it"
+        raise damaged(run_dir.plan_file, str(error)[:300], fix) from None

@@ -20,8 +20,7 @@ from lockstep.studio.settings import REFUSED, command_text, flatten
 from lockstep.telemetry import summary
 from lockstep.telemetry.files import names_in, open_regular, read_bytes, read_json
 from lockstep.telemetry.lookup import or_else
-from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.summary import LIVE
+from lockstep.telemetry.rundir import LIVE, RunDir
 
 #: Settings that the page may not set, and that a copy gets in another way.
 _MAX_TABLES, _MAX_FILES, _MAX_REMARKS = 4 << 20, 5000, 200

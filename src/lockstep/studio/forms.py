@@ -23,7 +23,7 @@ from lockstep.studio.processes import Identity, owner, works_on
 from lockstep.studio.schemas import PlanBody
 from lockstep.studio.settings import OfferedTasks, Wanted
 from lockstep.tasks import BUILT_IN
-from lockstep.telemetry.summary import LIVE
+from lockstep.telemetry.rundir import LIVE
 
 _SECTIONS = {
     "task": "Task",

@@ -19,7 +19,7 @@ from lockstep.studio.feed import STREAMS, Feed
 from lockstep.studio.index import RunIndex
 from lockstep.studio.jobs import Jobs
 from lockstep.studio.problems import ApiError
-from lockstep.telemetry.summary import LIVE
+from lockstep.telemetry.rundir import LIVE
 
 TICK_S = 0.1
 #: How often the list is read; half as often when it was the same this many times.

@@ -23,8 +23,7 @@ from lockstep.studio.problems import ApiError, in_progress, run_not_found
 from lockstep.studio.processes import Identity, is_alive, last_lines, send
 from lockstep.studio.schemas import EvaluateBody, ExportBody, LabelBody, ResumeBody, RunName, StartBody
 from lockstep.telemetry.lookup import or_else
-from lockstep.telemetry.rundir import new_run_id
-from lockstep.telemetry.summary import LIVE
+from lockstep.telemetry.rundir import LIVE, new_run_id
 
 
 class Runs:

@@ -258,11 +258,12 @@ def parse_json(content: bytes, path: Path) -> Any:
     try:
         return json.loads(content, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
-        raise RunFolderError(
-            f"{path} is damaged",
-            why=f"not valid JSON: {str(error)[:200]}",
-            fix="restore the file, or use another run folder",
-        ) from None
+        raise damaged(path, f"not valid JSON: {str(error)[:200]}") from None
+
+
+def damaged(path: Path, why: str, fix: str = "restore the file, or use another run folder") -> RunFolderError:
+    """The error of a file whose content is not what it should be."""
+    return RunFolderError(f"{path} is damaged", why=why, fix=fix)
 
 
 def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str, Any]]:
@@ -279,11 +280,7 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     *lines, _torn = read_bytes(path, max_bytes=max_bytes).split(b"\n")
     rows = [row for row in map(_row, lines) if row is not None]
     if not rows and any(line.strip() for line in lines):
-        raise RunFolderError(
-            f"{path} is damaged",
-            why="none of its lines is a JSON object",
-            fix="remove the file; the run itself is not affected",
-        )
+        raise damaged(path, "none of its lines is a JSON object", "remove the file; the run itself is not affected")
     return rows
 
 

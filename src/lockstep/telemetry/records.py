@@ -20,10 +20,13 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.telemetry.files import damaged
 
 FORMAT_VERSION = 1
 
 Status = Literal["pending", "running", "completed", "failed", "stopped", "lost"]
+#: Of a run that has not ended.
+LIVE = frozenset({"pending", "running"})
 
 #: A number; ``null`` in JSON means that it was not finite.
 Metric = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -92,7 +95,7 @@ def parse_record(content: Any, path: Path) -> RunRecord:
         if isinstance(error, ValidationError):
             places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
             why = "; ".join(f"{place}: {said}" for place, said in places)
-        raise RunFolderError(f"{path} is damaged", why=why, fix="restore the file, or use another run folder") from None
+        raise damaged(path, why) from None
 
 
 def new_run_id(folder: Path | None = None) -> str:

@@ -27,6 +27,7 @@ from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
     JsonLines,
     absolute,
+    damaged,
     is_folder,
     names_in,
     plain,
@@ -42,6 +43,7 @@ from lockstep.telemetry.files import (
 from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
 from lockstep.telemetry.records import (
     FORMAT_VERSION,
+    LIVE,
     NO_CONFIG,
     RunRecord,
     frozen_text,
@@ -56,6 +58,7 @@ from lockstep.telemetry.records import (
 
 __all__ = [
     "FORMAT_VERSION",
+    "LIVE",
     "Beat",
     "Heartbeat",
     "RunDir",
@@ -238,9 +241,7 @@ class RunDir:
         try:
             return parse_frozen(content, self.path)
         except NO_CONFIG as error:
-            raise RunFolderError(
-                f"{file} is damaged", why=str(error)[:500], fix="restore the file, or start a new run"
-            ) from None
+            raise damaged(file, str(error)[:500], "restore the file, or start a new run") from None
 
     def keep_config(self, config: RunConfig) -> None:
         """Replace the run's configuration, for an attempt with other settings.
@@ -261,11 +262,8 @@ class RunDir:
                 return plan
         except (AttributeError, KeyError, TypeError):
             pass
-        raise RunFolderError(
-            f"{self.plan_file} is damaged",
-            why="its decisions are not titles, values and reasons",
-            fix=f"copy the newest plan.json of {self.attempts} over it",
-        )
+        fix = f"copy the newest plan.json of {self.attempts} over it"
+        raise damaged(self.plan_file, "its decisions are not titles, values and reasons", fix)
 
     def progress(self) -> Beat | None:
         """The newest heartbeat: step, total and when; ``None`` when there is none."""
@@ -281,7 +279,7 @@ class RunDir:
 
     def judge(self, record: RunRecord, now: float | None = None) -> str:
         """:meth:`status` for a ``record`` that has been read already."""
-        if record.status not in {"pending", "running"}:
+        if record.status not in LIVE:
             return record.status
         now = time.time() if now is None else now
         beat = self.progress()
@@ -312,11 +310,7 @@ class RunDir:
             return []
         rows = _mapping(read_json(self.metrics_file), self.metrics_file).get("epochs")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise RunFolderError(
-                f"{self.metrics_file} is damaged",
-                why="it has no list of epochs",
-                fix="remove the file; it contains curves only",
-            )
+            raise damaged(self.metrics_file, "it has no list of epochs", "remove the file; it contains curves only")
         return newest_per_epoch(surviving(rows, self.resumed_from()))
 
     def steps(self) -> list[dict[str, Any]]:
@@ -375,7 +369,7 @@ def _refuse_occupied(path: Path) -> None:
                 why="a run folder contains one run, and it is not overwritten",
                 fix="choose another --save-dir",
             )
-        if status in {"pending", "running"}:
+        if status in LIVE:
             why, fix = (
                 f"process {record.pid} on {record.host} is still training it",
                 f"wait for it, or `lockstep stop {record.id}` and add --resume",
@@ -394,11 +388,7 @@ def _refuse_occupied(path: Path) -> None:
 
 def _mapping(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise RunFolderError(
-            f"{path} is damaged",
-            why="its top level is not an object",
-            fix="restore the file, or use another run folder",
-        )
+        raise damaged(path, "its top level is not an object")
     return content
 
 

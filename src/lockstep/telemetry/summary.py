@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.telemetry.files import last_row
+from lockstep.telemetry.files import damaged, last_row
 from lockstep.telemetry.lookup import one_line, or_else, read_runs
 from lockstep.telemetry.records import RunRecord
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.scalars import flattened
 from lockstep.telemetry.system import newest_samples
 
-LIVE = frozenset({"pending", "running"})
 #: A run folder from elsewhere may contain texts of any length.
 _MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
 
@@ -89,11 +88,8 @@ def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]
 def _devices(run: RunDir, placement: dict[str, Any]) -> list[str]:
     devices = placement.get("devices") or []
     if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
-        raise RunFolderError(
-            f"{run.run_file} is damaged",
-            why="the devices of its placement are not a list of names",
-            fix="restore the file, or delete the run",
-        )
+        why = "the devices of its placement are not a list of names"
+        raise damaged(run.run_file, why, "restore the file, or delete the run")
     return devices
 
 

@@ -54,7 +54,6 @@ from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.progress_board import Activity
 from lockstep.telemetry.rundir import RunDir
 
-_WRONG_USAGE = 2
 _NO_FAILURE = (0, *STOPPED)
 
 
@@ -74,7 +73,7 @@ class RankFailure(RankError):
 
     @property
     def is_usage_error(self) -> bool:
-        return self.error is not None and self.exit_code == _WRONG_USAGE
+        return self.error is not None and self.exit_code == UsageError.exit_code
 
     @property
     def is_collateral(self) -> bool:
@@ -285,11 +284,9 @@ def _memory_table(run_dir: RunDir, launcher: LauncherLog, errors: Mapping[int, R
         known = from_rows(run_dir.ranks(), on_gpu)
     except (LockstepError, LookupError, TypeError):
         known = {}
-    for rank, held in launcher.memory.items():
-        known[rank] = held.over(known.get(rank, RankMemory()))
-    for rank, error in errors.items():
-        if error.memory is not None:
-            known[rank] = error.memory.over(known.get(rank, RankMemory()))
+    own = {rank: error.memory for rank, error in errors.items() if error.memory is not None}
+    for rank, memory in (*launcher.memory.items(), *own.items()):
+        known[rank] = memory.over(known.get(rank, RankMemory()))
     return table(known, launcher.machine)
 
 
@@ -307,9 +304,8 @@ def _smaller(run_dir: RunDir, evaluating: bool) -> str:
 
 def _collateral(others: Sequence[RankFailure]) -> str:
     names = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda failure: failure.rank))
-    if len(others) == 1:
-        return f"1 other rank ended because of it or after it (rank {names})."
-    return f"{len(others)} other ranks ended because of it or after it (ranks {names})."
+    ranks = "rank" if len(others) == 1 else "ranks"
+    return f"{len(others)} other {ranks} ended because of it or after it ({ranks} {names})."
 
 
 def _cause(first: RankFailure | None, launcher: LauncherLog) -> Cause | None:

@@ -214,10 +214,10 @@ def _example_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _write_example(folder: Path, program: bool) -> None:
-    if program:
-        text = EXAMPLE.format(extra="", imports="", body=PROGRAM_BODY)
-    else:
-        text = EXAMPLE.format(
-            extra=" and safetensors", imports="from safetensors.torch import load_file\n", body=WEIGHTS_BODY
-        )
+    weights = {
+        "extra": " and safetensors",
+        "imports": "from safetensors.torch import load_file\n",
+        "body": WEIGHTS_BODY,
+    }
+    text = EXAMPLE.format(**{"extra": "", "imports": "", "body": PROGRAM_BODY} if program else weights)
     (folder / "load_example.py").write_text(text, encoding="utf-8")

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import psutil
 
 from lockstep.config import LaunchConfig
-from lockstep.errors import RankFailed, StorageError
+from lockstep.errors import RankFailed, StorageError, UsageError
 from lockstep.launch.failure import records
 from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.failure.report import read_failure
@@ -46,7 +46,6 @@ FAILURE_GRACE_S = 5.0
 ABANDON_S = 30.0
 
 _ORDERLY = (0, *STOPPED, -signal.SIGINT, -signal.SIGTERM)
-_WRONG_USAGE = 2
 
 
 #: A rank: a fork of its launcher, or a new interpreter.
@@ -106,7 +105,7 @@ class Supervisor:
     def may_restart(self) -> bool:
         """Whether a new start could end better: not after a stop, nor after wrong usage."""
         failed = bool(self.failed) or self.hang is not None
-        return failed and self._stop_requested() is None and self.exit_code != _WRONG_USAGE
+        return failed and self._stop_requested() is None and self.exit_code != UsageError.exit_code
 
     @property
     def exit_code(self) -> int:
@@ -114,7 +113,7 @@ class Supervisor:
         codes = [end.code for end in self.exits.values()]
         if self.failed:
             # Wrong usage is never a consequence of another rank's failure, so it decides.
-            return _WRONG_USAGE if any(end.code == _WRONG_USAGE for end in self.failed) else 1
+            return UsageError.exit_code if any(end.code == UsageError.exit_code for end in self.failed) else 1
         if self.forced or self.hang is not None:
             return 1
         stopped = [code for code in codes if code != 0]

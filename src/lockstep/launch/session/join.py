@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.errors import ConfigError, RunFolderError, UnsupportedError, many
+from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, parent_death, read_world
 from lockstep.launch.health.watchdog import watched
 from lockstep.launch.local.rank_output import rank_output
@@ -25,6 +25,7 @@ from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import SCRIPT, claimed, create_folder, existing_run, warn
+from lockstep.telemetry.files import damaged
 from lockstep.telemetry.rundir import RunDir, read_json, write_json
 from lockstep.telemetry.sinks import check_sinks
 
@@ -220,7 +221,7 @@ def script_of(run: RunDir) -> Script | None:
     try:
         return Script(content["path"], tuple(content["arguments"]), content["folder"], dict(content["given"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise RunFolderError(f"{file} is damaged", why=f"{type(error).__name__}: {error}") from None
+        raise damaged(file, f"{type(error).__name__}: {error}") from None
 
 
 def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
