@@ -214,10 +214,8 @@ def _example_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _write_example(folder: Path, program: bool) -> None:
-    weights = {
-        "extra": " and safetensors",
-        "imports": "from safetensors.torch import load_file\n",
-        "body": WEIGHTS_BODY,
-    }
-    text = EXAMPLE.format(**{"extra": "", "imports": "", "body": PROGRAM_BODY} if program else weights)
+    extra, imports, body = "", "", PROGRAM_BODY
+    if not program:
+        extra, imports, body = " and safetensors", "from safetensors.torch import load_file\n", WEIGHTS_BODY
+    text = EXAMPLE.format(extra=extra, imports=imports, body=body)
     (folder / "load_example.py").write_text(text, encoding="utf-8")
