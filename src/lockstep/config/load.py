@@ -58,9 +58,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: an unknown key (with the nearest right one) or a bad value.
     """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = merge(merged, layer)
+    merged: dict[str, Any] = functools.reduce(merge, layers, {})
     try:
         return RunConfig.model_validate(with_current_names(merged))
     except ValidationError as error:
@@ -92,12 +90,8 @@ def load(
 
     Returns the merged mapping, not yet validated, so that a task's own defaults can go under it.
     """
-    merged: dict[str, Any] = {}
-    for file in files:
-        merged = merge(merged, read_file(Path(file)))
-    for pair in sets:
-        merged = merge(merged, parse_set(pair))
-    return merge(merged, overrides or {})
+    layers = [*(read_file(Path(file)) for file in files), *map(parse_set, sets), overrides or {}]
+    return functools.reduce(merge, layers, {})
 
 
 def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -112,36 +106,36 @@ def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in _trail:
         cycle = " → ".join(p.name for p in (*_trail, path))
         raise ConfigError(f"the files name each other as defaults: {cycle}", fix="remove one of the entries")
+    content = _yaml_of(path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        fix = "write `section:` lines"
+        raise ConfigError(f"{path} does not hold settings", why="its top level must be a mapping", fix=fix)
+    defaults = content.pop("defaults", [])
+    if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
+        raise ConfigError(f"`defaults` in {path} must be a list of file names", fix="write `defaults: [base_config]`")
+    beneath = (read_file(_default_file(path, name), (*_trail, path)) for name in defaults)
+    return functools.reduce(merge, [*beneath, content])
+
+
+def _yaml_of(path: Path) -> Any:
+    """The content of a file. Raises :class:`ConfigError`."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a named pipe would be waited for, a device read for ever
             raise ConfigError(f"{path} is not a regular file", fix="check the path given to --config")
         if status.st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(
-                f"{path} is larger than 1 MiB", why="a configuration is a short text", fix="check the path"
-            )
-        content = parse_yaml(path.read_text(encoding="utf-8"))
+            why = "a configuration is a short text"
+            raise ConfigError(f"{path} is larger than 1 MiB", why=why, fix="check the path")
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}", fix="check the path given to --config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}", why=str(error), fix="check that it is a readable text file") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is not valid YAML", why=str(error)[:500], fix="correct the line that it names"
-        ) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(
-            f"{path} does not hold settings", why="its top level must be a mapping", fix="write `section:` lines"
-        )
-    defaults = content.pop("defaults", [])
-    if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
-        raise ConfigError(f"`defaults` in {path} must be a list of file names", fix="write `defaults: [base_config]`")
-    merged: dict[str, Any] = {}
-    for name in defaults:
-        merged = merge(merged, read_file(_default_file(path, name), (*_trail, path)))
-    return merge(merged, content)
+        fix = "correct the line that it names"
+        raise ConfigError(f"{path} is not valid YAML", why=str(error)[:500], fix=fix) from None
 
 
 def _default_file(path: Path, name: str) -> Path:
@@ -385,10 +379,7 @@ SHORT_NAMES = {
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings whose keys may have dots, as nested mappings: ``{"optimizer.lr": 1}`` → ``{"optimizer": {"lr": 1}}``."""
-    result: dict[str, Any] = {}
-    for key, value in settings.items():
-        result = merge(result, parse_path(key, value))
-    return result
+    return functools.reduce(merge, (parse_path(key, value) for key, value in settings.items()), {})
 
 
 def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:

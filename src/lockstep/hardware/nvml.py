@@ -126,8 +126,6 @@ class Nvml:
         """Temperature, memory errors and slowdowns of a GPU."""
         lib, ask = self._lib, self._ask
         handle = self._handle(uuid)
-        if handle is None:
-            return GpuHealth()
         ecc = ask(lib.nvmlDeviceGetEccMode, handle)
         rows = ask(lib.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
         reasons = ask(lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
@@ -145,8 +143,6 @@ class Nvml:
         """What a GPU does now; cheap enough for once a second."""
         lib, ask = self._lib, self._ask
         handle = self._handle(uuid)
-        if handle is None:
-            return GpuReading()
         rates = ask(lib.nvmlDeviceGetUtilizationRates, handle)  # percent
         memory = ask(lib.nvmlDeviceGetMemoryInfo, handle)
         power, limit = ask(lib.nvmlDeviceGetPowerUsage, handle), ask(lib.nvmlDeviceGetEnforcedPowerLimit, handle)  # mW
@@ -165,15 +161,12 @@ class Nvml:
 
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
         """The processes that hold memory on a GPU now."""
-        handle = self._handle(uuid)
-        return () if handle is None else self._users(handle)
+        return self._users(self._handle(uuid))
 
     def link(self, one: str, other: str) -> GpuLink:
         """How two GPUs, by their identifiers, reach each other."""
         lib, ask = self._lib, self._ask
         pair = [self._handle(uuid) for uuid in (one, other)]
-        if None in pair:
-            return GpuLink(peer=None, nvlink=False, path="")
         reads = ask(lib.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
         level = ask(lib.nvmlDeviceGetTopologyCommonAncestor, *pair)
         return GpuLink(
@@ -189,9 +182,9 @@ class Nvml:
         self._ask(self._lib.nvmlShutdown)
 
     def _ask(self, function: Any, *args: Any) -> Any:
-        """The answer, or ``None`` where this driver or device has none."""
+        """The answer, or ``None`` where this driver or device has none, or there is no such device (``None``)."""
         try:
-            return function(*args)
+            return None if None in args else function(*args)
         except self._lib.NVMLError:
             return None
 
