@@ -274,13 +274,13 @@ def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
         if faster:
             return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
         return "32", "auto: " + ("a GPU without bfloat16" if on_gpu else "no format is faster on every CPU")
-    if wanted == "tf32" and not faster:
-        raise PrecisionError(
-            f"precision tf32 is not supported on {chosen[0].id} ({chosen[0].name})",
-            why="TF32 is a format of GPUs of compute capability 8.0 and newer",
-            fix="use --precision 32, or select another device",
-        )
     if wanted == "tf32":
+        if not faster:
+            raise PrecisionError(
+                f"precision tf32 is not supported on {chosen[0].id} ({chosen[0].name})",
+                why="TF32 is a format of GPUs of compute capability 8.0 and newer",
+                fix="use --precision 32, or select another device",
+            )
         return "32", "as set: single precision, with products in TF32"
     for device in chosen:
         if wanted not in device.precisions:
@@ -289,15 +289,13 @@ def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
                 why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
-    if wanted == "32":
-        text = f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""
-        return wanted, "single precision" + text
-    if wanted == "16-mixed":
-        slow = "" if on_gpu else "; slow on a CPU, good for a dry run"
-        return wanted, "as set: half precision with loss scaling" + slow
-    if wanted == "bf16-true":
-        return wanted, "as set: bfloat16 for weights, gradients and optimizer too, which halves their memory and rounds"
-    return wanted, "as set: bfloat16 where it is safe, single precision elsewhere"
+    return wanted, {
+        "32": "single precision" + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""),
+        "16-mixed": "as set: half precision with loss scaling"
+        + ("" if on_gpu else "; slow on a CPU, good for a dry run"),
+        "bf16-mixed": "as set: bfloat16 where it is safe, single precision elsewhere",
+        "bf16-true": "as set: bfloat16 for weights, gradients and optimizer too, which halves their memory and rounds",
+    }[wanted]
 
 
 def describe_users(device: Device) -> str:

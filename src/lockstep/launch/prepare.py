@@ -58,23 +58,18 @@ def settle(
     named = given.get("task") or {}
     if not isinstance(named, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
+    settings = {key: value for key, value in named.items() if key != "name"}
+    if isinstance(task, Task) and settings:
+        raise ConfigError(
+            f"task settings {', '.join(settings)} are given beside a task object",
+            why="the object has its settings already",
+            fix="pass the task's class or name, or set them where the object is made",
+        )
     if isinstance(task, Task):
-        kind: type[Task] = type(task)
-    elif isinstance(task, type):
-        kind = task
+        kind, built = type(task), configured(task)
     else:
         task = task or str(named.get("name", "har"))
-        kind = find_task(task)
-    settings = {key: value for key, value in named.items() if key != "name"}
-    if isinstance(task, Task):
-        if settings:
-            raise ConfigError(
-                f"task settings {', '.join(settings)} are given beside a task object",
-                why="the object has its settings already",
-                fix="pass the task's class or name, or set them where the object is made",
-            )
-        built = configured(task)
-    else:
+        kind = task if isinstance(task, type) else find_task(task)
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     # The run is resumed and exported in other folders than this one.
