@@ -17,11 +17,11 @@ from lockstep.forecast.allocation_tracker import Work
 from lockstep.forecast.collectives import (
     LEVELS,
     Cluster,
+    Level,
     all_gather,
     all_reduce,
     cluster_of,
     measured_cluster,
-    ring_all_reduce,
 )
 from lockstep.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
 from lockstep.forecast.project import advise, gpu_machine, seconds
@@ -76,7 +76,8 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
 @given(SIZES, st.integers(2, 4096), st.floats(0, 1e-3), st.floats(1e6, 1e12))
 def test_a_ring_moves_every_byte_twice_but_its_own_part(size: int, n: int, alpha: float, bandwidth: float) -> None:
     expected = 2 * (n - 1) / n * size / bandwidth + 2 * (n - 1) * alpha
-    assert ring_all_reduce(size, n, alpha, bandwidth) == pytest.approx(expected)
+    level = Level("", (alpha,) * 3, (bandwidth,) * 3, "")
+    assert all_reduce(size, n, Cluster(n, level, level, launch_s=(0.0,) * 3)) == pytest.approx(expected)
 
 
 @given(SIZES, CLUSTERS)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack,
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
+from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +159,8 @@ class Session:
         Raises:
             TaskError: something else, such as a ``DataLoader``; or the loop has begun.
         """
-        self._loop.refuse_late("prepare")
+        if self._loop.training is not None:
+            raise TaskError("prepare() was called after the first batch", fix="call it before the loop")
         for name, thing in [*((None, thing) for thing in things), *named.items()]:
             module = self._loop.prepared.add(thing, name)
             if module is not None and self.size > 1:

@@ -57,24 +57,18 @@ class Cluster:
         return self.launch_s[self.alpha_place] + hops * alphas[0] + network_hops * alphas[1]
 
 
-def ring_all_reduce(size: float, devices: int, alpha_s: float, bandwidth: float) -> float:
-    """2(n-1)/n · bytes/β + 2(n-1)·α (Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002)."""
-    if devices == 1:
-        return 0.0
-    return 2 * (devices - 1) / devices * size / bandwidth + 2 * (devices - 1) * alpha_s
-
-
 def all_reduce(size: float, devices: int, cluster: Cluster) -> float:
     """The faster of a ring through all devices and a double binary tree over nodes, as NCCL chooses.
 
-    A ring takes 2(n-1) steps, of which 2(nodes-1) cross the network. A tree (Sanders, Speck, Träff 2009,
+    A ring (Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002) sends 2(n-1)/n of the bytes in 2(n-1)
+    steps, of which 2(nodes-1) cross the network. A tree (Sanders, Speck, Träff 2009,
     https://doi.org/10.1016/j.parco.2009.09.001) moves the message up and down once, pipelined: 2·bytes/β, through a
     chain in each node and log2(nodes) hops between nodes.
     """
     if devices == 1:
         return 0.0
     nodes, bandwidth = cluster.nodes(devices), cluster.bandwidth(devices)
-    ring = ring_all_reduce(size, devices, 0.0, bandwidth) + cluster.latency(2 * (devices - nodes), 2 * (nodes - 1))
+    ring = 2 * (devices - 1) / devices * size / bandwidth + cluster.latency(2 * (devices - nodes), 2 * (nodes - 1))
     depth = 2 * math.ceil(math.log2(nodes))
     tree = 2 * size / bandwidth + cluster.latency(2 * (min(devices, cluster.per_node) - 1), depth)
     return min(ring, tree)

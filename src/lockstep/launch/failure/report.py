@@ -319,7 +319,7 @@ def _cause(first: RankFailure | None, launcher: LauncherLog) -> Cause | None:
 
 
 def _rank_failure(
-    logs: Path, rank: int, error: RankError | None, end: RankEnd | None, doing: Activity | None = None
+    logs: Path, rank: int, error: RankError | None, end: RankEnd | None, doing: Activity | None
 ) -> RankFailure:
     lines = last_lines(log_file(logs, rank))
     if error is not None:

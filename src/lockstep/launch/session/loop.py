@@ -72,11 +72,6 @@ class Loop:
             )
         return self.training
 
-    def refuse_late(self, call: str) -> None:
-        """Raise :class:`TaskError` where the loop has begun."""
-        if self.training is not None:
-            raise TaskError(f"{call}() was called after the first batch", fix="call it before the loop")
-
     def refuse_exact(self, call: str) -> None:
         """Raise :class:`UnsupportedError` in the body of an exact run's loop."""
         inside = self.training is not None and self.training.place >= 0
