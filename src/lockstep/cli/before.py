@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from lockstep.cli.bench import finish, places
-from lockstep.cli.output import AsJson, deliver, print_json, progress, verb
+from lockstep.cli.output import AsJson, deliver, flag, print_json, progress, verb
 from lockstep.cli.settings import (
     FILES,
     NO_SETTINGS,
@@ -58,12 +56,10 @@ def memory(
     task: TaskName = None,
     /,
     *,
-    gpus: Annotated[
-        int | None, Parameter(help="Number of hypothetical GPUs, instead of --devices. Default: none.")
-    ] = None,
+    gpus: Annotated[int | None, flag("Number of hypothetical GPUs, instead of --devices. Default: none.")] = None,
     memory: Annotated[
         str | None,
-        Parameter(help="What each device has, such as 80GB. Default: what the chosen devices have.", metavar="SIZE"),
+        flag("What each device has, such as 80GB. Default: what the chosen devices have.", "SIZE"),
     ] = None,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
@@ -95,31 +91,26 @@ def forecast(
     task: TaskName = None,
     /,
     *,
-    gpus: Annotated[str, Parameter(help="Numbers of devices, comma-separated. Default: 8,64,512.", metavar="N,...")] = (
-        "8,64,512"
-    ),
+    gpus: Annotated[str, flag("Numbers of devices, comma-separated. Default: 8,64,512.", "N,...")] = ("8,64,512"),
     interconnect: Annotated[
         str,
-        Parameter(
-            help="nvlink or pcie inside nodes, 25gbe or ib400 between them, or measured: between the chosen devices. "
+        flag(
+            "nvlink or pcie inside nodes, 25gbe or ib400 between them, or measured: between the chosen devices. "
             "Default: nvlink,ib400.",
-            metavar="NAME,...",
+            "NAME,...",
         ),
     ] = "nvlink,ib400",
-    gpus_per_node: Annotated[int, Parameter(help="Devices of one machine. Default: 8.")] = 8,
+    gpus_per_node: Annotated[int, flag("Devices of one machine. Default: 8.")] = 8,
     gpu: Annotated[
         str | None,
-        Parameter(
-            help="A hypothetical GPU, by its driver's name: its step is modelled. Default: measured on --devices.",
-            metavar="NAME",
-        ),
+        flag("A hypothetical GPU, by its driver's name: its step is modelled. Default: measured on --devices.", "NAME"),
     ] = None,
     memory: Annotated[
         str | None,
-        Parameter(help="What each GPU has, such as 80GB, to choose the strategy. Default: not asked.", metavar="SIZE"),
+        flag("What each GPU has, such as 80GB, to choose the strategy. Default: not asked.", "SIZE"),
     ] = None,
-    steps: Annotated[int, Parameter(help="Measured steps of one device. Default: 30.")] = 30,
-    repeats: Annotated[int, Parameter(help="How often they are measured. Default: 3.")] = 3,
+    steps: Annotated[int, flag("Measured steps of one device. Default: 30.")] = 30,
+    repeats: Annotated[int, flag("How often they are measured. Default: 3.")] = 3,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
@@ -163,8 +154,8 @@ def verify(
     task: TaskName = None,
     /,
     *arguments: ScriptArguments,
-    steps: Annotated[int, Parameter(group=FILES, help="Optimizer steps of each run. Default: 24.")] = 24,
-    eval_batches: Annotated[int, Parameter(group=FILES, help="Batches of each validation. Default: 8.")] = 8,
+    steps: Annotated[int, flag("Optimizer steps of each run. Default: 24.", group=FILES)] = 24,
+    eval_batches: Annotated[int, flag("Batches of each validation. Default: 8.", group=FILES)] = 8,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:

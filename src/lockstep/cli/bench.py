@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver, progress
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver, flag, progress
 from lockstep.cli.settings import (
     NO_SETTINGS,
     Flags,
@@ -49,11 +49,7 @@ bench = App(name="bench", usage="Usage: lockstep bench {step,loader,comm,scaling
 bench.help_epilogue = EPILOGUE
 
 _MEASUREMENT = Group("Measurement", sort_key=0)
-
-
-def _flag(help: str, metavar: str | None = None) -> Parameter:
-    return Parameter(group=_MEASUREMENT, negative="", metavar=metavar, help=help)
-
+_flag = partial(flag, group=_MEASUREMENT)
 
 Steps = Annotated[int, _flag("Measured optimizer steps of each case. Default: 30.")]
 WarmUp = Annotated[int, _flag("Steps before them that do not count. Default: 5.")]

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, flag, print_json, verb
 from lockstep.errors import UsageError
 
 LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "tensorboard")
@@ -55,13 +53,10 @@ def doctor(
     *,
     devices: Annotated[
         str | None,
-        Parameter(
-            help="Devices as for `lockstep train`. Default: every GPU, or cpu,cpu where there is none.",
-            metavar="DEVICE,...",
-        ),
+        flag("Devices as for `lockstep train`. Default: every GPU, or cpu,cpu where there is none.", "DEVICE,..."),
     ] = None,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
-    quick: Annotated[bool, Parameter(negative="", help="Start no ranks and no training.")] = False,
+    quick: Annotated[bool, flag("Start no ranks and no training.")] = False,
     as_json: AsJson = False,
 ) -> int:
     from lockstep.doctor.examine import examine
@@ -100,14 +95,10 @@ def version(*, as_json: AsJson = False) -> None:
 
 @verb("[SHELL] [OPTIONS]", "Examples:\n  source <(lockstep completion bash)\n  lockstep completion bash --install")
 def completion(
-    shell: Annotated[
-        Literal["bash", "zsh", "fish"] | None, Parameter(help="Which shell. Default: the one in $SHELL.")
-    ] = None,
+    shell: Annotated[Literal["bash", "zsh", "fish"] | None, flag("Which shell. Default: the one in $SHELL.")] = None,
     /,
     *,
-    install: Annotated[
-        bool, Parameter(negative="", help="Write the script where the shell looks for it, instead of printing it.")
-    ] = False,
+    install: Annotated[bool, flag("Write the script where the shell looks for it, instead of printing it.")] = False,
 ) -> None:
     from lockstep.cli.main import app as root
 

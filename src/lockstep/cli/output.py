@@ -23,6 +23,11 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one J
 DEFAULT_RUNS_DIR = Path("runs")
 
 
+def flag(help: str, metavar: str | None = None, **more: Any) -> Parameter:
+    """A parameter with its text on the help page; a switch has no ``--no-`` form."""
+    return Parameter(help=help, metavar=metavar, **{"negative": "", **more})
+
+
 def print_json(document: Mapping[str, Any], stream: TextIO) -> None:
     """One document; numbers that JSON does not have become null."""
     from lockstep.telemetry.files import plain

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, verb
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -152,9 +150,9 @@ def _print_details(details: dict[str, Any]) -> None:
 
 @verb("RUN RUN… [OPTIONS]", "Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison")
 def compare(
-    *runs: Annotated[str, Parameter(help="Two runs or more: folder, id, beginning of an id, or `last`.")],
+    *runs: Annotated[str, flag("Two runs or more: folder, id, beginning of an id, or `last`.")],
     out: Annotated[
-        Path | None, Parameter(help="Also write overlaid curves there, as report.html and PNG files. Default: no.")
+        Path | None, flag("Also write overlaid curves there, as report.html and PNG files. Default: no.")
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
@@ -204,11 +202,9 @@ def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
     "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page",
 )
 def report(
-    *runs: Annotated[
-        str, Parameter(help="Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")
-    ],
+    *runs: Annotated[str, flag("Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")],
     out: Annotated[
-        Path | None, Parameter(help="Folder for report.html and pictures. Default: the folder report of the first one.")
+        Path | None, flag("Folder for report.html and pictures. Default: the folder report of the first one.")
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,

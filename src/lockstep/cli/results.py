@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, verb
 from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
 
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 
 def _weights(purpose: str) -> Parameter:
-    return Parameter(metavar="best|last|STEP", help=f"Which weights{purpose}. Default: best.")
+    return flag(f"Which weights{purpose}. Default: best.", "best|last|STEP")
 
 
 def _devices(result: str) -> Parameter:
     same = f"any number gives the same {result}"
-    return Parameter(
-        metavar="DEVICE,...", help=f"Devices by name, comma-separated: {same}. Default: the first of the run."
-    )
+    return flag(f"Devices by name, comma-separated: {same}. Default: the first of the run.", "DEVICE,...")
 
 
 def _opened(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
@@ -57,10 +55,10 @@ def evaluate(
     run: RunRef,
     /,
     *,
-    split: Annotated[Literal["test", "val"], Parameter(help="Which data to evaluate on. Default: test.")] = "test",
+    split: Annotated[Literal["test", "val"], flag("Which data to evaluate on. Default: test.")] = "test",
     data: Annotated[
         Path | None,
-        Parameter(metavar="FILE", help="Evaluate on other data than the run's, such as a manifest of recordings."),
+        flag("Evaluate on other data than the run's, such as a manifest of recordings.", "FILE"),
     ] = None,
     checkpoint: Annotated[str, _weights(" to evaluate")] = "best",
     devices: Annotated[str | None, _devices("metrics")] = None,
@@ -78,14 +76,14 @@ def evaluate(
 @verb("RUN [DATA] [OPTIONS]", "Example:\n  lockstep predict last test --devices cpu,cpu --out predictions.csv")
 def predict(
     run: RunRef,
-    data: Annotated[str, Parameter(help="train, val or test, or a file or folder of data. Default: test.")] = "test",
+    data: Annotated[str, flag("train, val or test, or a file or folder of data. Default: test.")] = "test",
     /,
     *,
     out: Annotated[
         Path | None,
-        Parameter(
-            metavar="FILE",
-            help="File to write, ending in .csv, .jsonl or .parquet. Default: predictions-DATA.csv in the run folder.",
+        flag(
+            "File to write, ending in .csv, .jsonl or .parquet. Default: predictions-DATA.csv in the run folder.",
+            "FILE",
         ),
     ] = None,
     checkpoint: Annotated[str, _weights(" to use")] = "best",
@@ -105,20 +103,18 @@ def generate(
     run: RunRef,
     /,
     *,
-    prompt: Annotated[str, Parameter(help="What the text begins with. Default: nothing.")] = "",
-    tokens: Annotated[int, Parameter(help="Tokens to generate. Default: 200.")] = 200,
-    temperature: Annotated[
-        float, Parameter(help="0 takes the most probable token; above 1 is more varied. Default: 0.8.")
-    ] = 0.8,
-    top_k: Annotated[int | None, Parameter(help="Draw from the N most probable tokens only. Default: all.")] = None,
-    seed: Annotated[int, Parameter(help="The same seed gives the same text. Default: 0.")] = 0,
+    prompt: Annotated[str, flag("What the text begins with. Default: nothing.")] = "",
+    tokens: Annotated[int, flag("Tokens to generate. Default: 200.")] = 200,
+    temperature: Annotated[float, flag("0 takes the most probable token; above 1 is more varied. Default: 0.8.")] = 0.8,
+    top_k: Annotated[int | None, flag("Draw from the N most probable tokens only. Default: all.")] = None,
+    seed: Annotated[int, flag("The same seed gives the same text. Default: 0.")] = 0,
     checkpoint: Annotated[str, _weights("")] = "best",
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    for flag, value, least in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
+    for name, value, least in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
         if value is not None and value < least:
-            raise ConfigError(f"invalid value for {flag}: {value:g}", fix=f"use {least} or more")
+            raise ConfigError(f"invalid value for {name}: {value:g}", fix=f"use {least} or more")
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
     from lockstep.tasks.text.task import TextTask
@@ -141,15 +137,15 @@ def export(
     /,
     *,
     out: Annotated[
-        Path | None, Parameter(help="Folder to write to, new or empty. Default: the folder export of the run.")
+        Path | None, flag("Folder to write to, new or empty. Default: the folder export of the run.")
     ] = None,
     checkpoint: Annotated[str, _weights(" to export")] = "best",
     program: Annotated[
         bool | None,
-        Parameter(
-            negative="--no-program",
-            help="Also write the model as a torch.export program, which runs without the task's code. Default: on, "
+        flag(
+            "Also write the model as a torch.export program, which runs without the task's code. Default: on, "
             "unless it is a LightningModule without example_input_array.",
+            negative="--no-program",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -166,7 +162,7 @@ def export(
 def transcribe(
     run: RunRef,
     /,
-    *files: Annotated[Path, Parameter(help="Recordings: WAV, FLAC or OGG, of any rate.")],
+    *files: Annotated[Path, flag("Recordings: WAV, FLAC or OGG, of any rate.")],
     checkpoint: Annotated[str, _weights(" to use")] = "best",
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from lockstep.cli.output import DEFAULT_RUNS_DIR, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, flag, verb
 from lockstep.errors import UnsupportedError, UsageError
 
 EPILOGUE = """\
@@ -26,33 +24,26 @@ The page shows every run in --runs-dir, also those started from a terminal."""
 def studio(
     *,
     port: Annotated[
-        int | None, Parameter(help="Port on 127.0.0.1; 0 lets the system choose. Default: 8756, or any if it is taken.")
+        int | None, flag("Port on 127.0.0.1; 0 lets the system choose. Default: 8756, or any if it is taken.")
     ] = None,
     runs_dir: Annotated[
-        Path, Parameter(name="--runs-dir", help="Where runs are found and made. Default: runs.")
+        Path, flag("Where runs are found and made. Default: runs.", name="--runs-dir")
     ] = DEFAULT_RUNS_DIR,
     task: Annotated[
         list[str] | None,
-        Parameter(
-            negative="",
-            metavar="FILE.py:CLASS",
-            help="Another task to offer in the form; a LightningModule with its LightningDataModule "
+        flag(
+            "Another task to offer in the form; a LightningModule with its LightningDataModule "
             "as FILE.py:MODULE+FILE.py:DATA. May be repeated.",
+            "FILE.py:CLASS",
         ),
     ] = None,
-    base_path: Annotated[
-        str, Parameter(metavar="PATH", help="Path at which a reverse proxy shows the studio. Default: /.")
-    ] = "/",
+    base_path: Annotated[str, flag("Path at which a reverse proxy shows the studio. Default: /.", "PATH")] = "/",
     trusted_host: Annotated[
         list[str] | None,
-        Parameter(negative="", metavar="NAME", help="Host name of a reverse proxy in front of it. May be repeated."),
+        flag("Host name of a reverse proxy in front of it. May be repeated.", "NAME"),
     ] = None,
-    new_token: Annotated[
-        bool, Parameter(negative="", help="Replace the token and end every session. Default: off.")
-    ] = False,
-    browser: Annotated[
-        bool, Parameter(negative="--no-browser", help="Open the page in a browser. Default: on.")
-    ] = True,
+    new_token: Annotated[bool, flag("Replace the token and end every session. Default: off.")] = False,
+    browser: Annotated[bool, flag("Open the page in a browser. Default: on.", negative="--no-browser")] = True,
 ) -> None:
     try:
         import fastapi  # noqa: F401

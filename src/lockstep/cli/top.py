@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from cyclopts import Parameter
-
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, flag, print_json, verb
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,14 +27,12 @@ State = dict[str, Any]
 
 @verb("[RUN] [OPTIONS]", EPILOGUE)
 def top(
-    run: Annotated[
-        str | None, Parameter(name="run", help="The run: its folder, id, the beginning of its id, or `last`.")
-    ] = None,
+    run: Annotated[str | None, flag("The run: its folder, id, the beginning of its id, or `last`.", name="run")] = None,
     /,
     *,
-    once: Annotated[bool, Parameter(negative="", help="Print the current state and exit.")] = False,
+    once: Annotated[bool, flag("Print the current state and exit.")] = False,
     as_json: AsJson = False,
-    interval: Annotated[float, Parameter(help="Seconds between updates. Default: 1.")] = 1.0,
+    interval: Annotated[float, flag("Seconds between updates. Default: 1.")] = 1.0,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
     if not 0.1 <= interval <= 3600:

@@ -6,22 +6,20 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, flag, verb
 from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
 from lockstep.config.load import load, nested
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
 
 _SLURM = Group("On a cluster", sort_key=6)
-
-
-def _flag(help: str, **more: Any) -> Parameter:
-    return Parameter(help=help, group=_SLURM, negative="", **more)
+_flag = partial(flag, group=_SLURM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +97,9 @@ def train(
     settings: Flags = NO_SETTINGS,
     resume: Annotated[
         bool,
-        Parameter(negative="", group=FILES, help="Resume the unfinished run in --save-dir, if there is one."),
+        flag("Resume the unfinished run in --save-dir, if there is one.", group=FILES),
     ] = False,
-    accept_data: Annotated[bool, Parameter(negative="", group=FILES, help=_ACCEPT_DATA)] = False,
+    accept_data: Annotated[bool, flag(_ACCEPT_DATA, group=FILES)] = False,
     cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
 ) -> int:
     refuse_without_slurm(cluster)
@@ -132,23 +130,20 @@ def resume(
     *,
     devices: Annotated[
         str | None,
-        Parameter(help="Devices by name, comma-separated. Default: those of the run so far.", metavar="DEVICE,..."),
+        flag("Devices by name, comma-separated. Default: those of the run so far.", "DEVICE,..."),
     ] = None,
     epochs: Annotated[
-        int | None, Parameter(help="Epochs in all, to train a completed run for longer. Default: the run's.")
+        int | None, flag("Epochs in all, to train a completed run for longer. Default: the run's.")
     ] = None,
     rescale_batch: Annotated[
         bool,
-        Parameter(negative="", help="Keep the batch per device instead of the global batch: another run from here on."),
+        flag("Keep the batch per device instead of the global batch: another run from here on."),
     ] = False,
-    accept_data: Annotated[bool, Parameter(negative="", help=_ACCEPT_DATA)] = False,
+    accept_data: Annotated[bool, flag(_ACCEPT_DATA)] = False,
     set: Annotated[
         list[str] | None,
-        Parameter(
-            name="--set",
-            negative="",
-            metavar="KEY=VALUE",
-            help="Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.",
+        flag(
+            "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.", "KEY=VALUE", name="--set"
         ),
     ] = None,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
@@ -172,7 +167,7 @@ def stop(
     run: RunRef,
     /,
     *,
-    timeout: Annotated[float, Parameter(help="How long to wait for its end, in seconds. Default: 60.")] = 60.0,
+    timeout: Annotated[float, flag("How long to wait for its end, in seconds. Default: 60.")] = 60.0,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
     found = find(run, runs_dir)
@@ -217,9 +212,9 @@ _VALUES = {
 
 @verb("SCRIPT [ARGUMENTS] [OPTIONS]", RUN)
 def run(
-    script: Annotated[str, Parameter(allow_leading_hyphen=True, help="A Python file that makes a lockstep.Session.")],
+    script: Annotated[str, flag("A Python file that makes a lockstep.Session.", allow_leading_hyphen=True)],
     /,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="Of the script, and these options.")],
+    *arguments: Annotated[str, flag("Of the script, and these options.", allow_leading_hyphen=True)],
 ) -> int:
     (script, *own), given, sets, resume = _parsed((script, *arguments))
     settings = load(sets=sets, overrides=nested(given))

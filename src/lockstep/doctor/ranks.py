@@ -14,7 +14,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -27,6 +26,7 @@ from lockstep.engine.process.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.local.worker import Rank
+from lockstep.planning.decision import Frozen
 
 #: How long a rank waits for the others.
 TIMEOUT_S = 60.0
@@ -42,11 +42,7 @@ LEAST_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
 EXAMPLE_BYTES = 100_000_000
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RankFacts(_Frozen):
+class RankFacts(Frozen):
     """One rank. ``clock_s``: how far its clock is ahead of rank 0's, and how exactly that is known (±), seconds."""
 
     rank: int
@@ -56,7 +52,7 @@ class RankFacts(_Frozen):
     clock_s: tuple[float, float] = (0.0, 0.0)
 
 
-class AllReduce(_Frozen):
+class AllReduce(Frozen):
     """All-reduces of one size. ``wrong``: ranks whose sum was wrong. ``seconds``: of one, the slowest rank's median.
 
     ``bus_gb_s`` is 2(n−1)/n · bytes / seconds in 1e9 bytes: what travels over each rank's line in a ring, which
@@ -69,7 +65,7 @@ class AllReduce(_Frozen):
     wrong: tuple[int, ...] = ()
 
 
-class Meeting(_Frozen):
+class Meeting(Frozen):
     """What the ranks found out together."""
 
     backend: str
