@@ -150,11 +150,7 @@ class Run:
             return self
         self._task = task or self._task
         self._result = launch.resume(
-            self._dir,
-            task=self._task,
-            overrides=given,
-            rescale_batch=rescale_batch,
-            accept_data=accept_data,
+            self._dir, task=self._task, overrides=given, rescale_batch=rescale_batch, accept_data=accept_data
         )
         return self
 

@@ -65,11 +65,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        config: RunConfig | Mapping[str, Any] | None = None,
-        *,
-        resume: bool = False,
-        **settings: Unpack[Settings],
+        self, config: RunConfig | Mapping[str, Any] | None = None, *, resume: bool = False, **settings: Unpack[Settings]
     ) -> None:
         from lockstep._compat import script_frame
         from lockstep.engine.process.runtime import rank_device, seed_everything

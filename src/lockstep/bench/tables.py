@@ -119,12 +119,7 @@ _TABLES: dict[str, dict[str, Cell]] = {
         **{name: _part(name) for name in ("compute", "communication", "straggler", "data")},
         "sent MB": "sent_mb",
     },
-    "lr": {
-        "step": "step",
-        "learning rate": ("lr", ".3g"),
-        "loss": ("loss", ".5g"),
-        "smoothed": ("smoothed", ".5g"),
-    },
+    "lr": {"step": "step", "learning rate": ("lr", ".3g"), "loss": ("loss", ".5g"), "smoothed": ("smoothed", ".5g")},
 }
 #: Columns that are left out where no row has a value.
 _CLAIMED = {"claimed samples/s", "claimed speed-up", "claimed memory GB"}

@@ -25,13 +25,7 @@ from lockstep.errors import UsageError
 
 
 @verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
-def plan(
-    task: TaskName = None,
-    /,
-    *,
-    settings: Flags = NO_SETTINGS,
-    as_json: AsJson = False,
-) -> None:
+def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: AsJson = False) -> None:
     name, mapping = to_mapping(settings, task)
     from lockstep.launch.api import make_plan
     from lockstep.telemetry.console import print_plan
@@ -58,8 +52,7 @@ def memory(
     *,
     gpus: Annotated[int | None, flag("Number of hypothetical GPUs, instead of --devices. Default: none.")] = None,
     memory: Annotated[
-        str | None,
-        flag("What each device has, such as 80GB. Default: what the chosen devices have.", "SIZE"),
+        str | None, flag("What each device has, such as 80GB. Default: what the chosen devices have.", "SIZE")
     ] = None,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
@@ -106,8 +99,7 @@ def forecast(
         flag("A hypothetical GPU, by its driver's name: its step is modelled. Default: measured on --devices.", "NAME"),
     ] = None,
     memory: Annotated[
-        str | None,
-        flag("What each GPU has, such as 80GB, to choose the strategy. Default: not asked.", "SIZE"),
+        str | None, flag("What each GPU has, such as 80GB, to choose the strategy. Default: not asked.", "SIZE")
     ] = None,
     steps: Annotated[int, flag("Measured steps of one device. Default: 30.")] = 30,
     repeats: Annotated[int, flag("How often they are measured. Default: 3.")] = 3,

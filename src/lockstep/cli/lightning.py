@@ -34,9 +34,7 @@ SUBCOMMANDS = {
 }
 
 lightning = App(
-    name="lightning",
-    usage="Usage: lockstep lightning {fit,validate,test,predict} [OPTIONS]",
-    help_epilogue=EPILOGUE,
+    name="lightning", usage="Usage: lockstep lightning {fit,validate,test,predict} [OPTIONS]", help_epilogue=EPILOGUE
 )
 
 

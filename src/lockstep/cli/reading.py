@@ -198,8 +198,7 @@ def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
 
 
 @verb(
-    "RUN… [OPTIONS]",
-    "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page",
+    "RUN… [OPTIONS]", "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page"
 )
 def report(
     *runs: Annotated[str, flag("Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")],

@@ -57,8 +57,7 @@ def evaluate(
     *,
     split: Annotated[Literal["test", "val"], flag("Which data to evaluate on. Default: test.")] = "test",
     data: Annotated[
-        Path | None,
-        flag("Evaluate on other data than the run's, such as a manifest of recordings.", "FILE"),
+        Path | None, flag("Evaluate on other data than the run's, such as a manifest of recordings.", "FILE")
     ] = None,
     checkpoint: Annotated[str, _weights(" to evaluate")] = "best",
     devices: Annotated[str | None, _devices("metrics")] = None,

@@ -39,8 +39,7 @@ def studio(
     ] = None,
     base_path: Annotated[str, flag("Path at which a reverse proxy shows the studio. Default: /.", "PATH")] = "/",
     trusted_host: Annotated[
-        list[str] | None,
-        flag("Host name of a reverse proxy in front of it. May be repeated.", "NAME"),
+        list[str] | None, flag("Host name of a reverse proxy in front of it. May be repeated.", "NAME")
     ] = None,
     new_token: Annotated[bool, flag("Replace the token and end every session. Default: off.")] = False,
     browser: Annotated[bool, flag("Open the page in a browser. Default: on.", negative="--no-browser")] = True,

@@ -95,10 +95,7 @@ def train(
     /,
     *,
     settings: Flags = NO_SETTINGS,
-    resume: Annotated[
-        bool,
-        flag("Resume the unfinished run in --save-dir, if there is one.", group=FILES),
-    ] = False,
+    resume: Annotated[bool, flag("Resume the unfinished run in --save-dir, if there is one.", group=FILES)] = False,
     accept_data: Annotated[bool, flag(_ACCEPT_DATA, group=FILES)] = False,
     cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
 ) -> int:
@@ -129,15 +126,13 @@ def resume(
     /,
     *,
     devices: Annotated[
-        str | None,
-        flag("Devices by name, comma-separated. Default: those of the run so far.", "DEVICE,..."),
+        str | None, flag("Devices by name, comma-separated. Default: those of the run so far.", "DEVICE,...")
     ] = None,
     epochs: Annotated[
         int | None, flag("Epochs in all, to train a completed run for longer. Default: the run's.")
     ] = None,
     rescale_batch: Annotated[
-        bool,
-        flag("Keep the batch per device instead of the global batch: another run from here on."),
+        bool, flag("Keep the batch per device instead of the global batch: another run from here on.")
     ] = False,
     accept_data: Annotated[bool, flag(_ACCEPT_DATA)] = False,
     set: Annotated[

@@ -40,14 +40,7 @@ from lockstep.launch.run_claim import (
 from lockstep.telemetry.rundir import LIVE, RunDir
 from lockstep.telemetry.sinks import check_sinks
 
-__all__ = [
-    "RunResult",
-    "evaluate",
-    "make_plan",
-    "resume",
-    "stop",
-    "train",
-]
+__all__ = ["RunResult", "evaluate", "make_plan", "resume", "stop", "train"]
 
 #: Of a run that is out of memory: four halvings find a micro-batch that was 16 times too large.
 RETRIES = 4

@@ -11,16 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from lockstep.events import (
-    EpochEnded,
-    Evaluated,
-    Event,
-    Note,
-    Restarted,
-    RunEnded,
-    RunStarted,
-    StepLogged,
-)
+from lockstep.events import EpochEnded, Evaluated, Event, Note, Restarted, RunEnded, RunStarted, StepLogged
 from lockstep.telemetry.heartbeat import running_s, seconds_left
 from lockstep.telemetry.tables import is_terminal, print_styled, print_table, rich_console, say
 

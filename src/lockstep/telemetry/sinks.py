@@ -153,11 +153,7 @@ class RunFolderSink:
         write_json(self._run.path / RESULTS_FILE, results)
         best = {} if event.best_epoch is None else {"best_epoch": event.best_epoch, "best_metric": event.best_metric}
         self._run.update(
-            status=event.status,
-            completed_at=utc_now(),
-            final_metrics=event.final_metrics,
-            error=event.error,
-            **best,
+            status=event.status, completed_at=utc_now(), final_metrics=event.final_metrics, error=event.error, **best
         )
 
 

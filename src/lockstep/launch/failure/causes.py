@@ -81,9 +81,7 @@ _BY_TEXT = {
     ),
     r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
     r"|unable to allocate shared memory": Cause(
-        CauseKey.SHARED_MEMORY,
-        "loader workers pass batches through shared memory (/dev/shm), and it is full",
-        _SHM,
+        CauseKey.SHARED_MEMORY, "loader workers pass batches through shared memory (/dev/shm), and it is full", _SHM
     ),
     r"DataLoader worker.* (is killed by signal|exited unexpectedly)": Cause(
         CauseKey.LOADER_WORKER,
@@ -91,20 +89,12 @@ _BY_TEXT = {
         "use fewer workers (--num-workers 1, or 0 to see an error in the data set itself)",
     ),
     r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded": Cause(
-        CauseKey.DISK_FULL,
-        "a disk or a quota is full",
-        "free some space, then `lockstep resume` the run",
+        CauseKey.DISK_FULL, "a disk or a quota is full", "free some space, then `lockstep resume` the run"
     ),
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
-    r"|Errno 12": Cause(
-        CauseKey.MEMORY,
-        "the machine is out of memory",
-        _FEWER_WORKERS,
-    ),
+    r"|Errno 12": Cause(CauseKey.MEMORY, "the machine is out of memory", _FEWER_WORKERS),
     r"Too many open files|Errno 24|received 0 items of ancdata": Cause(
-        CauseKey.OPEN_FILES,
-        "the process has reached its limit of open files",
-        "raise it: ulimit -n 65536",
+        CauseKey.OPEN_FILES, "the process has reached its limit of open files", "raise it: ulimit -n 65536"
     ),
     r"device-side assert triggered": Cause(
         CauseKey.DEVICE_ASSERT,
@@ -113,9 +103,7 @@ _BY_TEXT = {
         "run with CUDA_LAUNCH_BLOCKING=1, or on --devices cpu, to see the line",
     ),
     r"cannot assign (module|parameters?) before Module.__init__\(\) call": Cause(
-        CauseKey.MODULE_INIT,
-        "a module's __init__ sets layers too early",
-        "call super().__init__() first in it",
+        CauseKey.MODULE_INIT, "a module's __init__ sets layers too early", "call super().__init__() first in it"
     ),
     r"does not require grad and does not have a grad_fn": Cause(
         CauseKey.DETACHED_LOSS,
@@ -140,9 +128,7 @@ _BY_TEXT = {
         "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
     ),
     r"EADDRINUSE|address already in use": Cause(
-        CauseKey.PORT,
-        "another process has the port",
-        "end that process, or choose another port for the rendezvous",
+        CauseKey.PORT, "another process has the port", "end that process, or choose another port for the rendezvous"
     ),
     r"Expected to have finished reduction|parameters that were not used in producing the loss": Cause(
         CauseKey.UNUSED_PARAMETERS,
@@ -157,9 +143,7 @@ _LOST = Cause(
     "look at the other ranks' logs, and at the other nodes",
 )
 _NCCL = Cause(
-    CauseKey.NCCL,
-    "NCCL, the communication library, failed",
-    "run with NCCL_DEBUG=INFO: the rank's log then shows more",
+    CauseKey.NCCL, "NCCL, the communication library, failed", "run with NCCL_DEBUG=INFO: the rank's log then shows more"
 )
 _CUDA = Cause(CauseKey.CUDA, "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which one")
 

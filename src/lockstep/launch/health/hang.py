@@ -22,11 +22,7 @@ from lockstep.telemetry.progress_board import Activity, Sign
 INTERVAL_S = 0.5
 #: After a longer pause between two checks this process had been stopped itself, and maybe the ranks too.
 OWN_PAUSE_S = 5.0
-_STATES = {
-    psutil.STATUS_STOPPED: "stopped",
-    psutil.STATUS_TRACING_STOP: "stopped",
-    psutil.STATUS_DISK_SLEEP: "blocked",
-}
+_STATES = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped", psutil.STATUS_DISK_SLEEP: "blocked"}
 
 
 class Standstill(FileContent):

@@ -190,12 +190,7 @@ class Supervisor:
             # An exit code other than a signal's is the rank's own verdict, however late it comes.
             ended = ending and -code in (signal.SIGTERM, signal.SIGKILL)
             self.exits[rank] = RankEnd(
-                rank=rank,
-                pid=process.pid,
-                code=code,
-                alive_at=self._seen_at,
-                seen_at=now,
-                ended_by_launcher=ended,
+                rank=rank, pid=process.pid, code=code, alive_at=self._seen_at, seen_at=now, ended_by_launcher=ended
             )
         self._seen_at = now
 
@@ -280,10 +275,7 @@ class Launch:
             pids, self.board.read, logs=self.run_dir.logs, timeout_s=self.settings.hang_timeout_s
         )
         self.supervisor = Supervisor(
-            processes,
-            stop_requested=self.stop_requested,
-            stop_grace_s=self.settings.stop_grace_s,
-            look=self._look,
+            processes, stop_requested=self.stop_requested, stop_grace_s=self.settings.stop_grace_s, look=self._look
         )
         self.write()
         return self.supervisor
