@@ -22,6 +22,7 @@ from lockstep.cli.settings import (
     to_mapping,
 )
 from lockstep.errors import UsageError
+from lockstep.telemetry.tables import say
 
 
 @verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
@@ -29,7 +30,6 @@ def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: As
     name, mapping = to_mapping(settings, task)
     from lockstep.launch.api import make_plan
     from lockstep.telemetry.console import print_plan
-    from lockstep.telemetry.tables import say
 
     made = make_plan(name, mapping)
     if as_json:

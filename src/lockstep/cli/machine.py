@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, flag, print_json, verb
 from lockstep.errors import UsageError
+from lockstep.telemetry.tables import print_table, say
 
 LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "tensorboard")
 
@@ -17,7 +18,6 @@ LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "t
 def devices(*, as_json: AsJson = False) -> None:
     from lockstep.hardware.detect import detect_devices
     from lockstep.hardware.resolve import describe_users
-    from lockstep.telemetry.tables import print_table
 
     found = detect_devices()
     if as_json:
@@ -62,7 +62,6 @@ def doctor(
     from lockstep.doctor.examine import examine
     from lockstep.doctor.report import print_report
     from lockstep.hardware.world import read_world
-    from lockstep.telemetry.tables import say
 
     report = examine(devices, runs_dir=runs_dir, quick=quick, say=lambda line: say(line, sys.stderr))
     if not read_world(os.environ).is_main:
@@ -79,7 +78,6 @@ def version(*, as_json: AsJson = False) -> None:
     from importlib import metadata
 
     from lockstep.telemetry.records import versions
-    from lockstep.telemetry.tables import print_table
 
     found = versions()
     for name in LIBRARIES:
@@ -106,8 +104,6 @@ def completion(
     if not install:
         sys.stdout.write(root.generate_completion(prog_name="lockstep", shell=chosen) + "\n")
         return
-    from lockstep.telemetry.tables import say
-
     try:
         written = root.install_completion(shell=chosen)
     except OSError as error:

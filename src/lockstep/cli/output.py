@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, TypeVar
 from cyclopts import App, Parameter
 
 from lockstep.errors import LockstepError, StorageError
+from lockstep.telemetry.tables import is_terminal, say
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -69,8 +70,6 @@ def deliver(
     if as_json:
         print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
     else:
-        from lockstep.telemetry.tables import say
-
         show(report, sys.stdout)
         if failure is None:
             say(f"report: {folder}", sys.stdout)
@@ -81,15 +80,11 @@ def deliver(
 
 def progress(line: str, doing: str = "measuring") -> None:
     """Print a line on standard error about what is being done."""
-    from lockstep.telemetry.tables import say
-
     say(f"{doing}: {line}", sys.stderr)
 
 
 def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> None:
     """What, why and fix. Under torchrun or srun every rank fails alike: all but the first print one line."""
-    from lockstep.telemetry.tables import is_terminal, say
-
     if rank != "0":
         fix = f" (fix: {error.fix})" if error.fix else ""  # the first rank may be ended before it prints
         say(f"rank {rank}: error: {' '.join(error.what.split())}{fix}", stream)

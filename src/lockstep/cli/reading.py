@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, verb
 from lockstep.errors import UsageError
+from lockstep.telemetry.tables import print_table, say
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 @verb("[OPTIONS]")
 def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
     from lockstep.telemetry.summary import summaries
-    from lockstep.telemetry.tables import print_table, say
 
     found = summaries(runs_dir, lambda why: say(f"warning: {why}", sys.stderr))
     if as_json:
@@ -106,7 +106,6 @@ def _slurm(run: RunDir) -> str | None:
 def _print_details(details: dict[str, Any]) -> None:
     from lockstep.report.source import in_words
     from lockstep.telemetry.console import duration, print_plan, value_text
-    from lockstep.telemetry.tables import print_table, say
 
     rows = [
         ("run", details["id"]),
@@ -159,7 +158,6 @@ def compare(
 ) -> None:
     from lockstep.report.page import read_all, write_report
     from lockstep.report.source import compared
-    from lockstep.telemetry.tables import print_table, say
 
     found, benches = read_all(runs, runs_dir)
     if len(found) < 2 or benches:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, verb
 from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
+from lockstep.telemetry.tables import print_table, say
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -45,7 +46,6 @@ def _print(result: Mapping[str, Any], as_json: bool) -> None:
         print_json(result, sys.stdout)
         return
     from lockstep.telemetry.console import value_text
-    from lockstep.telemetry.tables import print_table
 
     print_table(("", ""), [(name, value_text(value)) for name, value in result.items()], sys.stdout)
 
@@ -171,7 +171,6 @@ def transcribe(
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
     from lockstep.tasks.speech.transcribe import transcribe as transcripts_of
-    from lockstep.telemetry.tables import say
 
     transcripts = transcripts_of(*load_model(found, chosen), files)
     if as_json:

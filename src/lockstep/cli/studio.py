@@ -9,6 +9,7 @@ from typing import Annotated
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, flag, verb
 from lockstep.errors import UnsupportedError, UsageError
+from lockstep.telemetry.tables import say
 
 EPILOGUE = """\
 Examples:
@@ -59,7 +60,6 @@ def studio(
     from lockstep.studio.server import Server
     from lockstep.studio.settings import offered_tasks
     from lockstep.studio.studio import Options
-    from lockstep.telemetry.tables import say
 
     options = Options(
         runs_dir=runs_dir,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, flag, print_json, verb
 from lockstep.errors import UsageError
+from lockstep.telemetry.tables import drawn, is_terminal, print_table, rich_console, say
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,8 +38,6 @@ def top(
 ) -> int:
     if not 0.1 <= interval <= 3600:
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
-    from lockstep.telemetry.tables import is_terminal
-
     with contextlib.suppress(KeyboardInterrupt), _looking(run, runs_dir) as look:
         if as_json:
             print_json(look(), sys.stdout)
@@ -69,7 +68,6 @@ def _watch(look: Callable[[], State], interval: float) -> None:
     from rich.live import Live
 
     from lockstep.telemetry.records import LIVE
-    from lockstep.telemetry.tables import rich_console
 
     with _single_keys() as pressed, Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
         while True:
@@ -113,8 +111,6 @@ def _view(state: State) -> RenderableType:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
 
-    from lockstep.telemetry.tables import drawn
-
     parts: list[RenderableType] = [drawn(columns, rows) for columns, rows in _tables(state)]
     run = state["run"]
     if run and run["total_steps"]:
@@ -123,8 +119,6 @@ def _view(state: State) -> RenderableType:
 
 
 def _print(state: State, stream: TextIO) -> None:
-    from lockstep.telemetry.tables import print_table, say
-
     for position, (columns, rows) in enumerate(_tables(state)):
         if position:
             say("", stream)

@@ -17,6 +17,7 @@ from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_rank
 from lockstep.config.load import load, nested
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
+from lockstep.telemetry.tables import say
 
 _SLURM = Group("On a cluster", sort_key=6)
 _flag = partial(flag, group=_SLURM)
@@ -169,7 +170,6 @@ def stop(
     from lockstep.launch import api as launcher
     from lockstep.launch.slurm import job_control
     from lockstep.launch.slurm.job import job_of
-    from lockstep.telemetry.tables import say
 
     job = job_of(found)
     became = job_control.stop(found, job, timeout) if job is not None else launcher.stop(found, timeout)

@@ -52,48 +52,41 @@ _ORDERLY = (0, *STOPPED, -signal.SIGINT, -signal.SIGTERM)
 RankProcess = Forked | subprocess.Popen[bytes]
 
 
+@dataclass
 class Supervisor:
     """One start of all ranks of this node, from their start to their last end.
 
-    Args:
+    Attributes:
         processes: by rank; each leads a process group.
         stop_requested: the signal that asked for a stop, if any.
         stop_grace_s: how long ranks may take to end after a stop was requested, seconds.
+        failure_grace_s: how long they may take once another one has failed.
         look: checks the ranks that are alive; returns a report when they hang.
+        forced: whether ranks had to be killed because they did not follow a stop in time.
+        hang: why the ranks were killed, when they hung.
     """
 
-    def __init__(
-        self,
-        processes: Mapping[int, RankProcess],
-        *,
-        stop_requested: Callable[[], int | None],
-        stop_grace_s: float,
-        failure_grace_s: float = FAILURE_GRACE_S,
-        look: Callable[[Collection[int]], HangReport | None] = lambda alive: None,
-    ) -> None:
-        self._processes = dict(processes)
-        self._stop_requested = stop_requested
-        self._stop_grace_s = stop_grace_s
-        self._failure_grace_s = failure_grace_s
-        self._look = look
-        self._seen_at = time.time()
-        self._deadline: float | None = None
-        self._killed = False
-        self._asked = False
-        self.phase: Phase = "running"
-        self.exits: dict[int, RankEnd] = {}
-        #: True when ranks had to be killed because they did not follow a stop in time.
-        self.forced = False
-        #: Why the ranks were killed, when they hung.
-        self.hang: HangReport | None = None
+    processes: Mapping[int, RankProcess]
+    stop_requested: Callable[[], int | None]
+    stop_grace_s: float
+    failure_grace_s: float = FAILURE_GRACE_S
+    look: Callable[[Collection[int]], HangReport | None] = lambda alive: None
+    phase: Phase = field(default="running", init=False)
+    exits: dict[int, RankEnd] = field(default_factory=dict, init=False)
+    forced: bool = field(default=False, init=False)
+    hang: HangReport | None = field(default=None, init=False)
+    _seen_at: float = field(default_factory=time.time, init=False)
+    _deadline: float | None = field(default=None, init=False)
+    _killed: bool = field(default=False, init=False)
+    _asked: bool = field(default=False, init=False)
 
     @property
     def pids(self) -> dict[int, int]:
-        return {rank: process.pid for rank, process in self._processes.items()}
+        return {rank: process.pid for rank, process in self.processes.items()}
 
     @property
     def alive(self) -> list[int]:
-        return [rank for rank in self._processes if rank not in self.exits]
+        return [rank for rank in self.processes if rank not in self.exits]
 
     @property
     def failed(self) -> list[RankEnd]:
@@ -105,7 +98,7 @@ class Supervisor:
     def may_restart(self) -> bool:
         """Whether a new start could end better: not after a stop, nor after wrong usage."""
         failed = bool(self.failed) or self.hang is not None
-        return failed and self._stop_requested() is None and self.exit_code != UsageError.exit_code
+        return failed and self.stop_requested() is None and self.exit_code != UsageError.exit_code
 
     @property
     def exit_code(self) -> int:
@@ -119,7 +112,7 @@ class Supervisor:
         stopped = [code for code in codes if code != 0]
         if not stopped:
             return 0
-        requested = self._stop_requested()
+        requested = self.stop_requested()
         return exit_code(requested) if requested is not None else max(exit_code(-c) if c < 0 else c for c in stopped)
 
     def check(self) -> bool:
@@ -128,7 +121,7 @@ class Supervisor:
         Raises:
             RankFailed: a killed rank does not go away.
         """
-        self._asked = self._asked or self._stop_requested() is not None
+        self._asked = self._asked or self.stop_requested() is not None
         self._observe()
         if not self.alive:
             return True
@@ -139,8 +132,8 @@ class Supervisor:
             self._stop(now)
         elif any(end.code in STOPPED for end in self.exits.values()):
             # The ranks have agreed on a stop that one of them was asked for directly.
-            self._begin("stopping", now + self._stop_grace_s)
-        elif self.hang is None and (hang := self._look(self.alive)) is not None:
+            self._begin("stopping", now + self.stop_grace_s)
+        elif self.hang is None and (hang := self.look(self.alive)) is not None:
             # They wait for each other, or are stopped: none would handle a milder signal.
             self.hang = hang
             self._begin("failing", now)
@@ -156,20 +149,20 @@ class Supervisor:
         """Kill all ranks that still run, with their child processes."""
         self._killed = True
         for rank in self.alive:
-            _signal_group(self._processes[rank].pid, signal.SIGKILL)
+            _signal_group(self.processes[rank].pid, signal.SIGKILL)
 
     def _stop(self, now: float) -> None:
-        if self._begin("stopping", now + self._stop_grace_s):
+        if self._begin("stopping", now + self.stop_grace_s):
             # To the rank alone: its loader workers have to serve it until its checkpoint is written.
             for rank in self.alive:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._processes[rank].pid, signal.SIGTERM)
+                    os.kill(self.processes[rank].pid, signal.SIGTERM)
 
     def _fail(self, now: float) -> None:
-        deadline = now + self._failure_grace_s
+        deadline = now + self.failure_grace_s
         if self._begin("failing", min(deadline, self._deadline or deadline)):
             for rank in self.alive:
-                _signal_group(self._processes[rank].pid, signal.SIGTERM)
+                _signal_group(self.processes[rank].pid, signal.SIGTERM)
 
     def _begin(self, phase: Phase, deadline: float) -> bool:
         if self.phase == phase or self.phase == "failing":
@@ -181,7 +174,7 @@ class Supervisor:
         now = time.time()
         ending = self.phase == "failing" or self._killed
         for rank in self.alive:
-            process = self._processes[rank]
+            process = self.processes[rank]
             code = _peek(process)
             if code is None:
                 continue
