@@ -19,24 +19,13 @@ from lockstep.engine.task import Task
 from lockstep.errors import RankOutOfMemory, RunFolderError
 from lockstep.events import Note
 from lockstep.hardware import read_world
+from lockstep.launch import run_claim
 from lockstep.launch.finished.evaluation import evaluate
 from lockstep.launch.local.start import start
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
 from lockstep.launch.prepare import Prepared, make_plan, overrides_of, plan_settled, settle
-from lockstep.launch.run_claim import (
-    changed_config,
-    claimed,
-    create_folder,
-    existing_run,
-    keep_config,
-    refuse_running,
-    resume_point,
-    task_again,
-    task_of_run,
-    warn,
-)
 from lockstep.telemetry.rundir import LIVE, RunDir
 from lockstep.telemetry.sinks import check_sinks
 
@@ -66,15 +55,15 @@ def train(
         return train_as_rank(built, whole, world, request)
     if whole.launch.nodes not in (None, "1"):
         return train_on_nodes(built, whole, request)
-    existing = existing_run(whole, resume)
+    existing = run_claim.existing_run(whole, resume)
     if existing is not None:
-        whole = changed_config(existing, request.given)
-        built = task_of_run(built, whole, as_given=request.as_given)
-        with claimed(existing):
+        whole = run_claim.changed_config(existing, request.given)
+        built = run_claim.task_of_run(built, whole, as_given=request.as_given)
+        with run_claim.claimed(existing):
             return _go_on(existing, built, whole, hold=True, accept_data=accept_data)
     check_sinks(whole, whole.save_dir)
     prepared = plan_settled(built, whole, world, None)
-    run_dir = create_folder(prepared.config)
+    run_dir = run_claim.create_folder(prepared.config)
     return _start_with_retries(prepared, run_dir, resumed_from=0)
 
 
@@ -88,18 +77,18 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Resume a run on ``devices``, with ``overrides`` of its settings, nested; see :meth:`lockstep.Run.resume`."""
-    refuse_running(run)
-    config = changed_config(run, overrides or {}, devices)
-    built = task_again(run, config, task)
-    with claimed(run):
+    run_claim.refuse_running(run)
+    config = run_claim.changed_config(run, overrides or {}, devices)
+    built = run_claim.task_again(run, config, task)
+    with run_claim.claimed(run):
         return _go_on(run, built, config, hold=not rescale_batch, accept_data=accept_data)
 
 
 def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_data: bool) -> RunResult:
     check_sinks(config, run.path)
-    point = resume_point(run, hold=hold, accept_data=accept_data, report=warn)
+    point = run_claim.resume_point(run, hold=hold, accept_data=accept_data, report=run_claim.warn)
     prepared = plan_settled(task, config, read_world(os.environ), point)
-    keep_config(run, config)
+    run_claim.keep_config(run, config)
     return _start_with_retries(prepared, run, resumed_from=point.step if point else 0)
 
 
@@ -121,7 +110,7 @@ def _start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -
         gc.collect()
         if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
             torch.cuda.empty_cache()
-        point = resume_point(run, hold=True, report=warn)
+        point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
         prepared = plan_settled(prepared.task, smaller, read_world(os.environ), point)
         batch = prepared.plan.batch
         text = (
@@ -130,7 +119,7 @@ def _start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -
         )
         notes = (*prepared.plan.notes, Note("out_of_memory", text, "warning"))
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"notes": notes}))
-        keep_config(run, smaller)
+        run_claim.keep_config(run, smaller)
         resumed_from = point.step if point else 0
     return start(prepared, run, resumed_from=resumed_from)
 

@@ -23,6 +23,7 @@ from lockstep.config import RunConfig
 from lockstep.config.load import MAX_CONFIG_BYTES
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.planning.decision import upgraded
+from lockstep.telemetry import records
 from lockstep.telemetry.creation import make_folder
 from lockstep.telemetry.files import (
     JsonLines,
@@ -41,20 +42,7 @@ from lockstep.telemetry.files import (
     write_text,
 )
 from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
-from lockstep.telemetry.records import (
-    FORMAT_VERSION,
-    LIVE,
-    NO_CONFIG,
-    RunRecord,
-    frozen_text,
-    new_run_id,
-    newest_per_epoch,
-    parse_frozen,
-    parse_record,
-    surviving,
-    utc_now,
-    versions,
-)
+from lockstep.telemetry.records import FORMAT_VERSION, LIVE, RunRecord, new_run_id, utc_now
 
 __all__ = [
     "FORMAT_VERSION",
@@ -135,7 +123,7 @@ class RunDir:
             RunFolderError: the folder holds a run or foreign files, or it cannot be written.
         """
         path = absolute(path)
-        content = frozen_text(config, path)
+        content = records.frozen_text(config, path)
         record = RunRecord(
             id=run_id,
             name=plain(config.name),
@@ -144,7 +132,7 @@ class RunDir:
             pid=os.getpid(),
             host=socket.gethostname(),
             command=plain(list(command)),
-            versions=versions(),
+            versions=records.versions(),
         )
 
         def fill(folder: Path) -> None:
@@ -219,7 +207,7 @@ class RunDir:
             there = os.path.lexists(self.path)
             what = f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}"
             raise RunFolderError(what, why="it has no run.json", fix="`lockstep runs` lists the runs")
-        return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
+        return records.parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
 
     def update(self, **changes: Any) -> RunRecord:
         """Replace some fields of ``run.json``, atomically; returns the new record.
@@ -239,8 +227,8 @@ class RunDir:
         file = self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
         content = read_bytes(file, max_bytes=MAX_CONFIG_BYTES)
         try:
-            return parse_frozen(content, self.path)
-        except NO_CONFIG as error:
+            return records.parse_frozen(content, self.path)
+        except records.NO_CONFIG as error:
             raise damaged(file, str(error)[:500], "restore the file, or start a new run") from None
 
     def keep_config(self, config: RunConfig) -> None:
@@ -250,7 +238,7 @@ class RunDir:
             ConfigError: it could not be read from the folder again; the old one is still there.
             StorageError: the folder cannot be written.
         """
-        write_text(self.config_file, frozen_text(config, self.path))
+        write_text(self.config_file, records.frozen_text(config, self.path))
 
     def plan(self) -> dict[str, Any]:
         """The newest attempt's plan. Raises :class:`RunFolderError`."""
@@ -311,19 +299,19 @@ class RunDir:
         rows = _mapping(read_json(self.metrics_file), self.metrics_file).get("epochs")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise damaged(self.metrics_file, "it has no list of epochs", "remove the file; it contains curves only")
-        return newest_per_epoch(surviving(rows, self.resumed_from()))
+        return records.newest_per_epoch(records.surviving(rows, self.resumed_from()))
 
     def steps(self) -> list[dict[str, Any]]:
         """Rows of ``steps.jsonl``, one a log interval; see :meth:`epochs`."""
-        return surviving(read_jsonl(self.steps_file), self.resumed_from())
+        return records.surviving(read_jsonl(self.steps_file), self.resumed_from())
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of ``evaluations.jsonl``: what an evaluation between epochs found; see :meth:`epochs`."""
-        return surviving(read_jsonl(self.evaluations_file), self.resumed_from())
+        return records.surviving(read_jsonl(self.evaluations_file), self.resumed_from())
 
     def remarks(self) -> list[dict[str, Any]]:
         """Rows of ``remarks.jsonl``: what the task said about an evaluation; see :meth:`epochs`."""
-        return surviving(read_jsonl(self.remarks_file), self.resumed_from())
+        return records.surviving(read_jsonl(self.remarks_file), self.resumed_from())
 
     def write_epochs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace the rows of ``metrics.json``. Raises :class:`StorageError`."""
@@ -335,7 +323,7 @@ class RunDir:
 
     def ranks(self) -> list[dict[str, Any]]:
         """Rows of ``ranks.jsonl``: every rank's step time and memory at a log interval; see :meth:`epochs`."""
-        return surviving(read_jsonl(self.ranks_file), self.resumed_from())
+        return records.surviving(read_jsonl(self.ranks_file), self.resumed_from())
 
     def resumed_from(self) -> dict[int, int]:
         """From which step each attempt resumed; attempts that cannot be read are left out."""

@@ -30,21 +30,9 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.events import Restarted
+from lockstep.launch.failure import records
 from lockstep.launch.failure.causes import OOM_KILLED, Cause, CauseKey, find_cause, is_lost_peer
 from lockstep.launch.failure.collectives import missing_ranks
-from lockstep.launch.failure.records import (
-    LauncherLog,
-    RankEnd,
-    RankError,
-    Restart,
-    clear_spare,
-    describe,
-    involves_user_code,
-    last_lines,
-    log_traceback,
-    read_errors,
-    read_launcher,
-)
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.memory import RankMemory, advice, evaluation_advice, from_rows, machine_now, table
 from lockstep.launch.local.rank_output import log_file
@@ -57,7 +45,7 @@ from lockstep.telemetry.rundir import RunDir
 _NO_FAILURE = (0, *STOPPED)
 
 
-class RankFailure(RankError):
+class RankFailure(records.RankError):
     """How one rank failed. ``exit_code`` is negative for a signal.
 
     ``time``: the earliest at which it can have failed.
@@ -194,9 +182,9 @@ def _usage_error_class(code: str) -> type[LockstepError]:
 
 def read_failure(run_dir: RunDir) -> FailureReport | None:
     """The report of the latest start in ``run_dir``; ``None`` when it did not fail."""
-    launcher = read_launcher(run_dir)
+    launcher = records.read_launcher(run_dir)
     ends = {end.rank: end for end in launcher.exits}
-    errors = read_errors(run_dir.logs)
+    errors = records.read_errors(run_dir.logs)
     failures = [
         _rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank), launcher.doing.get(rank))
         for rank in {*errors, *ends}
@@ -232,11 +220,11 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
     """
     if isinstance(error, LockstepError):
         return None
-    log_traceback(run_dir.logs, 0, error)
-    own = describe(0, error)
+    records.log_traceback(run_dir.logs, 0, error)
+    own = records.describe(0, error)
     cause, memory = find_cause(f"{own.type}: {own.message}"), ""
     if cause is not None and cause.key.is_memory:
-        memory = _memory_table(run_dir, LauncherLog(machine=machine_now()), {0: own})
+        memory = _memory_table(run_dir, records.LauncherLog(machine=machine_now()), {0: own})
         cause = replace(cause, smaller=_smaller(run_dir, own.evaluating))
     report = FailureReport(1, RankFailure(**dict(own)), (), cause, memory=memory)
     _keep(run_dir, report.format())
@@ -251,7 +239,7 @@ def keep_failure(run_dir: RunDir, otherwise: str) -> FailureReport | None:
     if or_else(lambda: run_dir.read().status, "lost") in {"stopped", "completed"}:
         return None
     report = read_failure(run_dir)
-    clear_spare(run_dir.logs)
+    records.clear_spare(run_dir.logs)
     _keep(run_dir, report.format() if report else otherwise)
     return report
 
@@ -263,21 +251,21 @@ def _keep(run_dir: RunDir, error: str) -> None:
 
 def task_failure(error: Exception) -> LockstepError | None:
     """The report of an error in the user's code before there was a run; ``None`` if none of it was involved."""
-    if not involves_user_code(error):
+    if not records.involves_user_code(error):
         return None
-    own = describe(0, error)
+    own = records.describe(0, error)
     cause = find_cause(f"{own.type}: {own.message}")
     what = f"{own.type}: {own.message}\n{textwrap.indent(own.traceback.rstrip(), '  ')}"
     return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
 
 
-def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:
+def restarted(done: Sequence[records.Restart], attempt: int, step: int) -> Restarted:
     """The event of the latest of the restarts ``done``; ``attempt`` resumes from the checkpoint of ``step``."""
     last = done[-1]
     return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
 
 
-def _memory_table(run_dir: RunDir, launcher: LauncherLog, errors: Mapping[int, RankError]) -> str:
+def _memory_table(run_dir: RunDir, launcher: records.LauncherLog, errors: Mapping[int, records.RankError]) -> str:
     """What is known of each rank's memory: from the rank, the launcher or the run's rows, in this order."""
     try:
         on_gpu = run_dir.plan()["placement"]["accelerator"] == "gpu"
@@ -308,7 +296,7 @@ def _collateral(others: Sequence[RankFailure]) -> str:
     return f"{len(others)} other {ranks} ended because of it or after it ({ranks} {names})."
 
 
-def _cause(first: RankFailure | None, launcher: LauncherLog) -> Cause | None:
+def _cause(first: RankFailure | None, launcher: records.LauncherLog) -> Cause | None:
     if first is None:
         return find_cause(launcher.error)
     if first.signal == "SIGKILL" and launcher.machine.kills:
@@ -319,9 +307,9 @@ def _cause(first: RankFailure | None, launcher: LauncherLog) -> Cause | None:
 
 
 def _rank_failure(
-    logs: Path, rank: int, error: RankError | None, end: RankEnd | None, doing: Activity | None
+    logs: Path, rank: int, error: records.RankError | None, end: records.RankEnd | None, doing: Activity | None
 ) -> RankFailure:
-    lines = last_lines(log_file(logs, rank))
+    lines = records.last_lines(log_file(logs, rank))
     if error is not None:
         return RankFailure(**{**dict(error), "rank": rank}, last_lines=lines)
     assert end is not None, "there is one or the other"

@@ -37,17 +37,8 @@ from lockstep.hardware.network import address_towards, choose_interface, is_this
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import environment, signals
 from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch, Supervisor
+from lockstep.launch.nodes import liveness
 from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
-from lockstep.launch.nodes.liveness import (
-    HEARTBEAT_S,
-    SILENCE_S,
-    JointWatch,
-    NodeHandler,
-    NodeStatus,
-    Peers,
-    await_server,
-    open_store,
-)
 from lockstep.telemetry.rundir import new_run_id
 
 #: With fewer nodes than the maximum, how long a start waits for one more.
@@ -133,9 +124,9 @@ def _connect(launch: Launch, nodes: Nodes) -> TCPStore:
     while True:
         try:
             if not serves:
-                await_server(nodes)
-            store = open_store(nodes, serves=serves)
-            store.set_timeout(timedelta(seconds=SILENCE_S))
+                liveness.await_server(nodes)
+            store = liveness.open_store(nodes, serves=serves)
+            store.set_timeout(timedelta(seconds=liveness.SILENCE_S))
             return store
         except (RuntimeError, OSError) as error:
             if serves:
@@ -172,7 +163,7 @@ class NodeAgent(LocalElasticAgent):
     included, when a stop is requested. So it is called only when all ranks have ended already. Use :func:`run`.
     """
 
-    def __init__(self, spec: WorkerSpec, launch: Launch, peers: Peers) -> None:
+    def __init__(self, spec: WorkerSpec, launch: Launch, peers: liveness.Peers) -> None:
         # Ranks write their logs themselves; no folder in /tmp.
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull), start_method="spawn")
         self._exit_barrier_timeout = _EXIT_BARRIER_S
@@ -229,7 +220,7 @@ class NodeAgent(LocalElasticAgent):
         if not self.supervisor.check() or self._makes_room():
             return RunResult(state=WorkerState.HEALTHY)  # if a node waits, the agent sees it and restarts all
         if self.supervisor.exit_code in (0, *signals.STOPPED):
-            self._peers.send(NodeStatus(done=True))
+            self._peers.send(liveness.NodeStatus(done=True))
         if not self.supervisor.may_restart:
             self._remaining_restarts = 0
         result: RunResult = super()._monitor_workers(worker_group)
@@ -269,7 +260,7 @@ def _make_agent(
 ) -> NodeAgent:
     address = address_towards(nodes.host)
     timeout = RendezvousTimeout(join=timedelta(seconds=nodes.join_timeout_s), last_call=timedelta(seconds=LAST_CALL_S))
-    handler = NodeHandler.from_backend(
+    handler = liveness.NodeHandler.from_backend(
         "lockstep",
         store,
         C10dRendezvousBackend(store, "lockstep"),
@@ -280,8 +271,8 @@ def _make_agent(
         keep_alive_interval=1,
         keep_alive_max_attempt=KEEP_ALIVE_S,
     )
-    peers = Peers(nodes, handler)
-    launch.make_watch = partial(JointWatch, peers=peers)
+    peers = liveness.Peers(nodes, handler)
+    launch.make_watch = partial(liveness.JointWatch, peers=peers)
     peers.start()
     spec = WorkerSpec(
         role="rank",
@@ -338,7 +329,7 @@ def _blame(launch: Launch, store: TCPStore, code: int = 1) -> int:
         details = "\n".join(filter(None, [report.details(), text]))
         with contextlib.suppress(RuntimeError):
             store.compare_set(_FAILURE, "", details)
-            time.sleep(HEARTBEAT_S)  # the store may be this process's: let others read
+            time.sleep(liveness.HEARTBEAT_S)  # the store may be this process's: let others read
     elif elsewhere := _failure_elsewhere(store, _REASON_S):
         launch.error = elsewhere
     return code

@@ -15,20 +15,12 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
 from lockstep.errors import ConfigError
 from lockstep.hardware import Placement, World
+from lockstep.launch import run_claim
 from lockstep.launch.local.environment import JOB
 from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
 from lockstep.launch.nodes.replication import share_run
 from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, mark_job
 from lockstep.launch.prepare import place, plan_for
-from lockstep.launch.run_claim import (
-    changed_config,
-    claimed,
-    create_folder,
-    keep_config,
-    resume_point,
-    task_of_run,
-    warn,
-)
 from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import check_sinks
@@ -87,8 +79,8 @@ def prepare_together(
     keeping, run, keeps = _agreed(team, config, request.resume)
     config = _config_of_run(team, keeping, config, request.given)
     if keeping.found:
-        task = task_of_run(task, config, as_given=request.as_given)
-        team.together(lambda: claim.enter_context(claimed(run)), here=keeps)
+        task = run_claim.task_of_run(task, config, as_given=request.as_given)
+        team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=keeps)
     placement = place_together(team, config, world)
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
@@ -123,7 +115,7 @@ def agreed_folder(
     """
     keeping, run, keeps = _agreed(team, config, resume)
     found = bool(keeping.found)
-    team.together(lambda: claim.enter_context(claimed(run)), here=found and keeps)
+    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=found and keeps)
     team.together(lambda: create(config, keeping.run_id), here=keeps and not found)
     team.together(lambda: mark_job(run, os.environ.get(JOB)), here=keeps)
     return run, found, keeps
@@ -159,7 +151,9 @@ def plan_together(
     task, config, placement, datasets, accept_data = planned
 
     def plan_it() -> tuple[Plan, int, int]:
-        point = resume_point(run, hold=True, accept_data=accept_data, report=warn) if found else None
+        point = (
+            run_claim.resume_point(run, hold=True, accept_data=accept_data, report=run_claim.warn) if found else None
+        )
         plan, step = change(plan_for(task, config, placement, datasets, point).plan), point.step if point else 0
         return plan, begin(plan, step), step
 
@@ -175,14 +169,14 @@ def _begin_attempt(keeping: Keeping, config: RunConfig, job: str | None, plan: P
     """On a keeper: begin the attempt in the run folder, or in a new one; its number."""
     run = RunDir(keeping.path)
     if not keeping.found:
-        run = create_folder(config, keeping.run_id)
+        run = run_claim.create_folder(config, keeping.run_id)
     mark_job(run, job)
     return record_attempt(run, config, plan, step)
 
 
 def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int:
     """Begin an attempt in the run folder, with its configuration; its number."""
-    keep_config(run, config)
+    run_claim.keep_config(run, config)
     return run.begin_attempt(plan.as_dict(), plan.placement, step)
 
 
@@ -191,7 +185,7 @@ def _config_of_run(team: Team, keeping: Keeping, config: RunConfig, given: Mappi
     if not keeping.found:
         return config
     run = RunDir(keeping.path)
-    whole = team.together(lambda: changed_config(run, given), here=team.me.rank == 0)
+    whole = team.together(lambda: run_claim.changed_config(run, given), here=team.me.rank == 0)
     whole = team.collectives.broadcast(whole)
     assert whole is not None
     return whole if team.me.node_rank == team.members[0].node_rank else with_own_settings(whole, config)
