@@ -11,22 +11,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep import events
 from lockstep.config import RunConfig
-from lockstep.events import (
-    EpochEnded,
-    Evaluated,
-    Event,
-    Fanout,
-    PictureDrawn,
-    RanksLogged,
-    Remarked,
-    Restarted,
-    RunEnded,
-    RunStarted,
-    Sink,
-    Sound,
-    StepLogged,
-)
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
@@ -38,7 +24,7 @@ from lockstep.telemetry.upload import Uploader, UploadSink, check_target
 RESULTS_FILE = "training_results.json"
 
 
-def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout:
+def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events.Fanout:
     """The sinks of a run: its folder (essential); console, upload and loggers (switched off if they fail).
 
     Raises:
@@ -46,11 +32,11 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> Fanout
             fsspec knows.
     """
     mode = config.telemetry.progress
-    optional: list[Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
+    optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
     if config.telemetry.upload_to is not None:
         every = config.telemetry.upload_every_epochs
         optional.append(UploadSink(Uploader(run_dir.path, config.telemetry.upload_to), every_epochs=every))
-    return Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
+    return events.Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
 
 
 def check_sinks(config: RunConfig, folder: Path | None) -> None:
@@ -83,30 +69,30 @@ class RunFolderSink:
         self._rows: list[dict[str, Any]] = []
         self._config: RunConfig | None = None
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._start(event)
-            case StepLogged():
+            case events.StepLogged():
                 self._run.append_step(step_row(event))
-            case RanksLogged():
+            case events.RanksLogged():
                 self._ranks.append(asdict(event))
-            case EpochEnded():
+            case events.EpochEnded():
                 self._epoch(event)
-            case Evaluated():
+            case events.Evaluated():
                 place = {name: getattr(event, name) for name in ("attempt", "step", "epoch", "improved")}
                 self._evaluations.append({**place, **event.metrics})
                 self._judged(event, event.metrics)
-            case PictureDrawn():
+            case events.PictureDrawn():
                 make_folders(self._run.pictures)
                 file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
                 write_bytes(file, encode_png(event.pixels), durable=False)
-            case Remarked():
+            case events.Remarked():
                 place = {name: getattr(event, name) for name in ("attempt", "step", "epoch")}
                 self._remarks.append({**place, "remarks": [self._remark(one) for one in event.remarks]})
-            case Restarted():
+            case events.Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
-            case RunEnded():
+            case events.RunEnded():
                 self._end(event)
             case _:
                 pass
@@ -114,7 +100,7 @@ class RunFolderSink:
     def close(self) -> None:
         pass
 
-    def _start(self, event: RunStarted) -> None:
+    def _start(self, event: events.RunStarted) -> None:
         # Epochs after the checkpoint of this attempt are run again; unusable rows of a damaged file are dropped.
         self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
         self._config = self._run.config()
@@ -126,7 +112,7 @@ class RunFolderSink:
         started_at = self._run.read().started_at or utc_now()
         self._run.update(status="running", started_at=started_at, completed_at=None, error=None, final_metrics={})
 
-    def _remark(self, remark: str | Sound) -> dict[str, str]:
+    def _remark(self, remark: str | events.Sound) -> dict[str, str]:
         """A line, and the file of its recording: one for all evaluations that heard the same."""
         if isinstance(remark, str):
             return {"text": remark}
@@ -137,18 +123,18 @@ class RunFolderSink:
             write_bytes(file, content, durable=False)
         return {"text": remark.text, "audio": file.name}
 
-    def _epoch(self, event: EpochEnded) -> None:
+    def _epoch(self, event: events.EpochEnded) -> None:
         row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
         self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
         self._run.write_epochs(self._rows)
         self._judged(event, event.row)
 
-    def _judged(self, event: EpochEnded | Evaluated, metrics: Mapping[str, float]) -> None:
+    def _judged(self, event: events.EpochEnded | events.Evaluated, metrics: Mapping[str, float]) -> None:
         if event.improved:
             best = {key: value for key, value in metrics.items() if key.startswith("val_")}
             self._run.update(best_epoch=event.epoch, best_metric=best)
 
-    def _end(self, event: RunEnded) -> None:
+    def _end(self, event: events.RunEnded) -> None:
         results = training_results(self._rows, event, self._config or self._run.config())
         write_json(self._run.path / RESULTS_FILE, results)
         best = {} if event.best_epoch is None else {"best_epoch": event.best_epoch, "best_metric": event.best_metric}
@@ -157,13 +143,13 @@ class RunFolderSink:
         )
 
 
-def step_row(event: StepLogged) -> dict[str, Any]:
+def step_row(event: events.StepLogged) -> dict[str, Any]:
     """A line of ``steps.jsonl``. Units: ``lr`` per step, rates over all ranks, shares from 0 to 1."""
     row = {field.name: getattr(event, field.name) for field in fields(event)}
     return {name: value for name, value in row.items() if value is not None or name not in ("items_per_s", "mfu")}
 
 
-def training_results(rows: Sequence[Mapping[str, Any]], event: RunEnded, config: RunConfig) -> dict[str, Any]:
+def training_results(rows: Sequence[Mapping[str, Any]], event: events.RunEnded, config: RunConfig) -> dict[str, Any]:
     """What document 001's ``training_results.json`` holds, derived from the same rows as all else.
 
     ``best_<metric>`` are the values at the best epoch, ``test_<metric>`` those of the test set; ``accuracy``

@@ -29,16 +29,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
-from lockstep.launch.health import stacks
-from lockstep.launch.health.hang import (
-    OWN_PAUSE_S,
-    HangReport,
-    Silence,
-    Standstill,
-    is_hang,
-    process_state,
-    waits_for_data,
-)
+from lockstep.launch.health import hang, stacks
 from lockstep.launch.local.rank_output import MARK, log_file
 from lockstep.launch.local.worker import leave
 from lockstep.telemetry.files import FileContent
@@ -60,7 +51,7 @@ class _Heartbeat(FileContent):
 
     number: int
     untimed: bool
-    at: Standstill
+    at: hang.Standstill
     host: str = ""
     pid: int = 0
 
@@ -81,7 +72,7 @@ class Watchdog(threading.Thread):
         store: Store | None,
         *,
         timeout_s: float,
-        hung: Callable[[HangReport, bool], None],
+        hung: Callable[[hang.HangReport, bool], None],
         ask_workers: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
@@ -96,7 +87,7 @@ class Watchdog(threading.Thread):
         self._host = socket.gethostname()
         self._sent = 0
         self._checked_at = time.monotonic()
-        self._silence = Silence(os.getpid(), self._checked_at)
+        self._silence = hang.Silence(os.getpid(), self._checked_at)
         self._received: dict[int, tuple[int, float]] = {}
 
     def end(self) -> None:
@@ -114,8 +105,10 @@ class Watchdog(threading.Thread):
                     self._hung(report, min(answering) == self._world.rank)
                     return
 
-    def _check(self, now: float) -> HangReport | None:
-        if now - self._checked_at > self._interval_s + OWN_PAUSE_S:  # this process had been stopped, or its machine
+    def _check(self, now: float) -> hang.HangReport | None:
+        if (
+            now - self._checked_at > self._interval_s + hang.OWN_PAUSE_S
+        ):  # this process had been stopped, or its machine
             self._silence.pause(now - self._checked_at)
         self._checked_at = now
         own = self._own_heartbeat(now)
@@ -127,9 +120,9 @@ class Watchdog(threading.Thread):
         ranks = {**self._others(now), self._world.rank: own}
         if len(ranks) < self._world.size:
             return None  # some have not begun
-        if not is_hang(((beat.at.silent_s, beat.untimed) for beat in ranks.values()), self._timeout_s):
+        if not hang.is_hang(((beat.at.silent_s, beat.untimed) for beat in ranks.values()), self._timeout_s):
             return None
-        return HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks[rank].at for rank in sorted(ranks)))
+        return hang.HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks[rank].at for rank in sorted(ranks)))
 
     def _own_heartbeat(self, now: float) -> _Heartbeat:
         sign = pulse.sign
@@ -138,9 +131,9 @@ class Watchdog(threading.Thread):
         if not stack:
             self._workers = None
         elif self._workers is None:
-            self._workers = self._ask_workers() if waits_for_data(sign, stack) else ()
+            self._workers = self._ask_workers() if hang.waits_for_data(sign, stack) else ()
         self._sent += 1
-        at = Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack, workers=self._workers or ())
+        at = hang.Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack, workers=self._workers or ())
         process: dict[str, Any] = {"host": self._host, "pid": os.getpid()}
         return _Heartbeat(number=self._sent, untimed=sign.activity.is_untimed, at=at, **process)
 
@@ -156,8 +149,8 @@ class Watchdog(threading.Thread):
                 if self._received.get(rank, (0, now))[0] != beat.number:
                     self._received[rank] = (beat.number, now)
                 age = now - self._received[rank][1]
-                state = process_state(beat.pid) if beat.host == self._host else "running"
-                if state == "running" and age > max(OWN_PAUSE_S, 3 * self._interval_s):
+                state = hang.process_state(beat.pid) if beat.host == self._host else "running"
+                if state == "running" and age > max(hang.OWN_PAUSE_S, 3 * self._interval_s):
                     state = "unresponsive" if beat.host == self._host else "stopped"
                 at = beat.at.model_copy(update={"silent_s": beat.at.silent_s + age, "state": state})
                 found[rank] = beat.model_copy(update={"at": at})
@@ -184,7 +177,7 @@ def watched(run: RunDir, world: World, store: Store | None, *, timeout_s: float,
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
 
-    def hung(report: HangReport, prints: bool) -> NoReturn:
+    def hung(report: hang.HangReport, prints: bool) -> NoReturn:
         error = RankFailed(
             "\n".join([report.headline, report.table()]), why=report.cause.title, fix=report.cause.advice
         )
