@@ -108,6 +108,7 @@ def test_the_monitor_samples_until_it_is_stopped_and_once_more() -> None:
         assert enough.wait(30)
     assert got == samples[: len(got)]
     assert monitor.error is None
+    assert monitor.cpu_s > 0
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-monitor"]
 
 

@@ -148,6 +148,11 @@ def flag_table() -> dict[str, str]:
     return {f"--{name.replace('_', '-')}": key for name, key in SHORT_NAMES.items()}
 
 
+def all_flags() -> list[str]:
+    """Every flag of :class:`Settings`, aliases included."""
+    return ["--" + name.replace("_", "-") for name in _FLAGS]
+
+
 def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any]]:
     """The task's name, and the nested settings that files, ``--set`` and flags give, later over earlier.
 

@@ -117,6 +117,8 @@ class Monitor:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._failures = 0
+        self.cpu_s = 0.0
+        """CPU seconds that the thread has used."""
         self.error: Exception | None = None
         """What ended the monitor before it was stopped."""
 
@@ -138,6 +140,7 @@ class Monitor:
                 while not ended:
                     ended = self._end.wait(self._interval_s)
                     self._take(source)
+                    self.cpu_s = time.thread_time()
         except Exception as error:  # drivers and disks fail in many ways, and none of them may end a run
             self.error = error
 

@@ -50,11 +50,13 @@ def test_a_process_without_stdout(run_dir: RunDir, monkeypatch: pytest.MonkeyPat
     assert start(run_dir, "end") == 0
 
 
-def test_two_launches_at_once_from_threads(tmp_path: Path) -> None:
+def test_two_launches_at_once_from_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "end,end")  # of the process, so not in each thread
     runs = [RunDir.create(tmp_path / f"run-{i}", RunConfig(), run_id=f"run-{i:08}", command=[]) for i in range(2)]
     codes: dict[int, int] = {}
     threads = [
-        threading.Thread(target=lambda i=i: codes.update({i: start(runs[i], "end", "end")})) for i in range(len(runs))
+        threading.Thread(target=lambda i=i: codes.update({i: launch(runs[i], 2, rank_main=STUB)}))
+        for i in range(len(runs))
     ]
     for thread in threads:
         thread.start()
