@@ -21,10 +21,18 @@ from lockstep.data.packing import Packed, document_mask
 from lockstep.data.records import CsvFiles, JsonLines
 from lockstep.data.requests import Request, Source, windows
 from lockstep.errors import DataError
+from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.telemetry.rundir import RunDir
 from tests.attempts import attempt
-from tests.data.test_sampling import batch_of
 from tests.gloo import run_ranks
+
+
+def batch_of(samples: int, ranks: int, global_batch: int) -> BatchPlan:
+    plan, _ = resolve_batch(
+        samples=samples, ranks=ranks, devices_per_rank=1, batch_size=4, accumulate=1, global_batch_size=global_batch,
+        tail="spread", lanes=None, has_batchnorm=False, sync_batchnorm=False,
+    )  # fmt: skip
+    return plan
 
 
 @given(
