@@ -56,15 +56,10 @@ def _listed(value: object) -> object:
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
-def _setting(default: Any, description: str, **limits: Any) -> Any:
-    """A field with its default: to type checkers any value is one, so that a setting need not be given."""
-    return Field(default=default, description=description, **limits)
-
-
 def _only_for(names: str, default: Any, description: str, **limits: Any) -> Any:
     """A setting that only these values of ``name`` use, those of optimizers or schedules; the studio shows it then."""
     applies: dict[str, Any] = {"applies_to": names.split()}
-    return _setting(default, description, json_schema_extra=applies, **limits)
+    return Field(default=default, description=description, json_schema_extra=applies, **limits)
 
 
 class Section(BaseModel):
@@ -85,7 +80,7 @@ class TaskSection(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    name: str = _setting("har", "a built-in task, or path/to/file.py:Class, or package.module:Class")
+    name: str = Field(default="har", description="a built-in task, or path/to/file.py:Class, or package.module:Class")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -93,26 +88,28 @@ class TaskSection(Section):
 
 
 class HardwareConfig(Section):
-    selected_devices: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = _setting(
-        None,
-        "devices by name: cpu, gpu:0, …, or all for every GPU; one named twice runs two ranks (cpu,cpu). "
+    selected_devices: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = Field(
+        default=None,
+        description="devices by name: cpu, gpu:0, …, or all for every GPU; one named twice runs two ranks (cpu,cpu). "
         "Unset: gpu:0 if there is one, else cpu",
     )
-    precision: Annotated[Precision, BeforeValidator(_text_of_number)] = _setting(
-        "32",
-        "number format: 32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have "
+    precision: Annotated[Precision, BeforeValidator(_text_of_number)] = Field(
+        default="32",
+        description="number format: 32, 16-mixed (with loss scaling) or bf16-mixed; auto: bf16-mixed on GPUs that have "
         "it, else 32; tf32: 32 with matmul_precision high; bf16-true: weights, gradients and optimizer as well",
     )
-    matmul_precision: Literal["auto", "highest", "high"] = _setting(
-        "auto",
-        "float32 products and convolutions on a GPU; high: in TF32; highest: in float32; auto: high where "
+    matmul_precision: Literal["auto", "highest", "high"] = Field(
+        default="auto",
+        description="float32 products and convolutions on a GPU; high: in TF32; highest: in float32; auto: high where "
         "the GPU has TF32, highest in exact mode",
     )
-    cudnn_benchmark: Switch = _setting(
-        "auto", "let cuDNN measure its algorithms once for each shape; auto: on a GPU when samples have one length"
+    cudnn_benchmark: Switch = Field(
+        default="auto",
+        description="let cuDNN measure its algorithms once for each shape; auto: on a GPU when samples have one length",
     )
-    channels_last: Switch = _setting(
-        "auto", "weights of 2-D convolutions in channels_last; auto: on GPUs, where it is measured to be faster"
+    channels_last: Switch = Field(
+        default="auto",
+        description="weights of 2-D convolutions in channels_last; auto: on GPUs, where it is measured to be faster",
     )
     strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
 
@@ -124,50 +121,57 @@ class HardwareConfig(Section):
 
 
 class TrainingConfig(Section):
-    epochs: int = _setting(20, "passes over the training data", ge=1)
-    max_steps: int | None = _setting(None, "stop after N optimizer steps; unset: no limit", ge=1)
-    max_time_s: float | None = _setting(None, "stop, with a checkpoint, after N seconds", gt=0)
-    batch_size: int = _setting(32, "samples per device and micro-batch", ge=1)
-    global_batch_size: int | None = _setting(
-        None,
-        "samples per optimizer step over all devices; batch size and accumulation per rank follow from it. "
-        "Unset: batch size x devices x accumulation",
+    epochs: int = Field(default=20, ge=1, description="passes over the training data")
+    max_steps: int | None = Field(default=None, ge=1, description="stop after N optimizer steps; unset: no limit")
+    max_time_s: float | None = Field(default=None, gt=0, description="stop, with a checkpoint, after N seconds")
+    batch_size: int = Field(default=32, ge=1, description="samples per device and micro-batch")
+    global_batch_size: int | None = Field(
+        default=None,
         ge=1,
+        description="samples per optimizer step over all devices; batch size and accumulation per rank follow from it. "
+        "Unset: batch size x devices x accumulation",
     )
-    accumulate: int = _setting(1, "micro-batches per rank and optimizer step", ge=1)
-    tail: Literal["spread", "merge", "drop"] = _setting(
-        "spread", "the last, smaller batch: split across the ranks, merged into the batch before it, or dropped"
+    accumulate: int = Field(default=1, ge=1, description="micro-batches per rank and optimizer step")
+    tail: Literal["spread", "merge", "drop"] = Field(
+        default="spread",
+        description="the last, smaller batch: split across the ranks, merged into the batch before it, or dropped",
     )
-    max_grad_norm: float | None = _setting(1.0, "clip the gradient to this norm; null: off", gt=0)
-    early_stopping_patience: int = _setting(7, "evaluations without improvement before stopping; 0: off", ge=0)
-    seed: int = _setting(42, "seeds parameters, order, augmentation and dropout", ge=0, lt=2**63)
-    reproducibility: Literal["fast", "exact"] = _setting(
-        "fast", "exact: the same weights bit for bit on any world size that divides the lanes"
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient to this norm; null: off")
+    early_stopping_patience: int = Field(
+        default=7, ge=0, description="evaluations without improvement before stopping; 0: off"
     )
-    lanes: int = _setting(8, "virtual ranks of exact mode; a power of two", ge=1, le=1024)
-    threads: int | None = _setting(None, "intra-op threads per rank; unset: chosen by the plan", ge=1)
-    compile: bool = _setting(False, "compile the model with torch.compile")
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = _setting(
-        "default", "with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs"
+    seed: int = Field(default=42, ge=0, lt=2**63, description="seeds parameters, order, augmentation and dropout")
+    reproducibility: Literal["fast", "exact"] = Field(
+        default="fast", description="exact: the same weights bit for bit on any world size that divides the lanes"
     )
-    compile_loss: bool = _setting(
-        False, "with compile: also compile the task's loss(), for losses of many small operations"
+    lanes: int = Field(default=8, ge=1, le=1024, description="virtual ranks of exact mode; a power of two")
+    threads: int | None = Field(default=None, ge=1, description="intra-op threads per rank; unset: chosen by the plan")
+    compile: bool = Field(default=False, description="compile the model with torch.compile")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        default="default",
+        description="with compile: torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs",
     )
-    cuda_graphs: Switch = _setting(
-        "off",
-        "on one GPU, record the kernels of a step once and replay them, for small models whose steps wait "
+    compile_loss: bool = Field(
+        default=False, description="with compile: also compile the task's loss(), for losses of many small operations"
+    )
+    cuda_graphs: Switch = Field(
+        default="off",
+        description="on one GPU, record the kernels of a step once and replay them, for small models whose steps wait "
         "for Python; auto: where a step has few operations",
     )
-    activation_checkpointing: bool = _setting(
-        False, "keep only the inputs of each block, and compute the rest again in the backward pass"
+    activation_checkpointing: bool = Field(
+        default=False, description="keep only the inputs of each block, and compute the rest again in the backward pass"
     )
-    on_oom: Literal["start", "retry", "fail"] = _setting(
-        "start",
-        "out of memory: try again with half the micro-batch and the same global batch, up to 4 times: at "
+    on_oom: Literal["start", "retry", "fail"] = Field(
+        default="start",
+        description="out of memory: try again with half the micro-batch and the same global batch, up to 4 times: at "
         "the start (in the first 3 steps of an attempt), or whenever it happens (retry); or end the run",
     )
-    max_skipped_share: float = _setting(
-        0.5, "end the run when more than this share of the last 100 steps had no finite gradient", gt=0, le=1
+    max_skipped_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="end the run when more than this share of the last 100 steps had no finite gradient",
     )
 
     @model_validator(mode="before")
@@ -211,35 +215,41 @@ def _optimizer(value: str) -> str:
 
 
 class OptimizerConfig(Section):
-    name: Annotated[str, AfterValidator(_optimizer)] = _setting(
-        "adamw",
-        f"{', '.join(OPTIMIZERS)}, or any class as package.module:Class; muon: for matrices of hidden "
+    name: Annotated[str, AfterValidator(_optimizer)] = Field(
+        default="adamw",
+        description=f"{', '.join(OPTIMIZERS)}, or any class as package.module:Class; muon: for matrices of hidden "
         "layers, adamw for all else. A task may define another",
         json_schema_extra={"enum": list(OPTIMIZERS)},
     )
-    lr: float = _setting(1e-3, "learning rate per optimizer step; used unchanged unless lr_scaling is set", gt=0)
-    weight_decay: float = _setting(
-        1e-4, "weight decay: decoupled from the gradient in adamw, added to it in adam and sgd", ge=0
+    lr: float = Field(
+        default=1e-3, gt=0, description="learning rate per optimizer step; used unchanged unless lr_scaling is set"
     )
-    weight_decay_on: Literal["all", "matrices"] = _setting(
-        "all", "matrices: norms and biases (less than two dimensions) have no weight decay"
+    weight_decay: float = Field(
+        default=1e-4,
+        ge=0,
+        description="weight decay: decoupled from the gradient in adamw, added to it in adam and sgd",
     )
-    layer_decay: float = _setting(
-        1.0,
-        "factor of the learning rate from each block of the model to the one before it (fine-tuning: 0.65 "
-        "to 0.9); 1: one rate for all. The blocks are those of Task.blocks",
+    weight_decay_on: Literal["all", "matrices"] = Field(
+        default="all", description="matrices: norms and biases (less than two dimensions) have no weight decay"
+    )
+    layer_decay: float = Field(
+        default=1.0,
         gt=0,
         le=1,
+        description="factor of the learning rate from each block of the model to the one before it (fine-tuning: 0.65 "
+        "to 0.9); 1: one rate for all. The blocks are those of Task.blocks",
     )
     betas: tuple[float, float] = _only_for("adam adamw muon lion", (0.9, 0.999), "adam, adamw, lion, and muon's adamw")
     eps: float = _only_for("adam adamw muon", 1e-8, "adam, adamw, and muon's adamw", gt=0)
     momentum: float = _only_for("sgd muon", 0.9, "sgd and muon", ge=0, lt=1)
     nesterov: bool = _only_for("sgd", False, "sgd")
-    options: dict[str, Any] = _setting({}, "further arguments of the optimizer's class, by name")
-    lr_scaling: Literal["none", "linear", "sqrt"] = _setting(
-        "none", "scale the learning rate with the global batch, relative to base_batch_size"
+    options: dict[str, Any] = Field(default={}, description="further arguments of the optimizer's class, by name")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="scale the learning rate with the global batch, relative to base_batch_size"
     )
-    base_batch_size: int | None = _setting(None, "the batch that lr was tuned for; unset: training.batch_size", ge=1)
+    base_batch_size: int | None = Field(
+        default=None, ge=1, description="the batch that lr was tuned for; unset: training.batch_size"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -251,17 +261,23 @@ class OptimizerConfig(Section):
 
 class SchedulerConfig(Section):
     name: Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle", "plateau"] = (
-        _setting(
-            "cosine",
-            "learning-rate schedule after warm-up; wsd: warm-up, stable, decay; plateau: lower when the "
+        Field(
+            default="cosine",
+            description="learning-rate schedule after warm-up; wsd: warm-up, stable, decay; plateau: lower when the "
             "monitored metric does not improve",
         )
     )
-    warmup_epochs: float | None = _setting(
-        None, "linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run", ge=0
+    warmup_epochs: float | None = Field(
+        default=None,
+        ge=0,
+        description="linear warm-up, in epochs (fractions allowed); unset: 2, at most a tenth of the run",
     )
-    warmup_steps: int | None = _setting(None, "linear warm-up, in optimizer steps; overrides warmup_epochs", ge=0)
-    min_lr: float = _setting(1e-6, "final value of cosine, poly, wsd and onecycle; a lower bound for all", ge=0)
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="linear warm-up, in optimizer steps; overrides warmup_epochs"
+    )
+    min_lr: float = Field(
+        default=1e-6, ge=0, description="final value of cosine, poly, wsd and onecycle; a lower bound for all"
+    )
     step_epochs: float = _only_for("step", 10.0, "step: multiply by gamma every N epochs", gt=0)
     milestones: tuple[float, ...] = _only_for("multistep", (), "multistep: the epochs at which to multiply by gamma")
     gamma: float = _only_for("step multistep plateau", 0.1, "step, multistep and plateau: the factor", gt=0, le=1)
@@ -279,9 +295,9 @@ class SchedulerConfig(Section):
 
 
 class AveragingConfig(Section):
-    name: Literal["none", "ema", "swa"] = _setting(
-        "none",
-        "averaged weights, which are evaluated, saved and exported; ema: moving average, swa: mean of the "
+    name: Literal["none", "ema", "swa"] = Field(
+        default="none",
+        description="averaged weights, which are evaluated, saved and exported; ema: moving average, swa: mean of the "
         "last part of the run",
     )
     decay: float = _only_for("ema", 0.999, "share of the average kept per update", gt=0, lt=1)
@@ -301,131 +317,179 @@ def _workers(value: object) -> object:
 
 
 class DataConfig(Section):
-    data_dir: Path | None = _setting(None, "folder of the task's data; unset: the task's embedded data")
-    download: bool = _setting(False, "let the task download its named data set into data_dir")
-    num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = _setting(
-        None, "loader processes per rank; auto: started when the first steps show that they are faster. Unset: auto"
+    data_dir: Path | None = Field(
+        default=None, description="folder of the task's data; unset: the task's embedded data"
     )
-    prefetch_factor: int | None = _setting(None, "batches in flight per worker; unset: chosen by the plan", ge=1)
-    persistent_workers: bool | None = _setting(None, "keep workers between epochs; unset: chosen by the plan")
-    pin_memory: bool | None = _setting(None, "page-locked host memory; unset: on for GPUs")
-    on_bad_row: Literal["stop", "skip"] = _setting(
-        "stop",
-        "a training sample that cannot be read: stop with its error, or leave it out of its batch and "
+    download: bool = Field(default=False, description="let the task download its named data set into data_dir")
+    num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)] = Field(
+        default=None,
+        description="loader processes per rank; auto: started when the first steps show that they are faster. "
+        "Unset: auto",
+    )
+    prefetch_factor: int | None = Field(
+        default=None, ge=1, description="batches in flight per worker; unset: chosen by the plan"
+    )
+    persistent_workers: bool | None = Field(
+        default=None, description="keep workers between epochs; unset: chosen by the plan"
+    )
+    pin_memory: bool | None = Field(default=None, description="page-locked host memory; unset: on for GPUs")
+    on_bad_row: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a training sample that cannot be read: stop with its error, or leave it out of its batch and "
         "record it in skipped-rank*.jsonl of the run folder",
     )
-    sampling: Literal["auto", "uniform", "weighted", "balanced"] = _setting(
-        "auto",
-        "uniform: every sample once an epoch; weighted: by the task's weights; balanced: every class "
+    sampling: Literal["auto", "uniform", "weighted", "balanced"] = Field(
+        default="auto",
+        description="uniform: every sample once an epoch; weighted: by the task's weights; balanced: every class "
         "equally often, by the labels; auto: weighted when the task gives weights",
     )
-    replacement: bool | None = _setting(None, "whether a weighted epoch may have a sample several times; unset: yes")
-    epoch_samples: int | None = _setting(None, "samples of an epoch; unset: as many as the training set has", ge=1)
-    device: Literal["auto", "host", "gpu"] = _setting(
-        "auto",
-        "where arrays in memory (lockstep.ArrayDataset) are during training; auto: on the GPU if they fill "
+    replacement: bool | None = Field(
+        default=None, description="whether a weighted epoch may have a sample several times; unset: yes"
+    )
+    epoch_samples: int | None = Field(
+        default=None, ge=1, description="samples of an epoch; unset: as many as the training set has"
+    )
+    device: Literal["auto", "host", "gpu"] = Field(
+        default="auto",
+        description="where arrays in memory (lockstep.ArrayDataset) are during training; auto: on the GPU if they fill "
         "at most a fifth of its free memory, and steps are measured to be no slower",
     )
-    bucketing: Switch = _setting(
-        "auto", "order samples by length, which reduces padding; auto: on when the task gives lengths"
+    bucketing: Switch = Field(
+        default="auto",
+        description="order samples by length, which reduces padding; auto: on when the task gives lengths",
     )
-    bucket_window: int | None = _setting(
-        None, "samples sorted by length together; more: less padding, less mixing. Unset: up to 4096", ge=1
+    bucket_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="samples sorted by length together; more: less padding, less mixing. Unset: up to 4096",
     )
-    bucket_block: int | None = _setting(
-        None, "samples that stay together, at least a global batch; unset: an eighth of the window", ge=1
+    bucket_block: int | None = Field(
+        default=None,
+        ge=1,
+        description="samples that stay together, at least a global batch; unset: an eighth of the window",
     )
 
 
 class DistributedConfig(Section):
-    backend: Literal["auto", "nccl", "gloo"] = _setting("auto", "auto: nccl with a GPU per rank, else gloo")
-    find_unused_parameters: bool = _setting(
-        False, "allow parameters that get no gradient in a step (adds a traversal of the graph)"
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto", description="auto: nccl with a GPU per rank, else gloo"
     )
-    sync_batchnorm: Switch = _setting("auto", "batch statistics over all ranks; auto: on with several ranks")
-    bucket_cap_mb: float | None = _setting(
-        None, "size of a gradient bucket; unset: torch's default, and one for all of a small model on CPUs", gt=0
+    find_unused_parameters: bool = Field(
+        default=False, description="allow parameters that get no gradient in a step (adds a traversal of the graph)"
     )
-    timeout_s: float = _setting(600.0, "timeout of a collective operation, in seconds", gt=0)
+    sync_batchnorm: Switch = Field(
+        default="auto", description="batch statistics over all ranks; auto: on with several ranks"
+    )
+    bucket_cap_mb: float | None = Field(
+        default=None,
+        gt=0,
+        description="size of a gradient bucket; unset: torch's default, and one for all of a small model on CPUs",
+    )
+    timeout_s: float = Field(default=600.0, gt=0, description="timeout of a collective operation, in seconds")
 
 
 class FsdpConfig(Section):
-    sharding: Literal["full", "hybrid"] = _setting(
-        "full", "full: divided among all ranks; hybrid: among those of a node, the same on every node"
+    sharding: Literal["full", "hybrid"] = Field(
+        default="full",
+        description="full: divided among all ranks; hybrid: among those of a node, the same on every node",
     )
-    activation_checkpointing: bool = _setting(False, "as training.activation_checkpointing, for this strategy alone")
-    cpu_offload: bool = _setting(False, "keep parameters, gradients and optimizer in host memory (GPUs only)")
+    activation_checkpointing: bool = Field(
+        default=False, description="as training.activation_checkpointing, for this strategy alone"
+    )
+    cpu_offload: bool = Field(
+        default=False, description="keep parameters, gradients and optimizer in host memory (GPUs only)"
+    )
 
 
 class PipelineConfig(Section):
-    schedule: Literal["gpipe", "1f1b"] = _setting(
-        "1f1b", "1f1b: alternates forward and backward passes, for fewer activations; gpipe: forward passes first"
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        default="1f1b",
+        description="1f1b: alternates forward and backward passes, for fewer activations; gpipe: forward passes first",
     )
-    in_process: bool = _setting(False, "one process, its layers on the selected devices, one after the other")
+    in_process: bool = Field(
+        default=False, description="one process, its layers on the selected devices, one after the other"
+    )
 
 
 class ValidationConfig(Section):
-    every_epochs: int = _setting(1, "evaluate every N epochs", ge=1)
-    every_steps: int | None = _setting(None, "also evaluate every N optimizer steps", ge=1)
-    batch_size: int | None = _setting(None, "samples per device; unset: training.batch_size", ge=1)
-    sanity_steps: int = _setting(1, "validation batches before training, to fail early; 0: off", ge=0)
+    every_epochs: int = Field(default=1, ge=1, description="evaluate every N epochs")
+    every_steps: int | None = Field(default=None, ge=1, description="also evaluate every N optimizer steps")
+    batch_size: int | None = Field(default=None, ge=1, description="samples per device; unset: training.batch_size")
+    sanity_steps: int = Field(default=1, ge=0, description="validation batches before training, to fail early; 0: off")
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = _setting(None, "save every N optimizer steps, in addition to each epoch's end", ge=1)
-    every_s: float | None = _setting(None, "save when N seconds have passed since the last save", gt=0)
-    keep_last: int = _setting(2, "how many of the latest checkpoints to keep; the best is always kept", ge=1)
-    monitor: str | None = _setting(
-        None, "metric that selects the best checkpoint, e.g. val_loss; unset: the task's choice"
+    every_steps: int | None = Field(
+        default=None, ge=1, description="save every N optimizer steps, in addition to each epoch's end"
     )
-    mode: Literal["min", "max"] | None = _setting(None, "unset: min for losses and error rates, else max")
-    sharded: Switch = _setting(
-        "auto",
-        "strategy fsdp: each rank writes its part of the state; auto: if weights and "
+    every_s: float | None = Field(default=None, gt=0, description="save when N seconds have passed since the last save")
+    keep_last: int = Field(
+        default=2, ge=1, description="how many of the latest checkpoints to keep; the best is always kept"
+    )
+    monitor: str | None = Field(
+        default=None, description="metric that selects the best checkpoint, e.g. val_loss; unset: the task's choice"
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="unset: min for losses and error rates, else max"
+    )
+    sharded: Switch = Field(
+        default="auto",
+        description="strategy fsdp: each rank writes its part of the state; auto: if weights and "
         "optimizer state are 0.5 GB or more",
     )
 
 
 class TelemetryConfig(Section):
-    log_interval: int = _setting(50, "optimizer steps between rows of steps.jsonl", ge=1)
-    tensorboard: Switch = _setting("auto", "auto: on when it is installed")
-    progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_switch)] = _setting(
-        "auto",
-        "auto: a bar on a terminal and in a notebook, plain lines elsewhere; off: warnings and the "
+    log_interval: int = Field(default=50, ge=1, description="optimizer steps between rows of steps.jsonl")
+    tensorboard: Switch = Field(default="auto", description="auto: on when it is installed")
+    progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_switch)] = Field(
+        default="auto",
+        description="auto: a bar on a terminal and in a notebook, plain lines elsewhere; off: warnings and the "
         "summary only; silent: nothing",
     )
-    upload_to: str | None = _setting(
-        None, "copy the run folder to this path or URL (anything that fsspec knows), in the background"
+    upload_to: str | None = Field(
+        default=None,
+        description="copy the run folder to this path or URL (anything that fsspec knows), in the background",
     )
-    upload_every_epochs: int = _setting(1, "upload every N epochs, besides the end of the run", ge=1)
-    system_metrics: bool = _setting(True, "sample GPUs and host once a second, on each node, to system-<node>.jsonl")
-    csv: bool = _setting(False, "also write every logged number to logs/metrics.csv")
-    wandb: bool = _setting(False, "also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)")
-    wandb_project: str = _setting("lockstep", "the W&B project", min_length=1)
-    wandb_mode: Literal["auto", "online", "offline"] = _setting(
-        "auto",
-        "offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`; "
+    upload_every_epochs: int = Field(default=1, ge=1, description="upload every N epochs, besides the end of the run")
+    system_metrics: bool = Field(
+        default=True, description="sample GPUs and host once a second, on each node, to system-<node>.jsonl"
+    )
+    csv: bool = Field(default=False, description="also write every logged number to logs/metrics.csv")
+    wandb: bool = Field(
+        default=False, description="also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)"
+    )
+    wandb_project: str = Field(default="lockstep", min_length=1, description="the W&B project")
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        default="auto",
+        description="offline: only to logs/wandb, for a later `wandb sync`; online needs `wandb login`; "
         "auto: WANDB_MODE, else online",
     )
-    mlflow: bool = _setting(False, "also log to MLflow (`pip install 'lockstep-train[mlflow]'`)")
-    mlflow_uri: str | None = _setting(
-        None,
-        "an MLflow server or store, such as http://host:5000; unset: MLFLOW_TRACKING_URI, else files in logs/mlruns",
+    mlflow: bool = Field(default=False, description="also log to MLflow (`pip install 'lockstep-train[mlflow]'`)")
+    mlflow_uri: str | None = Field(
+        default=None,
+        description="an MLflow server or store, such as http://host:5000; unset: MLFLOW_TRACKING_URI, else files in "
+        "logs/mlruns",
     )
-    mlflow_experiment: str = _setting("lockstep", "the MLflow experiment", min_length=1)
-    forecast: Path | None = _setting(
-        None, "a report of `lockstep forecast`, kept in the run folder: `lockstep show` compares the run with it"
+    mlflow_experiment: str = Field(default="lockstep", min_length=1, description="the MLflow experiment")
+    forecast: Path | None = Field(
+        default=None,
+        description="a report of `lockstep forecast`, kept in the run folder: `lockstep show` compares the run with it",
     )
-    profile: str | None = _setting(
-        None, "A:B records steps A to B with torch's profiler: a trace and a table in profile/; unset: off"
+    profile: str | None = Field(
+        default=None,
+        description="A:B records steps A to B with torch's profiler: a trace and a table in profile/; unset: off",
     )
-    profile_ranks: Annotated[tuple[int, ...], BeforeValidator(_listed)] = _setting(
-        (0,), "the ranks that profile records"
+    profile_ranks: Annotated[tuple[int, ...], BeforeValidator(_listed)] = Field(
+        default=(0,), description="the ranks that profile records"
     )
-    memory_snapshot: bool = _setting(
-        False, "on a GPU, keep a record of allocations and write it to profile/ when memory runs out"
+    memory_snapshot: bool = Field(
+        default=False,
+        description="on a GPU, keep a record of allocations and write it to profile/ when memory runs out",
     )
-    record_samples: bool = _setting(False, "record the sample indices of every step (for audits and tests)")
+    record_samples: bool = Field(
+        default=False, description="record the sample indices of every step (for audits and tests)"
+    )
 
     @field_validator("profile", mode="before")
     @classmethod
@@ -441,45 +505,54 @@ class TelemetryConfig(Section):
 
 
 class LaunchConfig(Section):
-    max_restarts: int = _setting(0, "restarts from the latest valid checkpoint after a rank failed", ge=0)
-    stop_grace_s: float = _setting(30.0, "seconds that ranks may take to end after a stop before they are killed", gt=0)
-    hang_timeout_s: float = _setting(
-        60.0,
-        "seconds without progress of any rank (batches, steps, evaluation, saving) after which the run "
-        "counts as hanging and ends or restarts; first step, compiling and metrics over all samples may take longer",
+    max_restarts: int = Field(
+        default=0, ge=0, description="restarts from the latest valid checkpoint after a rank failed"
+    )
+    stop_grace_s: float = Field(
+        default=30.0, gt=0, description="seconds that ranks may take to end after a stop before they are killed"
+    )
+    hang_timeout_s: float = Field(
+        default=60.0,
         gt=0,
+        description="seconds without progress of any rank (batches, steps, evaluation, saving) after which the run "
+        "counts as hanging and ends or restarts; first step, compiling and metrics over all samples may take longer",
     )
-    nodes: Annotated[str | None, BeforeValidator(_text_of_number)] = _setting(
-        None,
-        "number of nodes: 2, or 1:4 for at least one and at most four; unset: this one",
+    nodes: Annotated[str | None, BeforeValidator(_text_of_number)] = Field(
+        default=None,
         pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
+        description="number of nodes: 2, or 1:4 for at least one and at most four; unset: this one",
     )
-    rdzv: str | None = _setting(
-        None,
-        "rendezvous address: the name of a node that all others can reach, and a port that is free there; "
+    rdzv: str | None = Field(
+        default=None,
+        description="rendezvous address: the name of a node that all others can reach, and a port that is free there; "
         "unset: one node",
     )
-    join_timeout_s: float = _setting(120.0, "seconds that a node waits for the others to join, or to rejoin", gt=0)
+    join_timeout_s: float = Field(
+        default=120.0, gt=0, description="seconds that a node waits for the others to join, or to rejoin"
+    )
 
 
 class LightningConfig(Section):
-    profiler: Literal["simple", "advanced", "pytorch"] | None = _setting(
-        None, "profile Lightning's Trainer (of a LightningModule); the report goes to logs/"
+    profiler: Literal["simple", "advanced", "pytorch"] | None = Field(
+        default=None, description="profile Lightning's Trainer (of a LightningModule); the report goes to logs/"
     )
 
 
 class DebugConfig(Section):
-    fast_dev_run: bool = _setting(False, "run one training step and one validation batch, as a check")
-    overfit_batches: int | None = _setting(None, "train on N global batches only, repeatedly", ge=1)
-    detect_anomaly: bool = _setting(False, "torch's anomaly detection: slow, names the operator that produced a NaN")
-    limit_eval_batches: int | None = _setting(None, "evaluate on N batches of each split only", ge=1)
-    start_position: int = _setting(0, "begin the first epoch after N of its samples", ge=0)
-    switch_off: tuple[Literal["dropout", "batchnorm"], ...] = _setting(
-        (), "train without dropout, or with BatchNorm's running statistics: to find why two runs differ"
+    fast_dev_run: bool = Field(default=False, description="run one training step and one validation batch, as a check")
+    overfit_batches: int | None = Field(default=None, ge=1, description="train on N global batches only, repeatedly")
+    detect_anomaly: bool = Field(
+        default=False, description="torch's anomaly detection: slow, names the operator that produced a NaN"
     )
-    trace: Annotated[Literal["off", "on", "reversed", "shuffled"], BeforeValidator(_switch)] = _setting(
-        "off",
-        "record loss, gradient norm, weights, buffers and sample hashes for `lockstep verify`; "
+    limit_eval_batches: int | None = Field(default=None, ge=1, description="evaluate on N batches of each split only")
+    start_position: int = Field(default=0, ge=0, description="begin the first epoch after N of its samples")
+    switch_off: tuple[Literal["dropout", "batchnorm"], ...] = Field(
+        default=(),
+        description="train without dropout, or with BatchNorm's running statistics: to find why two runs differ",
+    )
+    trace: Annotated[Literal["off", "on", "reversed", "shuffled"], BeforeValidator(_switch)] = Field(
+        default="off",
+        description="record loss, gradient norm, weights, buffers and sample hashes for `lockstep verify`; "
         "reversed and shuffled rearrange each micro-batch, which changes only rounding",
     )
 
@@ -487,12 +560,13 @@ class DebugConfig(Section):
 class RunConfig(Section):
     """Everything that makes a run, resolved and frozen; ``config.yaml`` of a run is this object."""
 
-    name: str | None = _setting(None, "a label; Lockstep chooses the run's id", max_length=200)
-    save_dir: Path | None = _setting(None, "the run folder itself; unset: runs_dir/<run id>")
-    runs_dir: Path = _setting(Path("runs"), "where run folders are made")
-    init_from: Path | None = _setting(
-        None,
-        "a run or checkpoint to take the weights from; training starts at step 0. Unset: weights drawn from the seed",
+    name: str | None = Field(default=None, max_length=200, description="a label; Lockstep chooses the run's id")
+    save_dir: Path | None = Field(default=None, description="the run folder itself; unset: runs_dir/<run id>")
+    runs_dir: Path = Field(default=Path("runs"), description="where run folders are made")
+    init_from: Path | None = Field(
+        default=None,
+        description="a run or checkpoint to take the weights from; training starts at step 0. Unset: weights drawn "
+        "from the seed",
     )
     task: TaskSection = Field(default_factory=TaskSection)
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
