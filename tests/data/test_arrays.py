@@ -166,8 +166,8 @@ def test_frames_of_other_libraries_and_series_are_rows() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ((np.zeros((9, 2)), torch.zeros(9)), r"tuple of 2 array\(s\) of 9 rows"),
-        ({"x": np.zeros((9, 2))}, r"dict of 1 array\(s\) of 9 rows"),
+        ((np.zeros((9, 2)), torch.zeros(9)), "tuple of 2 arrays of 9 rows"),
+        ({"x": np.zeros((9, 2))}, "dict of 1 array of 9 rows"),
         ("data/train.csv", r"is a text: 'data/train.csv'"),
         (DataLoader([1, 2]), "is a DataLoader"),  # type: ignore[arg-type]
     ],

@@ -116,7 +116,7 @@ def kill_in_training(process: subprocess.Popen[str], run: RunDir, attempt: int, 
     time.sleep(chance.uniform(0.0, 0.15))
     kill(process, run.path, choose, chance)
     left = CheckpointStore(run.checkpoints).steps()
-    print(f"seed {seed}, {ranks} rank(s): {choose.__name__} killed in or after step {step}; checkpoints {left}")
+    print(f"seed {seed}, {ranks} ranks: {choose.__name__} killed in or after step {step}; checkpoints {left}")
 
 
 def kill_while_starting(process: subprocess.Popen[str], run: RunDir, attempt: int, ranks: int, seed: int) -> None:
@@ -125,7 +125,7 @@ def kill_while_starting(process: subprocess.Popen[str], run: RunDir, attempt: in
     delay_s = chance.uniform(0.0, 3.0 if ranks > 1 else 0.5)
     time.sleep(delay_s)
     kill(process, run.path, everything, chance)
-    print(f"seed {seed}, {ranks} rank(s): killed {delay_s:.2f} s after the attempt had begun")
+    print(f"seed {seed}, {ranks} ranks: killed {delay_s:.2f} s after the attempt had begun")
 
 
 Kill = Callable[[subprocess.Popen[str], RunDir, int, int, int], None]

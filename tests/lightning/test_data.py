@@ -106,7 +106,7 @@ def test_ranks_share_every_step_evenly_and_each_sample_is_taken_once(
 def test_the_rest_of_an_epoch_that_other_devices_have_left_must_be_enough_for_every_micro_batch() -> None:
     """Fewer would be scaled as all of them: Lightning divides each loss by their number."""
     plan = batch_plan(samples=25, ranks=3, batch_size=2, accumulate=1, global_batch_size=10)
-    with pytest.raises(DataError, match=r"last 5 sample\(s\).* 3 rank\(s\), each with 2 micro-batch") as caught:
+    with pytest.raises(DataError, match=r"last 5 samples.* 3 ranks, each with 2 micro-batch") as caught:
         list(epoch_steps(plan, 0, 20))
     assert "or on one" in caught.value.fix
     alone = batch_plan(samples=25, ranks=1, batch_size=2, accumulate=1, global_batch_size=10)

@@ -210,7 +210,7 @@ def test_broken_images_are_left_out_and_counted_when_asked(tmp_path: Path) -> No
     made = task(tmp_path, skip_broken=True)
     data = made.datasets()
     assert len(data.train) + len(data.val) == 23
-    assert made.remarks()[0].startswith("1 broken image(s) left out")
+    assert made.remarks()[0].startswith("1 broken image left out")
 
 
 def test_the_advice_on_a_broken_image_fits_the_command(tmp_path: Path) -> None:

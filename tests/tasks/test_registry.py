@@ -159,7 +159,7 @@ def test_both_spellings_import_from_the_working_folder(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Narrow", ["mine.py", "in loss", "frame(s) of torch", "shapes cannot be multiplied"]),
+        ("Narrow", ["mine.py", "in loss", "2 frames of torch", "shapes cannot be multiplied"]),
         ("Detached", ["does not have a grad_fn", "fix: return the loss as the tensor"]),
     ],
 )

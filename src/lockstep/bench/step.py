@@ -104,7 +104,7 @@ def check_steps(steps: int, warm_up: int) -> None:
     if steps < 2 or warm_up < 1:
         raise UsageError(
             f"{steps} steps after {warm_up} for warming up show nothing",
-            why="a median needs at least 2 steps, and the first step is never like the others",
+            why="a median needs at least 2 steps after a first one, which is never like the others",
             fix="take --steps 30 --warm-up 5, or more",
         )
 

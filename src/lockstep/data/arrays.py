@@ -149,7 +149,7 @@ def by_row(dataset: Any) -> Any:
         if 0 not in rows and len(rows) == 1 and len(arrays) < max(rows):
             what = f"the data set is a {type(dataset).__name__} of {many(len(arrays), 'array')} of {max(rows)} rows"
             fix = "give TensorDataset(x, y), or StackDataset(x=…, y=…) for dictionaries, of torch.utils.data"
-            raise DataError(what, why=f"its samples would be those {len(arrays)} arrays", fix=fix)
+            raise DataError(what, why="each sample would be a whole array", fix=fix)
     return dataset
 
 
