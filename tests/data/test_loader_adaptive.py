@@ -56,13 +56,15 @@ def requests() -> list[Request]:
 
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize(
-    ("in_worker", "ends_in"), [(0.004, 1), (0.1, 0), (None, 0)], ids=["they help", "they do not", "they die"]
+    ("in_training", "in_worker", "ends_in"),
+    [(0.04, 0.004, 1), (0.01, 0.1, 0), (0.01, None, 0)],
+    ids=["they help", "they do not", "they die"],
 )
 def test_processes_are_kept_if_steps_are_faster_with_them(
-    in_worker: float | None, ends_in: int, persistent: bool
+    in_training: float, in_worker: float | None, ends_in: int, persistent: bool
 ) -> None:
     plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=persistent, pin_memory=False)
-    source, said = Source(Waiting(0.01, in_worker), default_collate, 3, InOrder()), list[tuple[int, str]]()
+    source, said = Source(Waiting(in_training, in_worker), default_collate, 3, InOrder()), list[tuple[int, str]]()
 
     def settled(workers: int, text: str) -> None:
         said.append((workers, text))

@@ -98,7 +98,7 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     assert (run.read().name, run.read().tags) == ("second thoughts", ["a", "b"])
 
     copy = address.post("/api/runs/run-00000001/duplicate")
-    assert copy["config"]["task"]["pause_s"] == 0.02
+    assert copy["config"]["task"]["pause_s"] == asked["config"]["task"]["pause_s"]
     assert copy["config"]["telemetry"] == {"log_interval": 1}
     assert address.post("/api/preview", {"task": copy["task"], "config": copy["config"]})["command"]
 

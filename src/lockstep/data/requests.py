@@ -91,7 +91,10 @@ def _layout(
     mine = shares[rank]
     most = max(map(len, shares))
     if batch.lanes is not None:
-        return tuple((rank * len(mine) + place, *span, False) for place, span in enumerate(mine)), False
+        lanes = [(rank * len(mine) + place, *span, False) for place, span in enumerate(mine)]
+        if ghosts:
+            lanes = [lane if lane[1] < lane[2] else (lane[0], 0, batch.least_part, True) for lane in lanes]
+        return tuple(lanes), False
     irregular = any(len(share) != most or any(a == b for a, b in share) for share in shares)
     empty = (0, 0)
     spans = [(place, *span, False) for place, span in enumerate((*mine, *[empty] * (most - len(mine))))]
