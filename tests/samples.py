@@ -7,7 +7,9 @@ from the others, those that led to the newest weights, whether each epoch used e
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import read_jsonl
@@ -34,6 +36,23 @@ def used_samples(run: RunDir) -> dict[int, Counter[int]]:
     Raises:
         RunFolderError: the run has recorded nothing, or a file is damaged.
     """
+    epochs: dict[int, Counter[int]] = {}
+    for row in _rows(run):
+        epochs.setdefault(row["epoch"], Counter()).update(row["indices"])
+    return dict(sorted(epochs.items()))
+
+
+def samples_by_step(run: RunDir) -> dict[int, tuple[int, Counter[int]]]:
+    """As :func:`used_samples`, by step: its epoch, and how often it took each sample."""
+    steps: dict[int, tuple[int, Counter[int]]] = {}
+    for row in _rows(run):
+        epoch, counts = steps.setdefault(row["step"], (row["epoch"], Counter()))
+        assert epoch == row["epoch"], "the ranks take a step in one epoch"
+        counts.update(row["indices"])
+    return dict(sorted(steps.items()))
+
+
+def _rows(run: RunDir) -> Iterator[dict[str, Any]]:
     # Nodes without a common file system have had theirs gathered.
     files = [file for folder in (".", "nodes/*") for file in sorted(run.path.glob(f"{folder}/samples-rank*.jsonl"))]
     if not files:
@@ -43,11 +62,8 @@ def used_samples(run: RunDir) -> dict[int, Counter[int]]:
             fix="train with --set telemetry.record_samples=true",
         )
     resumed_from = run.resumed_from()
-    epochs: dict[int, Counter[int]] = {}
     for file in files:
-        for row in surviving(read_jsonl(file), resumed_from):
-            epochs.setdefault(row["epoch"], Counter()).update(row["indices"])
-    return dict(sorted(epochs.items()))
+        yield from surviving(read_jsonl(file), resumed_from)
 
 
 def audit_samples(run: RunDir) -> list[EpochSamples]:

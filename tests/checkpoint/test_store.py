@@ -258,7 +258,8 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(store: CheckpointStore, o
 
 
 def test_numpy_values_are_kept(store: CheckpointStore) -> None:
-    values = [np.arange(3), np.float32(0.5), np.array(["a", "bc"]), np.datetime64("2026-11-23"), np.bool_(True)]
+    values = [np.arange(3), np.empty(0), b"", np.float32(0.5), np.array(["a", "bc"]), np.bool_(True)]
+    values += [np.datetime64("2026-11-23")]
     path = store.save(Snapshot(1, {}, {"task": values}, {}))
     assert [str(value) for value in store.load(1).trainer["task"]] == [str(value) for value in values]
     with pytest.raises(CheckpointError, match="cannot save task/0 of the training state"):

@@ -407,6 +407,49 @@ def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Pat
         Reader(holes, default_collate, 1).batch(0, np.array([44, 45]), 0)
 
 
+@pytest.mark.parametrize("kind", ["ParquetFiles", "ArrowFiles"])
+def test_columns_in_the_names_of_folders_are_those_of_pyarrow(kind: str, tmp_path: Path) -> None:
+    """As Spark, polars and pyarrow write them: ``year=2024/part-0.parquet``."""
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    import pyarrow.ipc
+    import pyarrow.parquet as pq
+
+    suffix, arrow_format = ("parquet", "parquet") if kind == "ParquetFiles" else ("arrow", "ipc")
+    names = [f"year=2024/lang={name}" for name in ("de", "fr%20x")]
+    names += [f"year=2025/lang={name}" for name in ("de", "__HIVE_DEFAULT_PARTITION__")]
+    for number, name in enumerate(names):
+        folder = tmp_path / "size=9" / name  # above the data: no column
+        folder.mkdir(parents=True)
+        table = pa.table({"x": np.arange(3) + 3 * number})
+        if kind == "ParquetFiles":
+            pq.write_table(table, folder / "0.parquet")
+        else:
+            with pa.OSFile(str(folder / "0.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+                out.write_table(table)
+    root = tmp_path / "size=9"
+    opened: Any = {"ParquetFiles": ParquetFiles, "ArrowFiles": ArrowFiles}[kind]
+    expected = ds.dataset(root, format=arrow_format, partitioning="hive").to_table().to_pylist()
+    for files in (root, [root / name for name in names], f"{root}/year=*/*/*.{suffix}"):
+        rows = list(pickle.loads(pickle.dumps(opened(files))))
+        if files == root:
+            assert rows == expected
+        assert sorted(row["x"] for row in rows) == [*range(12)]
+    assert [row["size"] for row in rows] == [9] * 12, "of a pattern, all of the name counts"
+    plain = opened(root, columns=["x", "year"])
+    assert plain.is_plain and len(plain[0]) == 2
+    batch = Reader(plain, default_collate, 1).batch(0, np.array([0, 11]), 0)
+    assert {name: column.tolist() for name, column in batch.items()} == {"x": [0, 8], "year": [2024, 2025]}
+    assert opened(root, columns=["lang"])[3] == {"lang": "fr x"}
+    (root / "year=2024" / f"1.{suffix}").write_bytes((root / names[0] / f"0.{suffix}").read_bytes())
+    with pytest.raises(DataError, match=rf"the column 'lang' of .* differs(.|\n)*/1.{suffix} has none"):
+        opened(root)
+    table = pa.table({"x": [1], "year": ["of the file"]})
+    pq.write_table(table, root / "0.parquet")
+    assert ParquetFiles(root / "0.parquet")[0]["year"] == "of the file"
+
+
 def test_what_was_read_stays_when_another_group_takes_its_place(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     from lockstep.data.columns import ParquetFiles

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep
@@ -374,23 +378,61 @@ def test_what_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path, kep
 
 
 class Extra(nn.Linear):
+    """Counts its forwards in training, in a state that is no tensor."""
+
+    steps, kind = 0, dict
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.steps += self.training
+        return super().forward(inputs)
+
     def get_extra_state(self) -> Any:
-        return {"version": 1}
+        return self.kind(steps=self.steps, sizes=[1.0] * self.steps, last=torch.tensor(self.steps))
 
     def set_extra_state(self, state: Any) -> None:
-        pass
+        assert len(state["sizes"]) == state["steps"] == state["last"]
+        self.steps = state["steps"]
 
 
-class WithExtra(Refused):
+class WithExtra(Toy):
     def model(self) -> nn.Module:
-        return nn.Sequential(Extra(FEATURES, CLASSES))
+        return nn.Sequential(Extra(FEATURES, CLASSES), Extra(CLASSES, CLASSES))
+
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
 
 
-def test_a_model_whose_state_is_no_tensor_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    task = WithExtra()
-    with pytest.raises(CheckpointError, match=r"the model's 0\._extra_state"):
-        trained(tmp_path / "run", task=task)
-    assert task.steps == 0
+def of_extra(rank: int, size: int, folder: Path, given: list[tuple[str, int]]) -> dict[str, Any]:
+    for strategy, steps in given:
+        settings: Any = {"training": {"max_steps": steps, "global_batch_size": 20}}
+        if size > 1:
+            settings["hardware"] = {"strategy": strategy}
+        found = attempt(WithExtra, folder, rank, size, resume=steps > 3, **settings)[0]
+    return {name: value["steps"] for name, value in found.items() if name.endswith("_extra_state")}
+
+
+def test_what_a_model_keeps_besides_tensors_is_saved_loaded_and_exported(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    found = run_ranks(of_extra, 2, folder, [("ddp", 3), ("fsdp", 6), ("pipeline", 9)])
+    done = 3 + 3 + 3 * 2  # forwards: with the pipeline a step has two micro-batches, and keeps them
+    assert found == 2 * [dict.fromkeys(("0._extra_state", "1._extra_state"), done)]
+    assert set(of_extra(0, 1, folder, [("auto", 12)]).values()) == {done + 6}
+    assert lockstep.Run(folder).load_model("last", task=WithExtra)[1].steps == done + 6
+    lockstep.Run(folder).export(tmp_path / "out", checkpoint="last", program=False, task=WithExtra)
+    said = subprocess.run([sys.executable, tmp_path / "out" / "load_example.py"], capture_output=True, text=True)
+    assert said.stdout.startswith("4 tensors") and not said.stderr
+    weights = load_file(tmp_path / "out" / "weights.safetensors")
+    weights |= torch.load(tmp_path / "out" / "extra_state.pt", weights_only=True)
+    WithExtra().model().load_state_dict(weights)
+
+
+def test_what_a_model_keeps_that_runs_code_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Extra, "kind", SimpleNamespace)
+    with pytest.raises(CheckpointError, match=r"cannot save extra_state/0\._extra_state(.|\n)*get_extra_state\(\)"):
+        trained(tmp_path / "run", task=WithExtra)
+    assert not (tmp_path / "run" / "steps.jsonl").exists()
 
 
 class Showing(Toy):

@@ -31,6 +31,8 @@ from lockstep.errors import CheckpointError
 #: Keys and indices from the top of a state to a part of it.
 Place = tuple[Any, ...]
 
+#: The key in ``trainer.pt`` of what a model's state has besides tensors.
+EXTRA = "extra_state"
 #: https://github.com/huggingface/safetensors#format
 DTYPES = {
     torch.float64: "F64",
@@ -53,7 +55,7 @@ DTYPES = {
 
 # NumPy's numbers and arrays too are read without running code: best values, RNG states, statistics of the data.
 _NUMPY: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
-_NUMPY += [value.__reduce__()[0] for value in (np.float64(0), np.empty(0))]
+_NUMPY += [bytes, *(value.__reduce__()[0] for value in (np.float64(0), np.empty(0)))]  # bytes: of an empty array
 torch.serialization.add_safe_globals(_NUMPY)
 
 
@@ -148,14 +150,7 @@ def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _check_model_tensor(name: str, tensor: Any, devices: Collection[str] = ("cpu",)) -> None:
-    if not isinstance(tensor, Tensor):
-        raise CheckpointError(
-            f"cannot save the model's {name}",
-            why=f"its state_dict() has a {_class_of(tensor)} there, and safetensors has a form for tensors only",
-            fix="leave it out of the model's state_dict(), in a subclass if the class is a package's; return a tensor "
-            "from get_extra_state(); or keep it in the task's state_dict()",
-        )
+def _check_model_tensor(name: str, tensor: Tensor, devices: Collection[str] = ("cpu",)) -> None:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type not in devices:
         raise CheckpointError(
             f"cannot save the model's {name}",
@@ -170,7 +165,8 @@ def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None
     Raises:
         CheckpointError: naming the place and the type of what cannot be saved.
     """
-    for name, tensor in model.items():
+    tensors, others = by_file(model)
+    for name, tensor in tensors.items():
         _check_model_tensor(name, tensor, ("cpu", "cuda"))
 
     def check(leaf: Any, place: Place) -> None:
@@ -179,11 +175,19 @@ def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None
         except Exception as error:
             raise _not_saveable(f"{'/'.join(map(str, place))} of the training state", leaf) from error
 
+    trainer = {**trainer, **others}
     try:
         _read_again(walked(trainer, _without_values))
     except Exception as error:
         walked(trainer, check)
         raise _not_saveable("the training state", trainer) from error
+
+
+def by_file(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A model's state as it is saved: tensors, and what ``trainer.pt`` has besides, from ``get_extra_state()``."""
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in model.items() if name not in tensors}
+    return tensors, {EXTRA: others} if others else {}
 
 
 def saveable(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -203,7 +207,7 @@ def _not_saveable(what: str, value: Any) -> CheckpointError:
     return CheckpointError(
         f"cannot save {what}",
         why=f"it is a {_class_of(value)}, which torch.load(weights_only=True) does not read again",
-        fix="keep tensors, NumPy arrays, numbers, text, lists and dicts in the task's and the optimizer's state_dict",
+        fix="keep tensors, NumPy arrays, numbers, text, lists and dicts in state_dict() and get_extra_state()",
     )
 
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Snapshot:
     """The state of a run after ``step`` optimizer steps.
 
-    ``model`` holds CPU tensors by name; tensors that are the same memory stay so. ``trainer`` holds
-    what ``torch.load(weights_only=True)`` allows: tensors, numbers, text, lists, dicts. ``manifest``
-    is JSON, for readers without torch.
+    ``model`` holds CPU tensors by name; tensors that are the same memory stay so. ``trainer``, and what ``model`` has
+    from ``get_extra_state()``, holds what ``torch.load(weights_only=True)`` allows: tensors, numbers, text, lists,
+    dicts. ``manifest`` is JSON, for readers without torch.
 
     Of a state that is divided among ranks, each has a snapshot with its rows of the divided tensors: those of the
     model, and in ``rows`` those that ``trainer`` has marks for (:class:`.Pieces`). The first rank's has all the rest.
@@ -55,13 +55,14 @@ def read_snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) 
     Raises:
         CheckpointError: it cannot be read.
     """
-    from lockstep.checkpoint.content import open_pieces, put_back, read_model, read_trainer
+    from lockstep.checkpoint.content import EXTRA, open_pieces, put_back, read_model, read_trainer
 
     trainer, extra, shards = read_trainer(folder / TRAINER), dict(manifest.extra), range(manifest.shards)
+    others = trainer.pop(EXTRA, {})
     frozen = sorted(folder / name for name in manifest.files if is_frozen(name))
     if not shards:
         weights = read_model([folder / MODEL, *frozen], dict(manifest.aliases))
-        return Snapshot(manifest.step, weights, trainer, extra)
+        return Snapshot(manifest.step, weights | others, trainer, extra)
 
     def read(pieces: dict[str, Any]) -> dict[str, Any]:
         return dict(pieces) if in_pieces else {name: tensor.whole() for name, tensor in pieces.items()}
@@ -69,7 +70,7 @@ def read_snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) 
     parts = [folder / shard("model", number, len(shards)) for number in shards]
     model = open_pieces([*parts, *frozen], manifest.aliases)
     rows = open_pieces([folder / shard("trainer", number, len(shards)) for number in shards], {})
-    return Snapshot(manifest.step, read(model), put_back(trainer, read(rows)), extra)
+    return Snapshot(manifest.step, read(model) | others, put_back(trainer, read(rows)), extra)
 
 
 Result = TypeVar("Result")

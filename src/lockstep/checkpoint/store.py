@@ -125,10 +125,12 @@ class CheckpointStore(CheckpointReader):
         self, folder: Path, snapshot: Snapshot, model: str, frozen: str
     ) -> tuple[dict[str, Digest], dict[str, str]]:
         """Write the snapshot's weights to files of these names; returns what was written, and the tied tensors."""
+        from lockstep.checkpoint.content import by_file
+
         constant = {name: snapshot.model[name] for name in snapshot.frozen if name in snapshot.model}
         if sum(tensor.nbytes for tensor in constant.values()) < FROZEN_BYTES:
             constant = {}
-        changing = {name: tensor for name, tensor in snapshot.model.items() if name not in constant}
+        changing = {name: tensor for name, tensor in by_file(snapshot.model)[0].items() if name not in constant}
         aliases, digest = self._write_tensors(folder / model, changing)
         files = {model: digest}
         if constant:
@@ -163,13 +165,14 @@ class CheckpointStore(CheckpointReader):
         self, folder: Path, snapshot: Snapshot, files: dict[str, Digest], aliases: dict[str, str], best: bool
     ) -> None:
         """Complete the checkpoint in ``folder``, where ``files`` are, and put it in its place."""
-        from lockstep.checkpoint.content import check_trainer, write_trainer
+        from lockstep.checkpoint.content import by_file, check_trainer, write_trainer
 
+        state = {**snapshot.trainer, **by_file(snapshot.model)[1]}
         with contextlib.closing(self._open(folder / TRAINER)) as file:
-            write_trainer(file, snapshot.trainer)
+            write_trainer(file, state)
             trainer = file.sync()
         self._stage("trainer written")
-        check_trainer(folder / TRAINER, snapshot.trainer)
+        check_trainer(folder / TRAINER, state)
         manifest = Manifest(snapshot.step, {**files, TRAINER: trainer}, aliases, snapshot.manifest)
         write_json(folder / MANIFEST, manifest.as_json())
         self._stage("manifest written")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,9 @@ Array = NDArray[Any]
 
 class ColumnFiles(FileSamples):
     """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files; sample ``i`` is a dictionary.
+
+    Of names such as ``year=2024/part-0.parquet`` the year is a column, too, as for pyarrow's data sets: a number, or a
+    text where one of the values is none.
 
     Samples are shuffled within a window of ``window`` row groups, which are drawn from all files; each row group is
     then read once an epoch, and a window is in memory. The window is the same on any number of ranks.
@@ -47,13 +53,18 @@ class ColumnFiles(FileSamples):
         if window < 1:
             raise DataError(f"a window of {window} row groups", fix="give a number from 1")
         self.shuffle_window, self._plain, self._types = window, True, dict[str, str]()
+        self._of_names: list[dict[str, Any]] = []
         super().__init__(files, transform)
         #: Rows of each row group, in order.
         self.chunks: NDArray[np.int64] = np.diff(self._ends, prepend=0)
         self._groups = _Groups(self._load, self.chunks, window + 1)
 
     def _sizes(self, number: int) -> list[int]:
+        self._of_names = self._of_names or _of_names(self.below)
         rows, schema = self._footer(number)
+        for column, value in self._of_names[number].items():
+            if column not in schema.names:
+                schema = schema.append(_arrow().field(column, value.type))
         name, own = self.files[number], {field.name: str(field.type) for field in schema}
         if not self._types and not own.keys() >= set(self.columns or ()):
             column = next(column for column in self.columns or () if column not in own)
@@ -91,6 +102,9 @@ class ColumnFiles(FileSamples):
             what = f"rows {self._ends[chunk] - self.chunks[chunk]} to {self._ends[chunk] - 1} cannot be read"
             why = f"row group {group} of {self.files[number]}: {error}"
             raise DataError(what, why=why, fix="replace the file, or leave it out") from error
+        for column, value in self._of_names[number].items():
+            if column not in table.column_names and column in (self.columns or self._types):
+                table = table.append_column(column, _arrow().repeat(value, int(self.chunks[chunk])))
         return as_arrays(table)
 
     def _record(self, part: int, place: int) -> Any:
@@ -141,7 +155,7 @@ class ArrowFiles(ColumnFiles):
 
     def _table(self, file: Any, group: int) -> Any:
         table = _arrow().Table.from_batches([file.get_batch(group)])
-        return table if self.columns is None else table.select(self.columns)
+        return table.select([name for name in self.columns or table.column_names if name in table.column_names])
 
 
 class _Groups:
@@ -191,6 +205,27 @@ class _Groups:
 
     def __reduce__(self) -> Any:
         return _Groups, (self._load, self._sizes, self._most)
+
+
+def _of_names(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each file the columns that the folders in its name have, by Hive's ``column=value``, as Arrow's scalars."""
+    given = [dict(re.findall(r"([^/=]+)=([^/]*)/", name)) for name in files]
+    columns = list(dict.fromkeys(chain.from_iterable(given)))
+    if not columns:
+        return given
+    from pyarrow import ArrowInvalid, array, dataset, int32, scalar, schema, string
+
+    kinds = dict.fromkeys(columns, string())
+    for column in columns:
+        with contextlib.suppress(ArrowInvalid):
+            array([each[column] for each in given if each.get(column, _NULL) != _NULL]).cast(int32())
+            kinds[column] = int32()
+    found = map(dataset.HivePartitioning(schema(kinds)).parse, files)
+    return [{n: scalar(v, kinds[n]) for n, v in dataset.get_partition_keys(each).items()} for each in found]
+
+
+#: In the name of a folder: there is no value.
+_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def _is_plain(kind: Any) -> bool:

@@ -60,8 +60,12 @@ class FileSamples:
 
     def __init__(self, files: Files, transform: Callable[[Any], Any] | None) -> None:
         self.files, self.transform = found(files, self.suffixes), transform
+        #: Their names, below the folder that was given, if one was.
+        self.below = _below(files, self.files)
+        deeper = [name for name, below in zip(self.files, self.below, strict=True) if below != name and "/" in below]
+        what = f"{len(deeper)} of {len(self.files)} data files lie in folders within the one that was given, as"
         #: For the plan.
-        self.remark = _searched(files, self.files)
+        self.remark = f"{what} {deeper[0]}." if deeper else None
         self._paths: dict[int, Path] = {}
         self._opened = lru_cache(OPEN_FILES)(self._open)
         sizes = [self._checked_sizes(number) for number in progress(range(len(self.files)), "indexing")]
@@ -188,14 +192,9 @@ def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(names)
 
 
-def _searched(given: Files, names: Sequence[str]) -> str | None:
-    """A note on files that lie deeper than in the folders that were given."""
+def _below(given: Files, names: Sequence[str]) -> list[str]:
     folders = [str(name).rstrip("/") + "/" for name in ([given] if isinstance(given, str | Path) else given)]
-    starts = [folder for folder in folders if Path(folder).is_dir()]
-    deeper = [name for name in names for start in starts if name.startswith(start) and "/" in name[len(start) :]]
-    if not deeper:
-        return None
-    return f"{len(deeper)} of {len(names)} data files lie in folders within the one that was given, as {deeper[0]}."
+    return [next((name[len(start) :] for start in folders if name.startswith(start)), name) for name in names]
 
 
 def _remote(url: str, suffixes: tuple[str, ...]) -> list[str]:

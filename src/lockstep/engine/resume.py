@@ -260,9 +260,9 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
     own = model.state_dict()
     missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [
-        f"{key} {tuple(weights[key].shape)} → {tuple(own[key].shape)}"
+        f"{key} {_shape(weights[key])} → {_shape(own[key])}"
         for key in own.keys() & weights.keys()
-        if own[key].shape != weights[key].shape
+        if not key.endswith("_extra_state") and _shape(own[key]) != _shape(weights[key])
     ]
     listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", sorted(shapes))
     problems = [f"{kind} {comma.join(names[:5])}" for kind, comma, names in listed if names]
@@ -277,6 +277,10 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
 
         weights = {name: divided_like(value, own[name]) for name, value in weights.items()}
     model.load_state_dict(weights)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
 
 
 def load_initial_weights(model: nn.Module, source: Path | None, collectives: Collectives) -> None:

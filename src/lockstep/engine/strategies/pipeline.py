@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep._compat.torch import foreach_norm
+from lockstep.checkpoint.content import by_file
 from lockstep.config import RunConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
@@ -94,10 +95,12 @@ class PipelineModel(Divided):
         self._optimizer: Optimizer | None = None
         self.mine = nn.ModuleList(mine).to(self._device)
         names: dict[int, list[str]] = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
+        for name, tensor in by_file(self.module.state_dict(keep_vars=True))[0].items():
             names.setdefault(id(tensor), []).append(name)
         held = (*self.mine.parameters(), *self.mine.buffers())
         self._names = [names[id(tensor)][0] for tensor in held if id(tensor) in names]
+        layers = set(self.mine.modules())
+        self._names += [f"{name}._extra_state" for name, layer in self.module.named_modules() if layer in layers]
         #: Further names of tied weights, with their first.
         self._aliases = {other: first for first, *others in names.values() for other in others}
         self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
@@ -160,7 +163,7 @@ class PipelineModel(Divided):
         update = state["trainer"]["update"]
         numbers = self._numbers(self._optimizer)
         moments = {number: values for number, values in update["optimizer"]["state"].items() if number in numbers}
-        mine = {name: state["model"][name].cpu() for name in self._names}, to_host(moments)
+        mine = to_host({name: state["model"][name] for name in self._names if name in state["model"]}), to_host(moments)
         model, merged = dict(state["model"]), dict[int, Any]()
         for source in range(collectives.size):
             names, values = collectives.broadcast(mine, source)

@@ -7,6 +7,7 @@ Between ranks, tensors of any shape and kind pass from one stage to the next.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +215,7 @@ def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     inputs, seconds = inputs_of(whole.task.loss, batch), []
     for stage in stages:
-        kept = {name: value.clone() for name, value in stage.state_dict().items()}
+        kept = copy.deepcopy(stage.state_dict())
         stage.to(device)
         fastest = float("inf")
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -42,6 +42,9 @@ print(len(weights), "tensors,", sum(w.numel() for w in weights.values()), "value
 # model = YourModel(…); model.load_state_dict(weights)
 """
 
+EXTRA_LINE = """weights |= torch.load(here / "extra_state.pt", weights_only=True)  # of get_extra_state()
+"""
+
 
 def export(
     run: RunDir,
@@ -66,11 +69,15 @@ def export(
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
+        import torch
         from safetensors.torch import save_file
 
-        save_file(
-            {key: value.contiguous().clone() for key, value in snapshot.model.items()}, building / "weights.safetensors"
-        )
+        from lockstep.checkpoint.content import by_file
+
+        tensors, others = by_file(snapshot.model)
+        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, building / "weights.safetensors")
+        for name, state in others.items():
+            torch.save(state, building / f"{name}.pt")  # extra_state.pt
         if program is not False:
             program = _write_program(run, built, snapshot, building, wanted=bool(program))
         if type(built).export is not Task.export:
@@ -78,8 +85,6 @@ def export(
             restore(built, model, snapshot, run.path)
             built.export(bare(model.eval()), building)
         if "lightning" in snapshot.trainer:
-            import torch
-
             from lockstep.engine.lightning.ckpt_file import as_file
 
             torch.save(as_file(snapshot), building / "module.ckpt")
@@ -217,5 +222,7 @@ def _write_example(folder: Path, program: bool) -> None:
     extra, imports, body = "", "", PROGRAM_BODY
     if not program:
         extra, imports, body = " and safetensors", "from safetensors.torch import load_file\n", WEIGHTS_BODY
+        if (folder / "extra_state.pt").exists():
+            body = body.replace("# model", f"{EXTRA_LINE}# model")
     text = EXAMPLE.format(extra=extra, imports=imports, body=body)
     (folder / "load_example.py").write_text(text, encoding="utf-8")
