@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from functools import partial
 from typing import Any
 
@@ -158,6 +159,12 @@ def test_layers_and_buffers() -> None:
     assert set(compat.buffers_of(norm)) == {"running_mean", "running_var", "num_batches_tracked"}
     with pytest.raises(ValueError):
         compat.check_input_dim(norm, torch.zeros(3))
+    with warnings.catch_warnings():  # deprecated, and still in many packages
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted: Any = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))[0]
+    assert compat.buffers_of(scripted).keys() == compat.buffers_of(norm).keys()
+    compat.buffers_of(scripted)["running_mean"] = torch.ones(3)
+    assert scripted.running_mean.tolist() == [1.0, 1.0, 1.0]
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     parts = [(part, name) for part in layer.modules() for name in compat.buffers_of(part)]
     assert parts and all(compat.is_spectral_norm(part, name) for part, name in parts)

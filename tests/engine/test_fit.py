@@ -23,6 +23,7 @@ from lockstep import Callback, Datasets, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.task import Context
 from lockstep.errors import CheckpointError, DataError, TaskError
+from lockstep.events import Note
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate as evaluate_checkpoint
 from lockstep.telemetry.rundir import RunDir
@@ -348,6 +349,8 @@ class Refused(Toy):
         (lambda total, count: (total.item(), count), "the task's loss total is not a scalar tensor"),
         (lambda total, count: (total / count, count), "the task's loss total is a mean, and its count is"),
         (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
+        (lambda total, count: (total, -count), "the task's loss count is -"),
+        (lambda total, count: (total, torch.tensor(torch.nan)), "the task's loss count is nan"),
     ],
 )
 def test_a_loss_is_checked_on_the_first_training_batch(tmp_path: Path, returned: Any, words: str) -> None:
@@ -365,6 +368,17 @@ def test_a_count_of_one_element_is_a_number_and_has_a_rate(tmp_path: Path) -> No
     assert run.read().status == "completed"
     for row in run.steps():
         assert row["items_per_s"] == pytest.approx(3 * row["samples_per_s"])
+
+
+class Uncounted(Toy):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(0 * super().loss(model, batch).total, 0)
+
+
+def test_epochs_in_which_nothing_counts_are_reported(tmp_path: Path) -> None:
+    _, events = attempt(Uncounted, tmp_path / "run", training={"epochs": 2})
+    notes = [event.text for event in events if isinstance(event, Note) and event.key == "nothing_counted"]
+    assert len(notes) == 2 and "A count of 0" in notes[0]
 
 
 @pytest.mark.parametrize("kept", [Path("words"), np.random.default_rng(0), lambda: 1, torch.zeros(1, device="meta")])

@@ -340,3 +340,13 @@ class Blind(Plateau):
 def test_a_scheduler_by_metric_without_validation_data_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="steps by a metric, and there is no validation data"):
         attempt(Blind, tmp_path / "run")
+
+
+class Wrapped(Toy):
+    def model(self) -> nn.Module:
+        return nn.DataParallel(super().model())
+
+
+def test_a_model_that_distributes_itself_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"model\(\) returned DataParallel"):
+        build_model(Wrapped())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.planning.order import SamplingFacts
-from lockstep.verification.diagnose import Code, other_samples
+from lockstep.verification.diagnose import Code, evidence, other_samples
 from lockstep.verification.experiments import Variant
 from lockstep.verification.trajectory import Trajectory
 from tests.verification.test_trajectory import trajectory
@@ -55,3 +55,12 @@ def test_why_samples_differ_is_decided_by_repeating_one_device(runs: dict[Varian
     assert of_stream is not None
     assert ("that it seeds itself" in of_stream.fix) == (cause != "order")
     assert other_samples(lab, run(1, 2), run(1, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "differs"),
+    [(92.3156, 92.3156 * (1 + 1e-7), False), (92.3156, 46.2, True), (1_000_000.0, 1_000_001.0, True)],
+)
+def test_a_sum_of_weights_that_is_rounded_is_no_other_denominator(one: float, many: float, differs: bool) -> None:
+    of_one, of_many = (trajectory([1.0], count=np.array([count])) for count in (one, many))
+    assert [cause.code for cause in evidence(of_one, of_many, 2)] == ["denominator"] * differs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import unwrap
 from itertools import repeat
@@ -105,9 +106,21 @@ class ConvertedModule(nn.Module):
         return module
 
 
-def buffers_of(layer: nn.Module) -> dict[str, Tensor | None]:
+def buffers_of(layer: nn.Module) -> MutableMapping[str, Tensor | None]:
     """The buffers that ``layer`` itself registers, those that are ``None`` included; may be assigned to."""
-    return layer._buffers
+    return layer._buffers if isinstance(layer._buffers, dict) else _ScriptedBuffers(layer)
+
+
+class _ScriptedBuffers(UserDict[str, Any]):
+    """Those of a TorchScript module, whose own mapping cannot be iterated over; it takes values as attributes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.data = layer, dict(layer.named_buffers(recurse=False, remove_duplicate=False))
+
+    def __setitem__(self, name: str, value: Tensor | None) -> None:
+        self.data[name] = value
+        setattr(self.layer, name, value)
 
 
 def is_spectral_norm(layer: nn.Module, attribute: str) -> bool:

@@ -353,11 +353,12 @@ def check_rows(rows: Any, size: int, source: str) -> None:
         if not fits or len(row) != size:
             wrong = row
     if wrong is not None:
-        shape = tuple(wrong.shape) if isinstance(wrong, Tensor) else type(wrong).__name__
+        shape = f"a tensor of shape {tuple(wrong.shape)}" if isinstance(wrong, Tensor) else type(wrong).__name__
         raise TaskError(
             f"{source} must return a tuple of tensors with one row per sample, or lists with one entry",
             why=f"for {size} samples it returned {shape}",
-            fix="return for example (logits, labels), each with the batch as its first dimension"
+            fix="return for example (logits, labels), each with the batch as its first dimension; keep the rows that "
+            "the metric must leave out, and mark them (NaN, or a label for its ignore_index)"
             + (", or override merge() to return something else" if "evaluate" in source else ""),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,12 @@ class Fit:
         loss, speed = self.log.epoch_so_far()
         if step.epoch_ended:
             self.callback("on_epoch_end")
+            if math.isnan(loss):
+                text = (
+                    f"Epoch {step.window.epoch + 1} has trained nothing: in none of its steps did the loss have items "
+                    "and a finite value. A count of 0 says that all samples are left out (weights, ignored labels)."
+                )
+                self.rank.note("nothing_counted", text, "warning")
         row, improved = {"train_loss": loss}, False
         every, last = self.rank.config.validation.every_epochs, step.step >= self.rank.plan.total_steps
         if self.datasets.val is not None and ((step.window.epoch + 1) % every == 0 or last):

@@ -64,6 +64,12 @@ def build_model(task: Task) -> nn.Module:
                 why=f"it returned {type(module).__name__}",
                 fix="return an nn.Module",
             )
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise TaskError(
+                f"the task's {source} returned {type(module).__name__}",
+                why="Lockstep distributes the model over the selected devices; a wrapper would use others, or twice",
+                fix="return the module inside; select devices with --devices, and a strategy with --strategy",
+            )
     return Trained(model, extras) if extras else model
 
 

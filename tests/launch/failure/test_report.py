@@ -206,6 +206,7 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
             "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss",
             "unused-parameters",
         ),
+        ("ValueError: Default process group has not been initialized, please make sure to call it.", "own-group"),
         (f"RuntimeError: {LOST_PEER}", "lost-peer"),
         ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error", "nccl"),
     ],

@@ -91,8 +91,17 @@ def check_loss(loss: Any) -> Loss:
 
 
 def refuse_mean(loss: Loss) -> None:
-    """Raise :class:`TaskError` where the total is a mean over several items: gradients would be too small."""
+    """Raise :class:`TaskError` where the total is a mean over several items: gradients would be too small.
+
+    A negative count is refused too: it would turn the gradient round.
+    """
     count = float(loss.count)
+    if not count >= 0:
+        raise TaskError(
+            f"the task's loss count is {count:g}",
+            why="the gradient is divided by it, so it must be the number of items, or the sum of weights from 0 up",
+            fix="return Loss(total, count) with a count of at least 0",
+        )
     if is_mean(loss.total, count):
         raise TaskError(
             f"the task's loss total is a mean, and its count is {count:g}",

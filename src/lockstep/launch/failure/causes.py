@@ -26,6 +26,7 @@ class CauseKey(StrEnum):
     DETACHED_LOSS = "detached-loss"
     SECOND_BACKWARD = "second-backward"
     OWN_DEVICE = "own-device"
+    OWN_GROUP = "own-group"
     UNEVEN_SIZES = "uneven-sizes"
     PORT = "port"
     UNUSED_PARAMETERS = "unused-parameters"
@@ -120,6 +121,11 @@ _BY_TEXT = {
         CauseKey.OWN_DEVICE,
         "the task or its model chooses a device with .cuda() or .to()",
         "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
+    ),
+    r"Default process group has not been initialized": Cause(
+        CauseKey.OWN_GROUP,
+        "the task uses torch.distributed, such as DistributedDataParallel, where there is no process group",
+        "return the model itself from model(), which Lockstep distributes; between ranks use lockstep.collectives()",
     ),
     r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes": Cause(
         CauseKey.UNEVEN_SIZES,
