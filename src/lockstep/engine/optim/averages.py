@@ -9,7 +9,7 @@ makes the model's weights the averages, their ``train()`` those that are trained
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,7 @@ class Averages:
         self._updates = 0
         self._parameters = dict(model.named_parameters())
         #: Layer and key of each buffer that is averaged: the tensor there may be another one in each step.
-        self._buffers: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        self._buffers: dict[str, tuple[MutableMapping[str, Tensor | None], str]] = {}
         if config.name != "none":
             self._buffers = _averaged_buffers(model)
         self._averaged: dict[str, Tensor] = {}
@@ -128,7 +128,7 @@ class Averages:
         return {**self._parameters, **dict(self._model.named_buffers())}
 
 
-def _averaged_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+def _averaged_buffers(model: nn.Module) -> dict[str, tuple[MutableMapping[str, Tensor | None], str]]:
     """Floating-point buffers that ``state_dict()`` has, each by its layer's buffers and its key there."""
     saved = model.state_dict().keys()
     layers = {prefix: buffers_of(layer) for prefix, layer in model.named_modules()}
