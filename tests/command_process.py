@@ -14,17 +14,18 @@ import threading
 import types
 from pathlib import Path
 
+# What most commands import, before there are forks; the command line itself reads variables when it is imported.
+import cyclopts
 import torch
 import torchmetrics
 
-# What most commands import, before there are forks; the command line itself reads variables when it is imported.
 import lockstep.launch.api
 from lockstep.launch.local import environment, signals
 
 with contextlib.suppress(ImportError):
     import torch.utils.tensorboard
 
-__all__ = ["lockstep", "main", "torch", "torchmetrics"]
+__all__ = ["cyclopts", "lockstep", "main", "torch", "torchmetrics"]
 
 #: ``sys.path`` without what PYTHONPATH added.
 _OWN = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
