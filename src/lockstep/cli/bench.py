@@ -16,6 +16,7 @@ from lockstep.cli.settings import (
     ScriptArguments,
     Settings,
     TaskName,
+    fork_ranks_from_here,
     numbers,
     refuse_arguments,
     to_mapping,
@@ -149,6 +150,7 @@ def scaling(
         _, mapping = to_mapping(settings, task)
         save_dir, runs_dir = places(mapping)
         del mapping["task"]
+        fork_ranks_from_here(mapping, task)
         report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
         return finish(report, save_dir, runs_dir, as_json)
     subject, done = _asked(settings, task, as_json)

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
-from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -232,17 +231,26 @@ def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "") 
 
     Args:
         given: the settings or the devices of the command: several devices need ranks.
-        task: its name, or a script: the libraries that its file imports are shared, too.
+        task: its name, or a script, which has ranks on one device, too: the libraries that its file imports are
+            shared, and the compiler, which torch imports with the first optimizer that a script makes.
     """
+    from lockstep._compat.torch import import_compiler
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
     from lockstep.launch.local.fork_server import fork_server_here
     from lockstep.launch.local.preload import import_libraries, source_of
 
     devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
-    if (len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
-        file = source_of(task)
-        fork_server_here(None if file is None else partial(import_libraries, file))
+    file, is_script = source_of(task), task.endswith(".py")
+
+    def prepare() -> None:
+        assert file is not None
+        import_libraries(file)
+        if is_script:
+            import_compiler()
+
+    if (is_script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
+        fork_server_here(prepare if file else None)
 
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:

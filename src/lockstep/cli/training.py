@@ -148,9 +148,11 @@ def resume(
     found = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
+        from lockstep.launch.session.join import script_of
         from lockstep.launch.session.script import resume_session
 
-    fork_ranks_from_here(devices)
+    script = script_of(found)
+    fork_ranks_from_here(devices, script.path if script else "")
     code = resume_session(found, overrides, devices)
     if code is not None:
         return code

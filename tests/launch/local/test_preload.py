@@ -92,3 +92,12 @@ def test_the_file_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file = (tmp_path / "src/net.py").resolve()
     assert [source_of(name) for name in ("src/net.py:Net", "src.net:Net", "src/net.py")] == [file] * 3
     assert [source_of(name) for name in ("har", "", "src/absent.py:Net", "torch.nn:Linear")] == [None] * 4
+
+
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.drill)])
+def test_ranks_of_a_script_share_the_compiler_that_its_optimizers_import(
+    devices: str, run_cli: RunCli, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint('shared', 'torch._dynamo' in sys.modules)\n")
+    ended = run_cli("run", "script.py", "--devices", devices)
+    assert "shared True" in ended.out and "no lockstep.Session was made" in ended.err
