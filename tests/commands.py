@@ -64,6 +64,7 @@ def start(
     merged: bool = False,
     fresh: bool = False,
     lightning: bool = False,
+    script: bool = False,
 ) -> subprocess.Popen[str]:
     """``python ARGUMENTS`` in a session of its own; ``stdout`` and ``stderr`` are pipes.
 
@@ -73,11 +74,13 @@ def start(
         merged: standard error goes to ``stdout``.
         fresh: start an interpreter, for a test of how a process starts.
         lightning: Lightning is imported already.
+        script: torch's compiler is, which a script's own optimizers import.
     """
     command = [str(argument) for argument in arguments]
     environ = {"PYTHONHASHSEED": "0", **env}
-    imported = "tests.lightning_process" if lightning else "tests.command_process"
-    other = command[0] == "-m" and command[1] != "lockstep"  # torchrun, unittest: they look at the interpreter
+    imported = f"tests.{'lightning' if lightning else 'script' if script else 'command'}_process"
+    # Others, such as unittest, look at the interpreter.
+    other = command[0] == "-m" and command[1] not in ("lockstep", "torch.distributed.run")
     server = None if fresh or other else _server_for(imported, environ)
     if server is None:
         process = subprocess.Popen(

@@ -53,7 +53,8 @@ START_S = 90.0
 #: What ranks are forked with.
 IMPORTS = [
     *("cloudpickle", "pytest", "torchmetrics", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.tensor", "lockstep.engine.attempt"),
+    # The first optimizer of a process imports the compiler, for more than a second.
+    *("torch.distributed.tensor", "torch._dynamo", "lockstep.engine.attempt"),
 ]
 
 

@@ -127,7 +127,7 @@ def run(command: str, folder: Path) -> None:
     if program == "lockstep":
         arguments = ["-c", MAIN, *arguments]
     environment = clean_environment(PYTHONPATH=str(ROOT / "src"), COLUMNS="150")
-    process = commands.start(*arguments, cwd=folder, env=environment, merged=True)
+    process = commands.start(*arguments, cwd=folder, env=environment, merged=True, script=True)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, f"{command}\n{output}"
 

@@ -32,15 +32,23 @@ def run(command: str, folder: Path, source: str = "") -> str:
     return done.stdout + done.stderr
 
 
+#: What takes fewer steps in the suite than on the page: a small data set, few epochs. `make drills` takes them all.
+SHORTER = [
+    (r"har (.*--epochs 2 )", r"har \1--set task.source=synthetic --set task.synthetic_samples=64 "),
+    (r"verify (.*)", r"verify \1 --steps 4"),
+    (r"--epochs 10", "--epochs 1"),
+]
+
+
 def run_shown(command: str, folder: Path) -> str:
-    """What a command of a page prints; Python is a fork that has imported torch."""
+    """What a command of a page prints; Python is a fork that has imported torch and its compiler."""
     program, *arguments = shlex.split(command)
     if program not in ("lockstep", "python"):
         return run(command, folder)
     if program == "lockstep":
         arguments = ["-m", "lockstep", *arguments]
     environment = clean_environment(PYTHONPATH=str(ROOT / "src"), COLUMNS="200")
-    process = commands.start(*arguments, cwd=folder, env=environment, merged=True)
+    process = commands.start(*arguments, cwd=folder, env=environment, merged=True, script=True)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, f"{command}\n{output}"
     return output
@@ -51,7 +59,7 @@ def form(line: str) -> str:
     return re.sub(r"[\d.,+e-]*\d", "#", re.sub(r"\s+", " ", line).strip())
 
 
-def follow(page: str, folder: Path) -> None:
+def follow(page: str, folder: Path, shorter: list[tuple[str, str]]) -> None:
     """Write the files of a page, run its commands, and look for each line of output that it shows."""
     for language, title, text in BLOCK.findall((ROOT / "docs" / "start" / page).read_text(encoding="utf-8")):
         if title:
@@ -59,6 +67,8 @@ def follow(page: str, folder: Path) -> None:
         elif language == "console":
             for block in re.split(r"^\$ ", text, flags=re.M)[1:]:
                 command, *shown = block.splitlines()
+                for pattern, replacement in shorter:
+                    command = re.sub(pattern, replacement, command)
                 printed = [form(line) for line in run_shown(command, folder).splitlines()]
                 for line in shown:
                     assert line == "…" or any(form(line) in other for other in printed), f"{command}: {line}"
@@ -66,14 +76,17 @@ def follow(page: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("shorter", [SHORTER, pytest.param([], marks=pytest.mark.drill)], ids=["short", "whole"])
 @pytest.mark.parametrize(
     "pages",
     [["install.md", "first-run.md"], ["own-model.md", "several-devices.md"], ["own-loop.md"]],
     ids=["first", "model", "loop"],
 )
-def test_readers_see_what_the_first_pages_show(pages: list[str], tmp_path: Path) -> None:
+def test_readers_see_what_the_first_pages_show(
+    pages: list[str], shorter: list[tuple[str, str]], tmp_path: Path
+) -> None:
     for page in pages:
-        follow(page, tmp_path)
+        follow(page, tmp_path, shorter)
     written = {"run", "heartbeat", "config", "plan", "metrics", "steps", "ranks", "system", "manifest"}
     checked = [check_folder(run.parent) for run in tmp_path.glob("runs/*/run.json")]
     assert checked and all(seen >= {"run", "config", "plan", "metrics", "manifest"} for seen in checked)

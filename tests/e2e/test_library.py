@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 import lockstep
 from lockstep.errors import ConfigError, TaskError
 from lockstep.telemetry.rundir import RunDir
+from tests import commands
 from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT, clean_environment
 from tests.toys import MeanLoss, Streaming, Toy
@@ -37,19 +36,12 @@ print("accuracy", result.metrics["test_accuracy"])
 """
 
 
-def run(*arguments: str, cwd: Path, stdin: str | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}"),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(*arguments: str, cwd: Path, stdin: str = "") -> str:
+    env = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    done = commands.start(*arguments, cwd=cwd, env=env, stdin=stdin)
+    out, err = done.communicate(timeout=90)
+    assert done.returncode == 0, out + err
+    return out
 
 
 def test_a_script_without_a_main_guard_trains_a_class_of_its_own_on_two_ranks(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def by_hand(folder: Path, *launcher: str) -> Result:
-    finish(start(str(FOLDER / "plain_pytorch.py"), "result.pt", module=launcher, cwd=folder))
+    finish(start(str(FOLDER / "plain_pytorch.py"), "result.pt", module=launcher, cwd=folder, script=True))
     result = torch.load(folder / "result.pt")
     return result["losses"], result["weights"]
 
 
 def with_lockstep(folder: Path, devices: str) -> Result:
-    output = finish(start(str(FOLDER / "with_lockstep.py"), devices, devices, module=(), cwd=folder))
+    output = finish(start(str(FOLDER / "with_lockstep.py"), devices, devices, module=(), cwd=folder, script=True))
     assert re.search(r"^global batch +128 ", output, re.MULTILINE)
     losses = [row["train_loss"] for row in RunDir.open(folder / devices).epochs()]
     return losses, load_file(folder / devices / "checkpoints" / "last" / "model.safetensors")

@@ -32,6 +32,7 @@ def test_all_programs_compute_the_same_losses(tmp_path: Path) -> None:
             module=launcher,
             cwd=tmp_path,
             lightning="lightning" in name,
+            script=True,
         )
         for name, (launcher, arguments) in PROGRAMS.items()
     ]

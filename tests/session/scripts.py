@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
 
 def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
     """``python *command``, in a process group of its own."""
-    return commands.start(*command, cwd=cwd, env=environment())
+    return commands.start(*command, cwd=cwd, env=environment(), script=True)
 
 
 def run(*command: str, cwd: Path, code: int = 0) -> str:
