@@ -123,12 +123,13 @@ def _wait(processes: list[BaseProcess], folder: Path, timeout_s: float) -> None:
     while True:
         if not started and all((folder / f"started-{rank}").exists() for rank in range(len(processes))):
             started, deadline = True, time.monotonic() + timeout_s
-        for rank, process in enumerate(processes):
-            if process.exitcode not in (None, 0) and rank not in failed:
+        codes = [process.exitcode for process in processes]  # once: a rank may end between two looks
+        for rank, code in enumerate(codes):
+            if code not in (None, 0) and rank not in failed:
                 if not failed:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 failed.append(rank)
-        running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        running = [rank for rank, code in enumerate(codes) if code is None]
         if not running or time.monotonic() > deadline:
             break
         time.sleep(0.01)
