@@ -87,7 +87,7 @@ smoke-oldest: ## the private names that are used, on the oldest supported versio
 	$(OLDEST)/bin/python -m pytest tests/compat
 
 # Needs PyTorch's index of CPU builds. The other packages have the versions of constraints.txt.
-COMPAT ?= 2.9.0 2.11.0 2.13.0
+COMPAT ?= 2.9.0 2.11.0 2.13.0 2.15.0
 
 compat: ## the tests on each supported torch
 	@failed=; for version in $(COMPAT); do \
