@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.data.stream import EVERY, LAG, Stream, as_stream
@@ -250,6 +250,30 @@ CONSTANT = {"name": "constant", "warmup_steps": 0}
 class Streaming(Toy):
     def datasets(self) -> lockstep.Datasets:
         return lockstep.Datasets(Items(200), super().datasets().val)
+
+
+class ByWorker(Items):
+    """Divides itself among a loader's workers, as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (self.item(number) for number in range(first, self.items, step))
+
+
+class DividedByWorker(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(ByWorker(200), super().datasets().val)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_divides_itself_among_workers_gives_all_items(workers: int, tmp_path: Path) -> None:
+    same: Any = {"training": {"max_steps": 10, "global_batch_size": 40}, "data": {"epoch_samples": 200}}
+    whole, _ = attempt(Streaming, tmp_path / "whole", **same)
+    divided, _ = attempt(
+        DividedByWorker, tmp_path / "divided", **same | {"data": {"epoch_samples": 200, "num_workers": workers}}
+    )
+    assert all(torch.equal(whole[name], divided[name]) for name in whole)
 
 
 class TornItems(Lines):

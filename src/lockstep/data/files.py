@@ -182,7 +182,7 @@ def _expanded(file: str | Path) -> list[str]:
 def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """The files in ``folder`` and the folders in it, without what is hidden."""
     names, looked_at = list[str](), 0
-    for place, folders, files in os.walk(folder):
+    for place, folders, files in os.walk(folder.rstrip("/") or "/"):
         folders[:] = [name for name in folders if not name.startswith(".")]
         names += [f"{place}/{name}" for name in files if name.endswith(suffixes) and not name.startswith(".")]
         looked_at += len(folders) + len(files)

@@ -191,6 +191,7 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
             "memory",
         ),
         ("MemoryError: ", "memory"),
+        ("RuntimeError: std::bad_alloc", "memory"),
         ("RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ", "loader-worker"),
         ("RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly", "loader-worker"),
         (

@@ -93,7 +93,7 @@ _BY_TEXT = {
         CauseKey.DISK_FULL, "a disk or a quota is full", "free some space, then `lockstep resume` the run"
     ),
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
-    r"|Errno 12": Cause(CauseKey.MEMORY, "the machine is out of memory", _FEWER_WORKERS),
+    r"|Errno 12|std::bad_alloc": Cause(CauseKey.MEMORY, "the machine is out of memory", _FEWER_WORKERS),
     r"Too many open files|Errno 24|received 0 items of ancdata": Cause(
         CauseKey.OPEN_FILES, "the process has reached its limit of open files", "raise it: ulimit -n 65536"
     ),
