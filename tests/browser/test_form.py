@@ -134,8 +134,9 @@ def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, o
     offered = set(page.evaluate("[...document.querySelectorAll('.group [name]')].map((field) => field.name)"))
     answer = server.get("/api/schema")
     # The others are shown by the chosen task, optimizer and schedule, and as boxes for the devices.
-    for section in {one["name"] for one in answer["sections"]} - {"task", "hardware", "optimizer", "scheduler"}:
-        kind = answer["schema"]["properties"][section]["$ref"].rpartition("/")[2]
+    sections = {name: one["$ref"] for name, one in answer["schema"]["properties"].items() if "$ref" in one}
+    for section in sections.keys() - {"task", "hardware", "optimizer", "scheduler"}:
+        kind = sections[section].rpartition("/")[2]
         settings = {f"{section}.{name}" for name in answer["schema"]["$defs"][kind]["properties"]}
         assert settings - set(answer["refused"]) == {name for name in offered if name.startswith(f"{section}.")}
 

@@ -341,7 +341,7 @@ def test_what_the_server_refuses_is_told_and_can_be_tried_again(server: Address,
     expect(told).to_be_hidden()
     sockets[-1].send(json.dumps({**error, "run": None}))
     expect(page.get_by_text("it cannot be followed – Fix: open it")).to_be_visible()
-    job = {"id": "job-00000001", "kind": "evaluate", "run": chosen, "status": "running", "command_text": "evaluate",
+    job = {"id": "job-00000001", "kind": "evaluate", "run": chosen, "status": "running", "command": "evaluate",
            "started_at": "", "ended_at": None, "result": None, "stopping": False, "error": None}  # fmt: skip
     sockets[-1].send(json.dumps({"type": "job", "job": {**job, "output": "evaluating: 1,200 of 2,400 samples"}}))
     progress = page.get_by_role("region", name="evaluate running").get_by_role("progressbar")
@@ -590,6 +590,17 @@ def test_ticks_are_told_apart_and_written_alike(server: Address, open_page: Open
         return all.map((one) => tickTexts(...one));
     }"""
     assert page.evaluate(write, [[ticks, how] for ticks, how, _ in TICKS]) == [texts for _, _, texts in TICKS]
+
+
+def test_a_request_that_is_given_up_while_it_is_answered_is_no_error(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    expect(rows(page)).to_have_count(3)
+    ask = """async () => {
+        const { post } = await import('/static/app/api.js');
+        Response.prototype.json = async () => { throw new DOMException('given up', 'AbortError'); };
+        return post('/preview', { task: 'har' }).catch((error) => error.name);
+    }"""
+    assert page.evaluate(ask) == "AbortError"
 
 
 def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: OpenPage) -> None:

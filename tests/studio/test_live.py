@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from lockstep.config import resolve
-from lockstep.studio.columns import FULL_ROWS
-from lockstep.studio.index import RunIndex
+from lockstep.studio.columns import FULL_ROWS, POINTS
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import WAIT_S, Address, studio
@@ -107,13 +105,12 @@ def test_history_then_deltas_then_a_resume(address: Address, run: RunDir) -> Non
     with address.live() as tab:
         page = Page(tab)
         assert page.turn()["type"] == "hello"
-        page.ask(type="subscribe", run="run-0000000a", streams=["steps", "system"])
+        page.ask(type="subscribe", run="run-0000000a")
         page.until(lambda: page.steps() == [number * 10.0 for number in range(1, 11)])
         columns = page.columns["steps"]
         assert columns["loss"][0] == pytest.approx(0.1)
         assert columns["scalars.a"] == [2.0] * 10
         assert "grad_norm" not in columns or np.isnan(columns["grad_norm"]).all()
-        assert any(message["type"] == "run" and message["summary"]["status"] for message in page.messages)
 
         run.append_step(step(110, late=5.0))
         page.until(lambda: page.steps()[-1:] == [110.0])
@@ -153,7 +150,6 @@ def test_evaluations_between_epochs_are_a_stream_and_rows(address: Address, run:
         run.begin_attempt({"epochs": 3}, {"devices": ["cpu"], "strategy": "single"}, resumed_from_step=30)
         page.until(lambda: page.columns["evaluations"]["step"] == [20.0])
     assert address.get("/api/runs/run-0000000a/metrics")["evaluations"] == rows[:1]
-    assert address.get("/api/runs/run-0000000a")["streams"] == ["evaluations"]
 
 
 def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(address: Address, run: RunDir) -> None:
@@ -165,12 +161,12 @@ def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(addr
             file.write(json.dumps(row) + "\n")
     with address.live() as tab:
         page = Page(tab)
-        page.ask(type="subscribe", run="run-0000000a", streams=["steps"], points=2000)
+        page.ask(type="subscribe", run="run-0000000a")
         page.until(lambda: page.headers.get("steps", {}).get("total") == rows)
         header = page.headers["steps"]
         assert header["downsampled"]
         losses = page.columns["steps"]["loss"]
-        assert len(losses) <= 2 * 2000
+        assert len(losses) <= 2 * POINTS
         assert max(losses) == 99.0, "a single peak stays visible"
         assert page.steps() == sorted(page.steps())
         page.ask(type="range", run="run-0000000a", stream="steps", **{"from": 54_300, "to": 54_399}, request=7)
@@ -190,14 +186,14 @@ def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(addr
         page.until(lambda: page.headers["steps"]["total"] == grown)
         assert page.headers["steps"]["downsampled"]
         page.until(lambda: page.steps()[-1] > grown - FULL_ROWS / 100)
-        assert len(page.steps()) <= 2 * 2000
+        assert len(page.steps()) <= 2 * POINTS
 
 
 def test_eight_tabs_see_the_same(address: Address, run: RunDir) -> None:
     with ExitStack() as tabs:
         pages = [Page(tabs.enter_context(address.live())) for _ in range(8)]
         for page in pages:
-            page.ask(type="subscribe", run="run-0000000a", streams=["steps"])
+            page.ask(type="subscribe", run="run-0000000a")
         for number in range(1, 31):
             run.append_step(step(number))
             time.sleep(0.02)
@@ -232,36 +228,6 @@ def test_the_list_of_runs_is_kept_up_to_date(address: Address, run: RunDir, tmp_
         assert "run-0000000b/run.json is damaged" in problem
 
 
-def test_a_late_list_does_not_bring_back_a_run_that_has_ended(
-    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a busy machine a list is sent later than what the feed of a run has read since."""
-    look, slow = RunIndex.versions, Event()
-
-    def versions(index: RunIndex) -> Any:
-        found = look(index)
-        if slow.is_set():
-            time.sleep(1)
-        return found
-
-    monkeypatch.setattr(RunIndex, "versions", versions)
-    with studio(tmp_path, machine(0)) as address, address.live() as tab:
-        page = Page(tab)
-        page.ask(type="watch", runs=True)
-        page.ask(type="subscribe", run="run-0000000a")
-        page.until(lambda: {"runs", "run"} <= {message["type"] for message in page.messages})
-        slow.set()
-        for name in ("one", "two"):
-            run.update(name=name)
-            time.sleep(0.7)
-        run.update(status="completed")
-        page.until(lambda: page.messages[-1].get("summary", {}).get("status") == "completed")
-        RunDir.create(tmp_path / "runs" / "run-0000000b", resolve(), run_id="run-0000000b", command=["lockstep"])
-        told = len(page.messages)
-        page.until(lambda: "run-0000000b" in str(page.messages[-1]))
-        assert "running" not in str(page.messages[told:])
-
-
 def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> None:
     with address.live() as tab:
         page = Page(tab)
@@ -270,7 +236,7 @@ def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> 
         assert page.turn()["code"] == "RUN_NOT_FOUND"
         page.ask(type="range", run="run-0000000a")
         assert page.turn()["code"] == "RUN_NOT_FOUND"
-        page.ask(type="subscribe", run="run-0000000a", points=1)
+        page.ask(type="subscribe", run="run-0000000a", stream=1)
         assert page.turn()["code"] == "INVALID_REQUEST"
         page.ask(type="subscribe", run="run-0000000a")
         page.ask(type="range", run="run-0000000a", stream="dreams", request=5)
@@ -284,7 +250,7 @@ def test_a_tab_that_asks_and_never_reads_takes_little_memory_and_is_closed_at_th
     with run.steps_file.open("w") as file:
         for number in range(20_000):
             file.write(json.dumps(step(number + 1, scalars={str(name): 0.5 for name in range(20)})) + "\n")
-    wanted = {"type": "range", "run": "run-0000000a", "stream": "steps", "points": 20_000}
+    wanted = {"type": "range", "run": "run-0000000a", "stream": "steps"}
     with ExitStack() as clients, studio(tmp_path, machine(0)) as address:
         tab = clients.enter_context(address.live(max_queue=1))
         with address.live() as other:
@@ -298,8 +264,8 @@ def test_a_tab_that_asks_and_never_reads_takes_little_memory_and_is_closed_at_th
             time.sleep(3)
             grown = psutil.Process().memory_info().rss - before
             assert grown < 150 << 20, grown
-            other.send('{"type": "ping"}')
-            while other.recv(timeout=WAIT_S) != '{"type":"pong"}':
+            other.send('{"type": "watch", "runs": true}')
+            while '"type":"runs"' not in str(other.recv(timeout=WAIT_S)):
                 pass
         clients.enter_context(suppress(OSError))
         clients.callback(tab.socket.shutdown, 2)

@@ -24,14 +24,13 @@ from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.device import GpuUser
 from lockstep.launch.run_claim import claimed
 from lockstep.studio.columns import Columns, columns_of
-from lockstep.studio.feed import Feed
 from lockstep.studio.home import Home
-from lockstep.studio.jobs import Jobs
-from lockstep.studio.launch_records import Starts
+from lockstep.studio.launch_records import Jobs, Starts
 from lockstep.studio.processes import Identity, is_alive, reap, send
 from lockstep.studio.schemas import ResumeBody
 from lockstep.studio.settings import offered_tasks
 from lockstep.studio.studio import Options, Studio
+from lockstep.studio.tailing import Feed
 from lockstep.telemetry.files import JsonLines, last_row
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
@@ -165,10 +164,9 @@ def test_a_run_that_cannot_be_followed_does_not_end_the_following_of_others(
         told = until(lambda m: m["type"] == "error")
         assert (told["run"], told["code"]) == ("run-fails", "RUN_NOT_USABLE")
         tab.send(json.dumps({"type": "watch", "runs": True}))
-        until(lambda m: m["type"] == "run" and m["run"] == "run-works")
         wait_until(lambda: failures)
-        RunDir(tmp_path / "runs" / "run-works").update(name="another name")
-        until(lambda m: m["type"] == "run" and m["summary"]["name"] == "another name")
+        RunDir(tmp_path / "runs" / "run-works").write_epochs([{"epoch": 1, "step": 1, "attempt": 1}])
+        until(lambda m: m["type"] == "epochs" and m["run"] == "run-works" and m["epochs"])
         make_run(tmp_path, "run-later")
         until(lambda m: m["type"] in {"runs", "runs_changed"} and "run-later" in {r["id"] for r in m["runs"]})
 

@@ -73,7 +73,7 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     while address.get("/api/runs/run-00000001")["step"] != saved:  # the last beat follows the record
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert stopped["command_text"].startswith(f"lockstep train {TOY} --devices cpu,cpu")
+    assert stopped["command"].startswith(f"lockstep train {TOY} --devices cpu,cpu")
     assert stopped["resumable"]
     assert address.post("/api/runs/run-00000001/stop", None, 409)["code"] == "NOT_RUNNING"
 
@@ -130,7 +130,8 @@ def test_kill_9_of_the_studio_changes_nothing_for_a_run(tmp_path: Path) -> None:
         assert found["status"] == "running"
         done = second.address.wait_for("run-00000002", "completed", "failed", "lost")
         assert done["status"] == "completed"
-        assert [row["epoch"] for row in done["epochs_rows"]] == [1, 2]
+        rows = second.address.get("/api/runs/run-00000002/metrics")["epochs"]
+        assert [row["epoch"] for row in rows] == [1, 2]
         assert second.end(signal.SIGINT) == 130
 
 
@@ -301,7 +302,7 @@ def test_a_scaling_benchmark(address: Address) -> None:
     config = {"training": {"batch_size": 8}}
     assert address.post("/api/scaling", {"task": TOY, "devices": ["gpu:3"]}, 422)["code"] == "GPU_NOT_AVAILABLE"
     job = address.post("/api/scaling", {"task": TOY, "devices": ["cpu", "cpu"], "config": config}, 202)
-    assert "batch_size: 8" in Path(job["command_text"].split()[-1]).read_text()
+    assert "batch_size: 8" in Path(job["command"].split()[-1]).read_text()
     done = wait_for_job(address, job["id"])
     assert done["status"] == "done", done
     found = address.get("/api/scaling")

@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from lockstep.errors import RunFolderError
 from lockstep.report.page import render
 from lockstep.studio.home import Home, write_private
-from lockstep.studio.problems import ApiError, body_of
+from lockstep.studio.schemas import ApiError, body_of
 from lockstep.telemetry.files import read_json
 
 MAX_BODY_BYTES = 1 << 20
@@ -56,9 +57,7 @@ class Sessions:
     """
 
     def __init__(self, home: Home, port: int) -> None:
-        self._home = home
-        self._port = port
-        self._file = home.path / "sessions.json"
+        self._home, self._port, self._file = home, port, home.path / "sessions.json"
 
     def is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode("utf-8", "replace"), self._home.token().encode())
@@ -96,13 +95,8 @@ class Guard:
         hosts: the names of that proxy.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, sessions: Sessions, cookie: str, base: str = "", hosts: Collection[str] = ()
-    ) -> None:
-        self._app = app
-        self._sessions = sessions
-        self._cookie = cookie
-        self._base = base
+    def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str, base: str, hosts: Collection[str]) -> None:
+        self._app, self._sessions, self._cookie, self._base = app, sessions, cookie, base
         self._hosts = {*_LOOPBACK, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,10 +110,11 @@ class Guard:
         async def receive_while_known() -> Message:
             message = asyncio.ensure_future(receive())
             try:
-                while not (await asyncio.wait({message}, timeout=RECHECK_S))[0]:
+                while True:
+                    done, _ = await asyncio.wait({message}, timeout=RECHECK_S)
                     self._check(asked)
-                self._check(asked)
-                return await message
+                    if done:
+                        return await message
             except ApiError as error:
                 await send({"type": "websocket.close", "code": 1008, "reason": error.code})
                 return {"type": "websocket.disconnect", "code": 1008}
@@ -136,7 +131,7 @@ class Guard:
         answer = await self._answer(asked, receive) or self._app
         await answer(scope, receive_while_known if scope["type"] == "websocket" else receive, send_with_headers)
 
-    async def _answer(self, asked: HTTPConnection, receive: Receive) -> Response | None:
+    async def _answer(self, asked: HTTPConnection, receive: Receive) -> ASGIApp | None:
         """A refusal, or what needs no session; ``None``: the application answers."""
         method, path = asked.scope.get("method"), asked.scope["path"]
         if self._base and path == self._base:
@@ -150,7 +145,9 @@ class Guard:
             if path not in _PUBLIC:
                 self._check(asked)
         except ApiError as error:
-            if method is not None and path == "/" and error.status == 401:
+            if method is None:
+                return WebSocketClose()  # 403, since uvicorn takes any other status for a handshake that was broken off
+            if path == "/" and error.status == 401:
                 problem = error.what if self._cookie in asked.cookies else ""
                 return HTMLResponse(render(__package__, "enter.html", problem=problem), error.status, _NOT_KEPT)
             return JSONResponse(body_of(error), error.status, _NOT_KEPT)
@@ -162,12 +159,9 @@ class Guard:
             return
         name = asked.cookies.get(self._cookie, "")
         if not name or not self._sessions.knows(name):
-            raise ApiError(
-                "UNAUTHORISED",
-                401,
-                "the studio's token has changed, or your session has expired" if name else "the token is missing",
-                fix="open the address that `lockstep studio` printed when it started",
-            )
+            what = "the studio's token has changed, or your session has expired" if name else "the token is missing"
+            fix = "open the address that `lockstep studio` printed when it started"
+            raise ApiError("UNAUTHORISED", 401, what, fix=fix)
 
     async def _enter(self, request: Request) -> Response:
         """Exchange the token for a session."""
@@ -178,14 +172,8 @@ class Guard:
         if not self._sessions.is_token(str(given)):
             raise ApiError("UNAUTHORISED", 401, "this is not the studio's token", fix="copy it from the terminal")
         answer = JSONResponse({"status": "ok", "data": None}, headers=_NOT_KEPT)
-        answer.set_cookie(
-            self._cookie,
-            self._sessions.begin(),
-            max_age=SESSION_S,
-            path=f"{self._base}/",
-            httponly=True,
-            samesite="strict",
-        )
+        path = f"{self._base}/"
+        answer.set_cookie(self._cookie, self._sessions.begin(), SESSION_S, path=path, httponly=True, samesite="strict")
         return answer
 
 

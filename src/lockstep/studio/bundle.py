@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -28,10 +27,6 @@ def script(main: str = "app/main.js") -> bytes:
     names: dict[Path, str] = {}
     _add((STATIC / main).resolve(), parts, names)
     return '"use strict";\n{}\n'.format("\n".join(parts)).encode()
-
-
-def version(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _add(file: Path, parts: list[str], names: dict[Path, str]) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 #: Above this number of rows the page gets the minimum and maximum of buckets.
 FULL_ROWS = 100_000
-#: Rows of a thinned-out history, unless the page asks otherwise.
+#: Rows of a thinned-out history.
 POINTS = 20_000
 #: ``ranks.jsonl`` has seven numbers a rank: enough for 1,024 ranks.
 _MAX_COLUMNS = 8192
@@ -81,14 +81,11 @@ class Columns:
         end = self.rows if high is None else int(np.searchsorted(xs, high, side="right"))
         return start, max(start, end)
 
-    def part(self, start: int, end: int, points: int | None = None) -> tuple[dict[str, Column], bool]:
-        """Rows ``start`` to ``end`` as columns, x first, and whether they were thinned out to about ``points``."""
-        limit = FULL_ROWS if points is None else max(2, min(points, FULL_ROWS))
-        names = [self.x, *(name for name in self._data if name != self.x)] if self._data else []
-        part = {name: self._data[name][start:end] for name in names}
-        if end - start <= (limit if points is not None and end - start > FULL_ROWS else FULL_ROWS):
-            return part, False
-        return thin_out(part, self.x, points or POINTS), True
+    def part(self, start: int, end: int) -> tuple[dict[str, Column], bool]:
+        """Rows ``start`` to ``end`` as columns, and whether they were thinned out."""
+        part = {name: values[start:end] for name, values in self._data.items()}
+        thin = end - start > FULL_ROWS
+        return thin_out(part, self.x, POINTS) if thin else part, thin
 
 
 def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Column]:

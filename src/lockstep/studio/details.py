@@ -13,10 +13,10 @@ import yaml
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import MAX_CONFIG_BYTES
+from lockstep.config.load import MAX_CONFIG_BYTES, nested
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio.launch_records import Start
-from lockstep.studio.settings import REFUSED, command_text, flatten
+from lockstep.studio.settings import REFUSED, command_of, flatten
 from lockstep.telemetry import summary
 from lockstep.telemetry.files import names_in, open_regular, read_bytes, read_json
 from lockstep.telemetry.lookup import or_else
@@ -31,28 +31,21 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Start | None) -> di
     """Everything that the page shows of a run, its summary included."""
     config = or_else(run.config, None)
     record = run.read() if os.path.lexists(run.run_file) else None
-    words = start.shown if start else []
-    words = words or (list(record.command[1:]) if record is not None else [])
+    shown, given = (start.shown, start.arguments) if start else ([], [])
+    words = shown or (record.command[1:] if record else ()) or given
     return {
         **summary,
         "config": config.model_dump(mode="json") if config else None,
         "config_yaml": dump(config) if config else "",
         "plan": or_else(run.plan, {}) or None,
-        "epochs_rows": or_else(run.epochs, []),
         "checkpoints": CheckpointStore(run.checkpoints).listed(),
         "logs": log_names(run),
         "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
         "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
         "pictures": sorted(n for n in names_in(run.pictures) if n.endswith(".png")) if _is_real(run.pictures) else [],
-        "command": ["lockstep", *(words or (start.arguments if start else []))],
-        "command_text": command_text(words or (start.arguments if start else [])),
+        **command_of(words),
         "versions": record.versions if record is not None else {},
         "resumable": record is not None and summary["status"] not in LIVE,
-        "streams": sorted(
-            file.stem
-            for pattern in ("steps", "evaluations", "ranks", "system-*")
-            for file in run.path.glob(f"{pattern}.jsonl")
-        ),
     }
 
 
@@ -116,28 +109,18 @@ def form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[s
     left_out = []
     defaults = dict(flatten(resolve(task_defaults).model_dump(mode="json")))
     for key, value in flatten(config.model_dump(mode="json")):
-        section, dot, name = key.partition(".")
-        if key == "name" or (section != "task" and defaults.get(key) == value):
+        if key == "name" or (not key.startswith("task.") and defaults.get(key) == value):
             continue
-        if key in REFUSED:
-            left_out += [key] if value and key not in _OF_ITS_OWN else []
-        elif dot:
-            given.setdefault(section, {})[name] = value
-        else:
+        if key not in REFUSED:
             given[key] = value
-    return given, left_out
+        elif value and key not in _OF_ITS_OWN:
+            left_out.append(key)
+    return nested(given), left_out
 
 
 def compare(runs: Sequence[RunDir], summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The results of several runs, and where their settings and plans differ."""
     found = summary.compare(runs)
-    return {
-        "runs": summaries,
-        "metrics": _rows(found.results),
-        "config": _rows(found.settings),
-        "plan": _rows(found.plan),
-    }
-
-
-def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    return [{"key": key, "values": values} for key, values in columns.items()]
+    tables = {"metrics": found.results, "config": found.settings, "plan": found.plan}
+    rows = {name: [{"key": key, "values": row} for key, row in table.items()] for name, table in tables.items()}
+    return {"runs": summaries, **rows}

@@ -1,77 +1,46 @@
-"""What the form needs before a run: devices, tasks, the schema, and the plan of its settings."""
+"""What the form needs before a run: devices, tasks, the schema, and the plan of its settings with its labels."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from lockstep.config import RunConfig, resolve
+from lockstep.config import Precision, RunConfig, resolve
 from lockstep.config.load import merge
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, PrecisionError, UsageError
+from lockstep.events import Note
 from lockstep.hardware.device import Device, choose_default, parse, select
 from lockstep.hardware.monitor import SystemSource
-from lockstep.studio import planning, settings
+from lockstep.hardware.resolve import Placement, resolve_placement
+from lockstep.hardware.world import World
+from lockstep.studio import settings
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
 from lockstep.studio.planner import Planner
-from lockstep.studio.problems import ApiError
 from lockstep.studio.processes import Identity, owner, works_on
-from lockstep.studio.schemas import PlanBody
+from lockstep.studio.schemas import ApiError, PlanBody
 from lockstep.studio.settings import OfferedTasks, Wanted
-from lockstep.tasks import BUILT_IN
-from lockstep.telemetry.rundir import LIVE
-
-_SECTIONS = {
-    "task": "Task",
-    "hardware": "Hardware",
-    "training": "Training",
-    "optimizer": "Optimizer",
-    "scheduler": "Schedule",
-    "data": "Data",
-    "validation": "Validation",
-    "checkpoint": "Checkpoints",
-    "distributed": "Communication between ranks",
-    "fsdp": "Sharding (strategy fsdp)",
-    "pipeline": "Pipeline (strategy pipeline)",
-    "telemetry": "Logging",
-    "launch": "Launching",
-    "lightning": "Lightning",
-    "debug": "Debugging",
-}
 
 
+@dataclass(eq=False)
 class Forms:
-    """Requests about settings that are not a run yet.
+    """Requests about settings that are not a run yet."""
 
-    Args:
-        flags: flags of ``lockstep train`` and the setting of each.
-        detect: ``detect(refresh=…)`` gives the machine's devices.
-    """
-
-    def __init__(
-        self, home: Home, index: RunIndex, planner: Planner, tasks: OfferedTasks, flags: Mapping[str, str], detect: Any
-    ) -> None:
-        self._home = home
-        self._index = index
-        self._planner = planner
-        self._tasks = tasks
-        self._flags = flags
-        self._detect = detect
-        self._source: SystemSource | None = None
-        self._looking = threading.Lock()
-
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        return self._tasks.names
-
-    def devices(self, *, refresh: bool = False) -> list[Device]:
-        """The machine's devices; free memory and users as of now with ``refresh``."""
-        found: list[Device] = self._detect(refresh=refresh)
-        return found
+    _home: Home
+    _index: RunIndex
+    _planner: Planner
+    offered: OfferedTasks
+    #: Flags of ``lockstep train`` and the setting of each.
+    _flags: Mapping[str, str]
+    #: The machine's devices; free memory and users as of now with ``refresh=True``.
+    devices: Callable[..., list[Device]]
+    _source: SystemSource | None = None
+    _looking: threading.Lock = field(default_factory=threading.Lock)
 
     def list_devices(self, refresh: bool = False) -> dict[str, Any]:
         found = self.devices(refresh=refresh)
@@ -84,7 +53,7 @@ class Forms:
 
     def _used(self, device: dict[str, Any]) -> dict[str, Any]:
         """``device`` with the user and the run of each of its processes, where the system says."""
-        going = [one for one in self._index.summaries() if one["status"] in LIVE] if device["users"] else []
+        going = self._index.going() if device["users"] else []
         for user in device["users"]:
             user["owner"], process = owner(user["pid"]), Identity(user["pid"], 0.0)
             user["run"] = next((run["id"] for run in going if works_on(process, Path(run["path"]))), None)
@@ -110,36 +79,25 @@ class Forms:
         select(parse(names), self.devices())
 
     def tasks(self) -> dict[str, Any]:
-        described = self._planner.tasks(self._tasks.names)
-        data = self._tasks.data_modules
-        return {
-            "tasks": [
-                {**task, "built_in": task["name"] in BUILT_IN, "datamodule": data.get(task["name"])}
-                for task in described
-            ],
-        }
+        return {"tasks": self._planner.tasks(self.offered.names)}
 
     def warm(self) -> None:
         """Let the helper process import the tasks; what goes wrong is reported to the page that asks."""
         with contextlib.suppress(LockstepError):
             self.tasks()
 
-    def schema(self) -> dict[str, Any]:
-        return self._schema
-
     @functools.cached_property
-    def _schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, Any]:
         return {
             "schema": RunConfig.model_json_schema(),
             "defaults": resolve().model_dump(mode="json"),
-            "sections": [{"name": name, "title": title} for name, title in _SECTIONS.items()],
             "refused": list(settings.REFUSED),
             "flags": dict(self._flags),
         }
 
     def wanted(self, body: PlanBody) -> Wanted:
         """The request, checked. Raises :class:`LockstepError`."""
-        wanted = settings.check(body.task, body.config, self._tasks, self._home)
+        wanted = settings.check(body.task, body.config, self.offered, self._home)
         if body.name:
             wanted.settings["name"] = body.name
         return wanted
@@ -147,19 +105,16 @@ class Forms:
     def startable(self, body: PlanBody) -> Wanted:
         """:meth:`wanted`, with the task's own settings checked against its schema. Raises :class:`LockstepError`."""
         wanted = self.wanted(body)
-        schema = self._described(wanted.task)["schema"]
+        schema = self.described(wanted.task)["schema"]
         unknown = (wanted.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
         if unknown and not schema.get("additionalProperties"):
-            raise ConfigError(
-                f"the task has no setting {min(unknown)!r:.100}",
-                why=f"{wanted.task} knows {', '.join(schema.get('properties', {})) or 'none'}",
-                fix="check its spelling",
-            )
+            why = f"{wanted.task} knows {', '.join(schema.get('properties', {})) or 'none'}"
+            raise ConfigError(f"the task has no setting {min(unknown)!r:.100}", why=why, fix="check its spelling")
         return wanted
 
     def train_words(self, wanted: Wanted) -> list[str]:
         """What follows ``lockstep`` to train this."""
-        return settings.train_arguments(wanted, self._flags)
+        return ["train", wanted.task, *settings.as_flags(wanted.for_command(), self._flags)]
 
     def preview(self, body: PlanBody) -> dict[str, Any]:
         return self._preview(self.wanted(body))
@@ -168,45 +123,113 @@ class Forms:
         words = self.train_words(wanted)
         if self._home.runs_dir != Path.cwd() / "runs":
             words += ["--runs-dir", str(self._home.runs_dir)]
-        return {
-            "command": settings.command_text(words),
-            "argv": ["lockstep", *words],
-            "yaml": settings.as_yaml(wanted),
-        }
+        return {**settings.command_of(words), "yaml": wanted.yaml()}
 
     def plan(self, body: PlanBody) -> dict[str, Any]:
         """Labels, notes and plan; what is wrong with the settings is part of the answer."""
         try:
             wanted = self.wanted(body)
         except ConfigError as error:
-            return planning.answer(error)
+            return _answer(error)
         config, devices = resolve(wanted.mapping()), self.devices()
-        placement, plan, problem = None, None, None
+        placement = plan = problem = None
         try:
-            placement = planning.place(config, devices)
+            placement = _place(config, devices)
             # A plan must not download data: the run does.
             plan = self._planner.plan(wanted.task, merge(wanted.mapping(), {"data": {"download": False}}), devices)
         except LockstepError as error:
             problem = error
         later = placement is not None and config.data.download and getattr(problem, "code", "") == "DATA_NOT_USABLE"
-        return planning.answer(problem, placement, plan, later=later) | {
-            "warnings": planning.warnings(placement, self._index.users()),
-            "precisions": planning.precisions(config, devices),
+        return _answer(problem, placement, plan, later=later) | {
+            "warnings": _warnings(placement, self._index.users()),
+            "precisions": _precisions(config, devices),
             "preview": self._preview(wanted),
         }
 
     def place(self, wanted: Wanted) -> list[str]:
         """The devices of a run with these settings. Raises :class:`LockstepError` as the command would."""
-        return list(planning.place(resolve(wanted.mapping()), self.devices()).devices)
+        return list(_place(resolve(wanted.mapping()), self.devices()).devices)
 
-    def defaults_of(self, task: str) -> Mapping[str, Any]:
-        """The task's own default settings. Raises :class:`LockstepError` when it cannot be used."""
-        defaults: Mapping[str, Any] = self._described(task)["defaults"]
-        return defaults
-
-    def _described(self, task: str) -> Mapping[str, Any]:
-        all_tasks = self._planner.tasks(self._tasks.names)
+    def described(self, task: str) -> Mapping[str, Any]:
+        """The schema and default settings of a task. Raises :class:`LockstepError` when it cannot be used."""
+        all_tasks = self._planner.tasks(self.offered.names)
         described: Mapping[str, Any] = next(one for one in all_tasks if one["name"] == task)
         if (error := described["error"]) is not None:
             raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
         return described
+
+
+def _answer(
+    problem: LockstepError | None, placement: Placement | None = None, plan: dict[str, Any] | None = None,
+    *, later: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The answer without what needs valid settings.
+
+    Args:
+        later: the data is missing and will be downloaded: the run may start without a plan.
+    """
+    notes = [asdict(note) for note in placement.notes] if placement is not None else []
+    if later:
+        text = "The data is downloaded when the run starts; the plan is made then."
+        notes.append(asdict(Note("data_downloaded_later", text)))
+    blocked = problem is not None and not later
+    return {
+        "run": {"enabled": not blocked, "reason": problem.what if problem is not None and blocked else None},
+        "problem": problem.as_dict() if problem else None,
+        "labels": _labels(placement, plan),
+        "notes": plan["notes"] if plan is not None else notes,
+        "warnings": [],
+        "precisions": [{"value": value, "supported": True, "reason": None} for value in get_args(Precision)],
+        "plan": plan,
+        "preview": None,
+    }
+
+
+def _place(config: RunConfig, devices: Sequence[Device]) -> Placement:
+    """Where this would compute on these devices. Raises :class:`LockstepError`."""
+    in_process = config.pipeline.in_process
+    return resolve_placement(config.hardware, config.distributed, World(), devices, in_process=in_process)
+
+
+def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    gpus = placement is not None and placement.accelerator == "gpu"
+    several = placement is not None and placement.world_size > 1 and not placement.spec.divides
+    batch = plan["batch"] if plan else {"ranks": 1, "devices_per_rank": 1, "accumulate": 1}
+    workers, ranks = plan["loader"]["num_workers"] if plan else 0, batch["ranks"]
+    in_all = f", {workers * ranks} in all" if ranks > 1 and workers else ""
+    rate = plan["decisions"]["lr"] if plan else {}
+    return {
+        "effective_batch": plan and plan["effective_batch"],
+        "effective_batch_shown": ranks * batch["devices_per_rank"] > 1 or batch["accumulate"] > 1,
+        "multi_gpu": "Multi-GPU (DDP) will be used automatically." if gpus and several else None,
+        "cpu_ignored": next((n.text for n in placement.notes if n.key == "cpu_ignored"), None) if placement else None,
+        "learning_rate": f"Learning rate {rate['shown']}: {rate['reason']}" if plan else None,
+        "workers": f"Loader workers: {workers} per rank{in_all}" if plan else None,
+    }
+
+
+def _precisions(config: RunConfig, devices: Sequence[Device]) -> list[dict[str, Any]]:
+    """Which precisions the chosen devices can compute, asked of the same function that decides it for a run."""
+    answers = []
+    for precision in get_args(Precision):
+        reason = None
+        try:
+            hardware = config.hardware.model_copy(update={"precision": precision})
+            _place(config.model_copy(update={"hardware": hardware}), devices)
+        except PrecisionError as error:
+            reason = f"{error.what}: {error.why}"
+        except UsageError:
+            pass  # another setting is wrong, and `problem` says so
+        answers.append({"value": precision, "supported": reason is None, "reason": reason})
+    return answers
+
+
+def _warnings(placement: Placement | None, users: Mapping[str, Sequence[str]]) -> list[str]:
+    if placement is None or placement.accelerator != "gpu":
+        return []
+    return [
+        f"{device} is used by {', '.join(users[device])}, which {'is' if len(users[device]) == 1 else 'are'} running: "
+        "both will be slower, and may run out of memory"
+        for device in dict.fromkeys(placement.devices)
+        if users.get(device)
+    ]

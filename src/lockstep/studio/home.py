@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.errors import StorageError
 from lockstep.report.page import render
-from lockstep.studio.problems import ApiError, run_not_found
+from lockstep.studio.schemas import ApiError, run_not_found
 from lockstep.telemetry.files import absolute, storage_error
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
@@ -134,11 +134,8 @@ def remove_folder(folder: Path, inside: Path) -> None:
         StorageError: it is a link, elsewhere, or cannot be deleted.
     """
     if folder.parent != inside or folder.is_symlink():
-        raise StorageError(
-            f"{folder} is not deleted",
-            why="it is a link, or not a folder right inside the runs folder",
-            fix="check where it points, and delete it yourself",
-        )
+        why, fix = "it is a link, or not right inside the runs folder", "check where it points, and delete it yourself"
+        raise StorageError(f"{folder} is not deleted", why=why, fix=fix)
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

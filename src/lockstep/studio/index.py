@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.errors import RunFolderError
 from lockstep.studio.home import Home, is_run_name, modified_ns
 from lockstep.studio.launch_records import Labels, Start, Starts
-from lockstep.studio.problems import run_not_found
 from lockstep.studio.processes import is_alive, reap
+from lockstep.studio.schemas import run_not_found
 from lockstep.telemetry.files import names_in, plain
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
@@ -113,17 +113,13 @@ class RunIndex:
 
     def summary(self, ref: str) -> dict[str, Any]:
         """The summary of one run. Raises :class:`ApiError` when there is none."""
-        return self.version(ref)[1]
-
-    def version(self, ref: str) -> tuple[int, dict[str, Any]]:
-        """Of one run, as :meth:`versions`. Raises :class:`ApiError` when there is none."""
         with self._lock:
             reap()
             name = self.locate(ref)
             entry = self._refresh(name)
             if entry is None or not entry.summary:
                 raise run_not_found(ref) if entry is None else RunFolderError(entry.problem)
-            return entry.version, entry.summary
+            return entry.summary
 
     def run(self, ref: str) -> RunDir:
         """The folder of a run that can be read. Raises :class:`LockstepError`."""
@@ -140,13 +136,16 @@ class RunIndex:
             raise run_not_found(ref)
         return run
 
+    def going(self) -> list[dict[str, Any]]:
+        """The summaries of live runs."""
+        return [summary for summary in self.summaries() if summary["status"] in LIVE]
+
     def users(self) -> dict[str, list[str]]:
         """The live runs of each device."""
         found: dict[str, list[str]] = {}
-        for summary in self.summaries():
-            if summary["status"] in LIVE:
-                for device in dict.fromkeys(summary["devices"]):
-                    found.setdefault(device, []).append(summary["id"])
+        for summary in self.going():
+            for device in dict.fromkeys(summary["devices"]):
+                found.setdefault(device, []).append(summary["id"])
         return found
 
     def stopping(self, ref: str) -> None:
@@ -207,16 +206,13 @@ class RunIndex:
         folder = entry.run.path.name
         self._folders.pop(entry.id, None)
         wanted = entry.record.id if entry.record is not None else folder
-        free = (one for one in (wanted, folder, f"{folder}~") if one not in self._folders)
-        entry.id = next(free, "")
-        if not entry.id:
-            raise ValueError(f"several runs have the id {wanted}")
+        entry.id = next(one for one in (wanted, folder, f"{folder}~") if one not in self._folders)
         self._folders[entry.id] = folder
 
     def _renew(self, entry: Entry, start: Start | None, signature: Signature) -> None:
         """Update ``entry`` to the state of the files with this ``signature``."""
         if entry.signature != signature:
-            _read(entry, there=signature[0] is not None)
+            _read(entry, start, there=signature[0] is not None)
             self._identify(entry)
             entry.signature = signature
             if entry.record is not None and start is not None:
@@ -231,18 +227,12 @@ class RunIndex:
     def _complete(self, entry: Entry, start: Start | None) -> dict[str, Any]:
         """The summary from the files, and what depends on processes and labels."""
         run, name = entry.run, entry.run.path.name
-        labels = self._starts.labels(name) if start is not None or entry.signature[-1] is not None else None
+        labels = self._starts.labels(name) if start is not None or entry.signature[-1] is not None else Labels()
         alive = start is not None and is_alive(start.process)
-        base = dict(entry.base) if entry.record is not None else _not_yet(run, start)
-        record = entry.record
+        base, record = dict(entry.base), entry.record
         attempt = record.attempt if record is not None else 0
         starting = alive and start is not None and attempt <= start.attempt_before
-        if starting:
-            status = "pending"
-        elif record is None:
-            status = "failed"
-        else:
-            status = run.judge(record)
+        status = "pending" if starting else "failed" if record is None else run.judge(record)
         resume_error = None
         if start is not None and not alive and attempt <= start.attempt_before:
             said = self._starts.last_words(name, start) or "the command ended without output"
@@ -253,15 +243,13 @@ class RunIndex:
         entry.restless = alive or status in LIVE or (entry.beat is not None and is_beating(entry.beat, time.time()))
         if status not in LIVE:
             self._stopping.discard(name)
-            if not entry.restless and record is not None and labels not in (None, Labels()):
+            if not entry.restless and record is not None and labels != Labels():
                 self._starts.settle(run)
-        base |= {"notes": labels.notes if labels else "", "pinned": bool(labels and labels.pinned)}
-        if labels is not None and labels.name is not None:
-            base["name"] = labels.name or None
-        if labels is not None and labels.tags is not None:
-            base["tags"] = list(labels.tags)
         return {
             **base,
+            **labels.for_record(),
+            "notes": labels.notes,
+            "pinned": labels.pinned,
             "id": entry.id,
             "status": status,
             "starting": starting,
@@ -271,38 +259,23 @@ class RunIndex:
         }
 
 
-def _read(entry: Entry, *, there: bool) -> None:
-    """Read the files of a run; ``there``: it has a record."""
+def _read(entry: Entry, start: Start | None, *, there: bool) -> None:
+    """Read the files of a run; ``there``: it has a record. Else its command has not made its folder yet."""
     entry.record, entry.base, entry.beat, entry.problem = None, {}, None, ""
-    if not there:
-        return
+    summary: dict[str, Any] = {}
     try:
-        record = entry.run.read()
-        summary = summarize(entry.run, record)
+        if there:
+            record = entry.run.read()
+            summary = summarize(entry.run, record)
+            entry.record, entry.beat = record, entry.run.progress()
     except RunFolderError as error:
         entry.problem, entry.summary = one_line(error), {}
-        return
-    entry.base = _listed(summary)
-    entry.record, entry.beat = record, entry.run.progress()
-
-
-def _not_yet(run: RunDir, start: Start | None) -> dict[str, Any]:
-    """The summary of a run whose command has not made its folder yet."""
-    assert start is not None
-    record = RunRecord(
-        id=new_run_id(),  # replaced by the entry's
-        task=start.task,
-        created_at=datetime.fromtimestamp(start.at, UTC),
-        pid=start.pid,
-        placement={"devices": start.devices},
-    )
-    return _listed(summarize(run, record))
-
-
-def _listed(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary as the list has it, as JSON types."""
-    found: dict[str, Any] = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
-    return found
+    if entry.record is None and start is not None:
+        began, placed = datetime.fromtimestamp(start.at, UTC), {"devices": start.devices}
+        # The entry has another id.
+        record = RunRecord(id=new_run_id(), task=start.task, created_at=began, pid=start.pid, placement=placed)
+        summary = summarize(entry.run, record)
+    entry.base = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
 
 
 def _stat(path: str) -> tuple[int, int, int] | None:

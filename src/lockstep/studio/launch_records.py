@@ -1,5 +1,6 @@
-"""How the studio started a run, and the labels that users gave it: ``.studio/starts/<folder>/``.
+"""The commands that the studio started, which outlive it: runs, with the labels that users gave them, and jobs.
 
+A job (evaluate, export, report, doctor, benchmark) is in ``.studio/jobs/<id>/``, a run in ``.studio/starts/<folder>/``.
 A run has no folder until its command has made one, and a resume is not visible until its first heartbeat. Until
 then, and when the command fails before, these records are the only source.
 """
@@ -7,25 +8,32 @@ then, and when the command fails before, these records are the only source.
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
-from lockstep.studio.home import Home, remove_folder
-from lockstep.studio.problems import in_progress
-from lockstep.studio.processes import Identity, Started, is_alive, last_lines, launch, works_on
-from lockstep.telemetry.files import FileContent, make_folders, names_in, read_json, storage_error, write_json
-from lockstep.telemetry.rundir import Beat, RunDir
+from lockstep.studio.home import Home, iso, modified_ns, remove_folder
+from lockstep.studio.processes import Identity, Started, is_alive, last_lines, launch, reap, send, works_on
+from lockstep.studio.schemas import ApiError, in_progress
+from lockstep.studio.settings import command_of
+from lockstep.telemetry.files import FileContent, make_folders, names_in, read_bytes, storage_error, write_json
+from lockstep.telemetry.rundir import RunDir
 
 _MAX_BYTES = 256 << 10
 #: The command ends after the run is marked as ended: ranks exit, loggers finish. That is slow on a busy machine.
 _ENDING_S = 60.0
+_KEPT_JOBS = 50
+_MAX_RESULT_BYTES, _MAX_REPORT_BYTES = 4 << 20, 64 << 20
 
 
 class Start(Started):
@@ -47,6 +55,11 @@ class Labels(FileContent):
     tags: tuple[str, ...] | None = None
     notes: str = ""
     pinned: bool = False
+
+    def for_record(self) -> dict[str, Any]:
+        """Name and tags as the run's own record is to have them, where they were given."""
+        given = self.model_dump(mode="json", include={"name", "tags"}, exclude_none=True)
+        return given | {key: None for key in given if given[key] == ""}
 
 
 class _Launcher(FileContent):
@@ -87,15 +100,11 @@ class Starts:
         except OSError as error:
             raise storage_error(error, folder) from error
         output = self.output(name)
-        more = {
-            "task": task,
-            "attempt_before": attempt_before,
-            "devices": devices,
-            "output_from": output.stat().st_size if output.exists() else 0,
-            "shown": list(shown) or (before.shown if before is not None else []),
-        }
+        begins = output.stat().st_size if output.exists() else 0
+        shown = list(shown) or (before.shown if before is not None else [])
+        more = {"task": task, "attempt_before": attempt_before, "devices": devices, "output_from": begins}
         try:
-            return launch(Start, folder / "start.json", arguments, config, output, output, **more)
+            return launch(Start, folder / "start.json", arguments, config, output, output, shown=shown, **more)
         except BaseException:
             if before is None and attempt_before == 0:
                 with contextlib.suppress(StorageError):
@@ -104,10 +113,7 @@ class Starts:
 
     def read(self, name: str) -> Start | None:
         """The last start of a run by a studio; ``None`` for a run that was started elsewhere."""
-        try:
-            return Start.model_validate(read_json(self._home.start(name) / "start.json", max_bytes=_MAX_BYTES))
-        except (RunFolderError, ValidationError):
-            return None
+        return Start.read(self._home.start(name) / "start.json", _MAX_BYTES)
 
     def wait_for_end(self, name: str) -> None:
         """Wait until the command of a run that has ended exits. Raises :class:`ApiError`."""
@@ -147,10 +153,7 @@ class Starts:
 
     def labels(self, name: str) -> Labels:
         """The labels that the run's own record does not have yet."""
-        try:
-            return Labels.model_validate(read_json(self._home.start(name) / "labels.json", max_bytes=_MAX_BYTES))
-        except (RunFolderError, ValidationError):
-            return Labels()
+        return Labels.read(self._home.start(name) / "labels.json", _MAX_BYTES) or Labels()
 
     def label(self, name: str, labels: Labels) -> None:
         """Keep labels until :meth:`settle` can write them into the record. Raises :class:`StorageError`."""
@@ -161,12 +164,7 @@ class Starts:
     def settle(self, run: RunDir) -> None:
         """Write name and tags into the record of a run that has ended: while it runs, the file has another writer."""
         labels = self.labels(run.path.name)
-        changes: dict[str, Any] = {}
-        if labels.name is not None:
-            changes["name"] = labels.name or None
-        if labels.tags is not None:
-            changes["tags"] = list(labels.tags)
-        if changes:
+        if changes := labels.for_record():
             with contextlib.suppress(StorageError, RunFolderError):
                 run.update(**changes)
                 self.label(run.path.name, labels.model_copy(update={"name": None, "tags": None}))
@@ -180,14 +178,138 @@ class Starts:
         start, beat = self.read(run.path.name), run.progress()
         if start is not None and is_alive(start.process):
             return start.process
-        named: list[_Launcher | Beat] = []
-        with contextlib.suppress(RunFolderError, ValidationError):  # there is none: one process trains
-            named.append(_Launcher.model_validate(read_json(run.logs / LAUNCHER_FILE)))
-        if beat is not None and not beat.ended:
-            named.append(beat)
-        here = [Identity(one.pid, one.created) for one in named if one.host == socket.gethostname()]
+        launcher = _Launcher.read(run.logs / LAUNCHER_FILE, _MAX_BYTES)  # none where one process trains
+        named = (launcher, beat if beat is not None and not beat.ended else None)
+        here = [Identity(one.pid, one.created) for one in named if one and one.host == socket.gethostname()]
         return next((process for process in here if is_alive(process) and works_on(process, run.path)), None)
 
     def forget(self, name: str) -> None:
         """Remove the studio's notes on a run. Raises :class:`StorageError`."""
         remove_folder(self._home.start(name), self._home.starts)
+
+
+class _Job(Started):
+    kind: str
+    run: str | None
+    stopped: bool = False
+
+
+class Jobs:
+    """The jobs of one runs folder, each in its own folder."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._done: dict[str, dict[str, Any]] = {}
+        self._reported: dict[str, tuple[str, str]] = {}
+        self._lock = threading.Lock()
+
+    def begin(
+        self, kind: str, arguments: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Start ``lockstep`` with ``arguments``, which must print one JSON document. Raises :class:`LockstepError`.
+
+        Args:
+            config: settings that the command reads from a file.
+        """
+        self._prune()
+        name = f"job-{secrets.token_hex(4)}"
+        folder = self._home.job(name)
+        make_folders(folder)
+        words = [*arguments, *(["--out", str(folder)] if kind == "report" else [])]
+        try:
+            launch(_Job, folder / "job.json", words, config, folder / "stdout", folder / "stderr", kind=kind, run=run)
+        except BaseException:  # a job without a record would be in no list, and could not be deleted
+            with contextlib.suppress(StorageError):
+                remove_folder(folder, self._home.jobs)
+            raise
+        return self.read(name)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One job. Raises :class:`ApiError` when there is none."""
+        folder = self._home.job(name)
+        with self._lock:
+            if name in self._done:
+                return self._done[name]
+        job = _Job.read(folder / "job.json", _MAX_RESULT_BYTES)
+        if job is None:
+            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name}", fix="reload the page")
+        reap()
+        running = is_alive(job.process)
+        described = _describe(name, job, folder, running)
+        if not running:
+            with self._lock:
+                self._done[name] = described
+        return described
+
+    def all(self) -> list[dict[str, Any]]:
+        """All jobs, newest first."""
+        found = []
+        for name in names_in(self._home.jobs):
+            with contextlib.suppress(ApiError):
+                found.append(self.read(name))
+        return sorted(found, key=lambda job: str(job["started_at"]), reverse=True)
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Jobs whose status or output has changed since the last call."""
+        found = {job["id"]: job for job in self.all()}
+        before, self._reported = self._reported, {name: (job["status"], job["output"]) for name, job in found.items()}
+        return [job for name, job in found.items() if before.get(name) != self._reported[name]]
+
+    def stop(self, name: str) -> dict[str, Any]:
+        """End a job with all its processes."""
+        file = self._home.job(name) / "job.json"
+        if self.read(name)["status"] == "running" and (job := _Job.read(file, _MAX_RESULT_BYTES)) is not None:
+            write_json(file, job.model_dump() | {"stopped": True})
+            send(job.process, signal.SIGTERM)
+        return self.read(name)
+
+    def report(self, name: str) -> bytes:
+        """The page that a job has written. Raises :class:`LockstepError` when there is none."""
+        if self.read(name)["status"] != "done":
+            raise ApiError("JOB_NOT_FOUND", 404, f"job {name} has no report", fix="draw it again")
+        return read_bytes(self._home.job(name) / "report.html", max_bytes=_MAX_REPORT_BYTES)
+
+    def _prune(self) -> None:
+        over = [job for job in self.all() if job["status"] != "running"][_KEPT_JOBS - 1 :]
+        for job in over:
+            with contextlib.suppress(StorageError):
+                remove_folder(self._home.job(job["id"]), self._home.jobs)
+            with self._lock:
+                self._done.pop(job["id"], None)
+
+
+def _describe(name: str, job: _Job, folder: Path, running: bool) -> dict[str, Any]:
+    lines, _ = last_lines(folder / "stderr", 40)
+    result = None if running else _result(folder / "stdout")
+    failed = not running and result is None
+    return {
+        "id": name,
+        "kind": job.kind,
+        "run": job.run,
+        "status": "running" if running else "done" if not failed else "stopped" if job.stopped else "failed",
+        "started_at": iso(job.at),
+        "ended_at": None if running else iso(max(modified_ns(folder / name) for name in ("stdout", "stderr")) / 1e9),
+        "command": command_of(job.arguments)["command"],
+        "result": result,
+        "stopping": running and job.stopped,
+        "error": error_of(lines) if failed and not job.stopped else None,
+        "output": "\n".join(lines),
+    }
+
+
+def _result(file: Path) -> Any:
+    try:
+        return json.loads(read_bytes(file, max_bytes=_MAX_RESULT_BYTES), parse_constant=lambda _: None)
+    except (RunFolderError, ValueError, RecursionError):
+        return None
+
+
+def error_of(lines: list[str]) -> dict[str, str]:
+    """The command's own error block: what, why and fix."""
+    found = {"code": "RUN_FAILED", "message": "", "why": "", "fix": ""}
+    for line in lines:
+        label, colon, text = line.partition(": ")
+        key = {"error": "message"}.get(label, label)
+        if colon and key in found and key != "code":
+            found[key] = text
+    return found | {"message": found["message"] or (lines[-1] if lines else "the command ended without a result")}

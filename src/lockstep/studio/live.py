@@ -14,52 +14,50 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from lockstep.errors import LockstepError
-from lockstep.studio.columns import FULL_ROWS, POINTS
-from lockstep.studio.feed import STREAMS, Feed
+from lockstep.studio.columns import FULL_ROWS
 from lockstep.studio.index import RunIndex
-from lockstep.studio.jobs import Jobs
-from lockstep.studio.problems import ApiError
-from lockstep.telemetry.rundir import LIVE
+from lockstep.studio.launch_records import Jobs
+from lockstep.studio.schemas import ApiError
+from lockstep.studio.tailing import Feed
 
 TICK_S = 0.1
 #: How often the list is read; half as often when it was the same this many times.
 LIST_S, QUIET_LOOKS = 1.0, 10
+#: Without news in this many polls, the files of runs are read as often as the list.
+QUIET_POLLS = 50
 MAX_SUBSCRIPTIONS = 20
 #: The studio's own page sends none.
 MAX_BAD_MESSAGES = 20
 #: Answers that wait for a tab to read; a part of a long run may have some megabytes.
 MAX_UNSENT = 8
 _log = logging.getLogger(__name__)
+Message = dict[str, Any] | bytes
 
 
 @dataclass
 class Subscription:
-    """What a tab wants of one run, and what it has received."""
+    """What a tab has received of one run."""
 
     feed: Feed
-    streams: tuple[str, ...]
-    points: int
     #: By stream: generation and rows as the tab has them, and the rows of its last history.
     cursors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    summary_version: int = 0
     epochs_version: int = 0
-    removed: bool = False
 
 
+@dataclass(eq=False)
 class Tab:
     """One WebSocket."""
 
-    def __init__(self, socket: WebSocket) -> None:
-        self.socket = socket
-        self.wake = asyncio.Event()
-        self.subscriptions: dict[str, Subscription] = {}
-        self.watches_runs = False
-        self.known_runs: dict[str, int] | None = None
-        self.known_problems: list[str] = []
-        self.outbox: list[dict[str, Any] | bytes] = []
-        self.bad_messages = 0
+    socket: WebSocket
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    subscriptions: dict[str, Subscription] = field(default_factory=dict)
+    watches_runs: bool = False
+    known_runs: dict[str, int] | None = None
+    known_problems: list[str] = field(default_factory=list)
+    outbox: list[Message] = field(default_factory=list)
+    bad_messages: int = 0
 
-    def say(self, message: dict[str, Any] | bytes) -> None:
+    def say(self, message: Message) -> None:
         """Send ``message`` with the next update."""
         self.outbox.append(message)
         self.wake.set()
@@ -125,19 +123,15 @@ class Hub:
     async def _receive(self, tab: Tab, text: str | None) -> None:
         asked: Asked | None = None
         try:
-            asked = parse(text)
+            asked = _parse(text)
             await self._answer(tab, asked)
         except LockstepError as error:
             tab.bad_messages += error.code == "INVALID_REQUEST"
-            about: dict[str, Any] = {"run": asked.run or None if asked else None}
-            if asked and isinstance(asked.request, int):
-                about["request"] = asked.request
-            tab.say({"type": "error", **error.as_dict(), **about})
+            about = asked.model_dump(include={"run", "request"}, exclude_unset=True) if asked else {}
+            tab.say({"type": "error", **error.as_dict(), "run": None, **about})
 
     async def _answer(self, tab: Tab, asked: Asked) -> None:
         match asked.type:
-            case "ping":
-                tab.say({"type": "pong"})
             case "watch":
                 tab.watches_runs, tab.known_runs = asked.runs, None
                 self._asked.set()
@@ -154,13 +148,11 @@ class Hub:
     def _subscribe(self, tab: Tab, asked: Asked) -> None:
         name = asked.run
         if name not in tab.subscriptions and len(tab.subscriptions) >= MAX_SUBSCRIPTIONS:
-            raise ApiError(
-                "INVALID_CONFIG", 422, f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out"
-            )
+            what = f"a tab follows at most {MAX_SUBSCRIPTIONS} runs"
+            raise ApiError("INVALID_CONFIG", 422, what, fix="leave some out")
         if name not in self._feeds:
-            run = self._index.run_folder(name)
-            self._feeds[name] = Feed(run, self._index, name)
-        tab.subscriptions[name] = Subscription(self._feeds[name], tuple(asked.streams[:100]), asked.points)
+            self._feeds[name] = Feed(self._index.run_folder(name), name)
+        tab.subscriptions[name] = Subscription(self._feeds[name])
         self._busy.set()
         tab.wake.set()
 
@@ -170,10 +162,9 @@ class Hub:
             raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
         with subscription.feed.lock:
             if asked.stream not in subscription.feed.tails:
-                raise ApiError(
-                    "NOT_FOUND", 404, f"no stream {asked.stream!r} in this run", fix="use one of its streams"
-                )
-            return subscription.feed.range(asked.stream, asked.low, asked.high, asked.points, asked.request)
+                what = f"no stream {asked.stream!r} in this run"
+                raise ApiError("NOT_FOUND", 404, what, fix="use one of its streams")
+            return subscription.feed.range(asked.stream, asked.low, asked.high, asked.request)
 
     def _drop_unwatched(self) -> None:
         watched = {name for tab in self._tabs for name in tab.subscriptions}
@@ -183,6 +174,7 @@ class Hub:
     # Polling files.
 
     async def _follow_runs(self) -> None:
+        quiet = 0
         while True:
             if not self._feeds:
                 self._busy.clear()
@@ -195,12 +187,13 @@ class Hub:
             if changed:
                 for tab in self._tabs:
                     tab.wake.set()
-            if changed or any(feed.behind or feed.summary.get("status") in LIVE for feed in feeds):
+            behind = any(feed.behind for feed in feeds if feed not in failed)
+            quiet = 0 if changed or behind else quiet + 1
+            if quiet < QUIET_POLLS:
                 # While a long file is being read, tabs need a moment in which the feed is not locked.
-                behind = any(feed.behind for feed in feeds if feed not in failed)
                 await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
                 continue
-            self._busy.clear()  # ended runs: until a tab asks for another, or one is resumed
+            self._busy.clear()  # runs that write nothing: until a tab asks for another, or one of them does
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._busy.wait(), LIST_S)
 
@@ -239,13 +232,8 @@ class Hub:
         """Stop following this run; a tab may subscribe again."""
         if self._feeds.get(feed.name) is feed:
             del self._feeds[feed.name]
-        error = ApiError(
-            "RUN_NOT_USABLE",
-            500,
-            f"run {feed.name} cannot be followed",
-            why="reading its files failed; see the studio's log",
-            fix="open the run again, or look for a damaged file in its folder",
-        )
+        why, fix = "reading its files failed; see the studio's log", "look for a damaged file in its folder"
+        error = ApiError("RUN_NOT_USABLE", 500, f"run {feed.name} cannot be followed", why=why, fix=fix)
         for tab in self._tabs:
             if (sent := tab.subscriptions.get(feed.name)) is not None and sent.feed is feed:
                 del tab.subscriptions[feed.name]
@@ -271,7 +259,7 @@ class Hub:
         with contextlib.suppress(RuntimeError, OSError):
             await tab.socket.close(1011)  # a tab that gets nothing more would wait; this one connects again
 
-    def _news(self, tab: Tab) -> Iterator[dict[str, Any] | bytes]:
+    def _news(self, tab: Tab) -> Iterator[Message]:
         """What to send, made while it is sent: the frames of one run at a time."""
         news, tab.outbox = tab.outbox, []
         yield from news
@@ -279,19 +267,17 @@ class Hub:
             yield from self._news_of_list(tab)
         for name, subscription in list(tab.subscriptions.items()):
             try:
-                news = _news_of_run(name, subscription, tab)
+                news = _news_of_run(name, subscription)
             except Exception:
                 _log.exception("run %s cannot be sent", name)
                 self._give_up(subscription.feed)
                 continue
             yield from news
 
-    def _news_of_list(self, tab: Tab) -> list[dict[str, Any] | bytes]:
+    def _news_of_list(self, tab: Tab) -> list[Message]:
         versions, problems = self._versions, self._problems
         known, sent = tab.known_runs, tab.known_problems
-        # The feed of a run may have sent a newer summary than this list has.
-        before = known or {}
-        tab.known_runs = {name: max(version, before.get(name, 0)) for name, (version, _) in versions.items()}
+        tab.known_runs = {name: version for name, (version, _) in versions.items()}
         tab.known_problems = problems
         if known is None:
             return [{"type": "runs", "runs": [summary for _, summary in versions.values()], "problems": problems}]
@@ -314,48 +300,37 @@ def _poll(feeds: list[Feed]) -> tuple[bool, list[Feed]]:
     return changed, failed
 
 
-def _news_of_run(name: str, sent: Subscription, tab: Tab) -> list[dict[str, Any] | bytes]:
+def _news_of_run(name: str, sent: Subscription) -> list[Message]:
     feed = sent.feed
-    news: list[dict[str, Any] | bytes] = []
-    if feed.gone:
-        if not sent.removed:
-            sent.removed = True
-            news.append({"type": "removed", "run": name})
-        return news
+    news: list[Message] = []
     if not feed.lock.acquire(blocking=False):
         return news  # it is being read; sent with the next tick
     try:
-        if feed.summary_version != sent.summary_version:
-            sent.summary_version = feed.summary_version
-            if tab.known_runs is not None:
-                tab.known_runs[feed.summary["id"]] = feed.summary_version
-            news.append({"type": "run", "run": name, "summary": feed.summary})
         if feed.epochs_version != sent.epochs_version:
             sent.epochs_version = feed.epochs_version
             news.append({"type": "epochs", "run": name, "epochs": feed.epochs})
-        for stream in feed.streams(sent.streams):
+        for stream in feed.tails:
             news += _news_of_stream(stream, sent)
     finally:
         feed.lock.release()
     return news
 
 
-def _news_of_stream(stream: str, sent: Subscription) -> list[dict[str, Any] | bytes]:
+def _news_of_stream(stream: str, sent: Subscription) -> list[Message]:
     feed = sent.feed
     columns = feed.tails[stream].columns
-    cursor = sent.cursors.get(stream)
-    if stream in feed.previews and cursor is not None:
-        return []
+    generation, rows, told = sent.cursors.get(stream, (-2, 0, 0))
+    preview = feed.previews.get(stream)
+    if preview is not None:
+        # The cursor of a preview matches no generation, so the complete history follows.
+        sent.cursors[stream] = (-1, 0, 0)
+        return [feed.frame("history", stream, preview, 0, preview=True)] if generation == -2 else []
     # After many new rows a downsampled history is sent again: a page that is open for days stays fast.
-    if cursor is None or cursor[0] != columns.generation or columns.rows - cursor[2] > FULL_ROWS:
-        frame, (generation, rows) = feed.history(stream, sent.points)
-        sent.cursors[stream] = (generation, rows, rows)
-        return [frame]
-    if cursor[1] == columns.rows:
-        return []
-    frame = feed.delta(stream, cursor[1])
-    sent.cursors[stream] = (columns.generation, columns.rows, cursor[2])
-    return [frame]
+    if generation != columns.generation or columns.rows - told > FULL_ROWS:
+        sent.cursors[stream] = (columns.generation, columns.rows, columns.rows)
+        return [feed.frame("history", stream, columns, 0)]
+    sent.cursors[stream] = (generation, columns.rows, told)
+    return [feed.frame("delta", stream, columns, rows)] if rows < columns.rows else []
 
 
 class Asked(BaseModel):
@@ -363,18 +338,16 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    type: Literal["ping", "watch", "subscribe", "unsubscribe", "range"]
+    type: Literal["watch", "subscribe", "unsubscribe", "range"]
     run: str = Field("", max_length=300)
     runs: bool = False
-    streams: list[str] = list(STREAMS)
     stream: str = Field("steps", max_length=300)
-    points: int = Field(POINTS, ge=2, le=FULL_ROWS)
     low: float | None = Field(None, alias="from", ge=-1e300, le=1e300)
     high: float | None = Field(None, alias="to", ge=-1e300, le=1e300)
-    request: Any = None
+    request: int | None = None
 
 
-def parse(text: str | None) -> Asked:
+def _parse(text: str | None) -> Asked:
     """A tab's message. Raises :class:`ApiError`."""
     try:
         return Asked.model_validate_json(text or "")

@@ -46,12 +46,8 @@ class Helper:
             if request["op"] == "tasks":
                 return {"data": [describe_task(name) for name in request["names"]]}
             return {"data": self.plan(request["task"], request["config"], request["devices"])}
-        except LockstepError as error:
-            return {"error": {**error.as_dict(), "kind": type(error).__name__}}
         except Exception as error:  # whatever a user's task raises
-            why = f"{type(error).__name__}: {error}"
-            failed = {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": why, "fix": "correct the task"}
-            return {"error": failed}
+            return {"error": _told(error)}
 
     def plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
         """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
@@ -85,10 +81,14 @@ def describe_task(name: str) -> dict[str, Any]:
             "defaults": plain(dict(kind.defaults)),
         }
     except Exception as error:  # one task that cannot be imported must not hide the others
-        failed = (
-            error.as_dict() if isinstance(error, LockstepError) else {"code": "TASK_NOT_USABLE", "message": str(error)}
-        )
-        return {"name": name, "title": name, "error": failed, "schema": {}, "defaults": {}}
+        return {"name": name, "title": name, "error": _told(error), "schema": {}, "defaults": {}}
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    if isinstance(error, LockstepError):
+        return error.as_dict()
+    why = f"{type(error).__name__}: {error}"
+    return {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": why, "fix": "correct the task"}
 
 
 def main() -> None:

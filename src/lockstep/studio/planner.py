@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.hardware.device import Device
-from lockstep.studio.problems import ApiError
+from lockstep.studio.schemas import ApiError
 
 
 class Planner:
@@ -56,13 +56,9 @@ class Planner:
                 answer = self._exchange(json.dumps(request).encode())
             except (OSError, EOFError, ValueError) as error:
                 self._end()
-                raise ApiError(
-                    "PLANNER_FAILED",
-                    503,
-                    "the data of this task could not be read",
-                    why=str(error) or "the helper process ended",
-                    fix="run `lockstep plan` with the same settings in a terminal to see the reason",
-                ) from None
+                what, why = "the data of this task could not be read", str(error) or "the helper process ended"
+                fix = "run `lockstep plan` with the same settings in a terminal to see the reason"
+                raise ApiError("PLANNER_FAILED", 503, what, why=why, fix=fix) from None
         if "error" in answer:
             given = answer["error"]
             raise ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))

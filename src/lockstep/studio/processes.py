@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from lockstep.config.load import to_yaml
 from lockstep.errors import StorageError
-from lockstep.telemetry.files import open_regular, write_json, write_text
+from lockstep.telemetry.files import FileContent, open_regular, write_json, write_text
 from lockstep.telemetry.heartbeat import CREATED_TOLERANCE_S, age_difference_s
 
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -38,10 +37,8 @@ class Identity:
     group: bool = False
 
 
-class Started(BaseModel):
+class Started(FileContent):
     """A command that the studio started, as its record keeps it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     arguments: list[str]
     pid: int
@@ -147,10 +144,8 @@ def send(identity: Identity, signum: signal.Signals) -> bool:
     if not is_alive(identity):
         return False
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if identity.group and os.getpgid(identity.pid) == identity.pid:
-            os.killpg(identity.pid, signum)
-        else:
-            os.kill(identity.pid, signum)
+        leads = identity.group and os.getpgid(identity.pid) == identity.pid
+        (os.killpg if leads else os.kill)(identity.pid, signum)
         return True
     return False
 

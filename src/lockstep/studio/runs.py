@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,33 +17,39 @@ from fastapi import Query
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio import details, settings
 from lockstep.studio.forms import Forms
-from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.home import Home, modified_ns, remove_folder
 from lockstep.studio.index import RunIndex
-from lockstep.studio.jobs import Jobs
-from lockstep.studio.launch_records import Labels, Starts
-from lockstep.studio.problems import ApiError, in_progress, run_not_found
+from lockstep.studio.launch_records import Jobs, Labels, Starts
 from lockstep.studio.processes import Identity, is_alive, last_lines, send
-from lockstep.studio.schemas import EvaluateBody, ExportBody, LabelBody, ResumeBody, RunName, StartBody
+from lockstep.studio.schemas import (
+    ApiError,
+    EvaluateBody,
+    ExportBody,
+    LabelBody,
+    ResumeBody,
+    RunName,
+    StartBody,
+    in_progress,
+    run_not_found,
+)
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.rundir import LIVE, new_run_id
 
 
+@dataclass(eq=False)
 class Runs:
     """Requests about runs; each is named by its id or its folder."""
 
-    def __init__(
-        self, home: Home, index: RunIndex, starts: Starts, jobs: Jobs, forms: Forms, kill_after_s: float
-    ) -> None:
-        self._home = home
-        self._index = index
-        self._starts = starts
-        self._jobs = jobs
-        self._forms = forms
-        self._kill_after_s = kill_after_s
-        self._watches: set[asyncio.Task[None]] = set()
-        self._settings: dict[str, tuple[int, dict[str, Any]]] = {}
-        #: Held from checking a run until it is started or deleted.
-        self._changing = threading.Lock()
+    _home: Home
+    _index: RunIndex
+    _starts: Starts
+    _jobs: Jobs
+    _forms: Forms
+    _kill_after_s: float
+    _watches: set[asyncio.Task[None]] = field(default_factory=set)
+    _settings: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    #: Held from checking a run until it is started or deleted.
+    _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, body: StartBody) -> dict[str, Any]:
         """Start the command of a new run; returns at once. Raises :class:`LockstepError`."""
@@ -82,16 +90,19 @@ class Runs:
 
     def delete(self, name: RunName) -> dict[str, Any]:
         location = self._index.locate(name)
-        folder = self._home.run(location)
+        with self._ended(name):
+            remove_folder(self._home.run(location), self._home.runs_dir)
+            self._starts.forget(location)
+        return {"deleted": name}
+
+    @contextlib.contextmanager
+    def _ended(self, name: str) -> Iterator[None]:
+        """While the context is open, a run that has ended, with its command, is neither started nor deleted."""
         self._refuse_live(name)
-        self._starts.wait_for_end(location)
+        self._starts.wait_for_end(self._index.locate(name))
         with self._changing:
             self._refuse_live(name)
-            if os.path.lexists(folder):
-                remove_folder(folder, self._home.runs_dir)
-            if self._home.start(location).exists():
-                self._starts.forget(location)
-        return {"deleted": name}
+            yield
 
     def _refuse_live(self, name: str) -> None:
         """Raises :class:`ApiError` when there is no such run, or it is running."""
@@ -111,31 +122,21 @@ class Runs:
         run = self._index.run(name)
         if body.devices is not None:
             self._forms.check_devices(body.devices)
-        training = {"epochs": body.epochs, "max_steps": body.max_steps}
-        changes = {key: value for key, value in training.items() if value is not None}
-        return settings.resume_arguments(
-            run.path,
-            devices=body.devices,
-            rescale_batch=body.rescale_batch,
-            changes={"training": changes} if changes else {},
-        )
+        changes: dict[str, Any] = {} if body.devices is None else {"hardware": {"selected_devices": body.devices}}
+        changes["training"] = body.model_dump(include={"epochs", "max_steps"}, exclude_none=True)
+        words = settings.as_flags(changes, {"--devices": "hardware.selected_devices"})
+        return ["resume", str(run.path), *["--rescale-batch"] * body.rescale_batch, *words]
 
     def resume_preview(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
-        words = self._resume_words(name, body)
-        return {"command": settings.command_text(words), "argv": ["lockstep", *words]}
+        return settings.command_of(self._resume_words(name, body))
 
     def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
         """Start the command that resumes a run. Raises :class:`LockstepError`."""
         words = self._resume_words(name, body)
-        if self._index.summary(name)["status"] in LIVE:
-            raise in_progress(name)
-        location = self._index.locate(name)
-        self._starts.wait_for_end(location)
-        with self._changing:
+        with self._ended(name):
             summary = self._index.summary(name)
-            if summary["status"] in LIVE:
-                raise in_progress(name)
-            devices, attempt = body.devices or summary["devices"], max(1, summary["attempt"])
+            location, devices = self._index.locate(name), body.devices or summary["devices"]
+            attempt = max(1, summary["attempt"])
             self._starts.begin(location, words, task=summary["task"], attempt_before=attempt, devices=devices)
         return self._index.summary(name)
 
@@ -146,13 +147,9 @@ class Runs:
             raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
         target = await asyncio.to_thread(self._starts.target, self._index.run_folder(name))
         if target is None or not await asyncio.to_thread(send, target, signal.SIGTERM):
-            raise ApiError(
-                "RUN_NOT_USABLE",
-                409,
-                f"run {name} runs on {summary['host'] or 'another machine'}",
-                why="a signal reaches only processes of this machine and user",
-                fix=f"run `lockstep stop {name}` there",
-            )
+            what = f"run {name} runs on {summary['host'] or 'another machine'}"
+            why = "a signal reaches only processes of this machine and user"
+            raise ApiError("RUN_NOT_USABLE", 409, what, why=why, fix=f"run `lockstep stop {name}` there")
         self._index.stopping(name)
         attempt = summary["attempt"] if summary["status"] == "running" else None
         watch = asyncio.create_task(self._kill_later(name, target, attempt))
@@ -177,9 +174,8 @@ class Runs:
         return self._begin_job("evaluate", name, *words, *(["--devices", body.device] if body.device else []))
 
     def export(self, name: RunName, body: ExportBody) -> dict[str, Any]:
-        return self._begin_job(
-            "export", name, "--checkpoint", body.checkpoint, *([] if body.program else ["--no-program"])
-        )
+        words = ["--checkpoint", body.checkpoint, *([] if body.program else ["--no-program"])]
+        return self._begin_job("export", name, *words)
 
     def report(self, name: RunName) -> dict[str, Any]:
         return self._begin_job("report", name)
@@ -193,13 +189,10 @@ class Runs:
 
     def duplicate(self, name: RunName) -> dict[str, Any]:
         config = self._index.run(name).config()
-        if config.task.name not in self._forms.task_names:
-            what, fix = (
-                f"this run's task, {config.task.name}, is not in the list",
-                f"start the studio with --task {config.task.name}",
-            )
-            raise ApiError("TASK_NOT_USABLE", 422, what, fix=fix)
-        form, left_out = details.form_of(config, self._forms.defaults_of(config.task.name))
+        if config.task.name not in self._forms.offered.names:
+            what = f"this run's task, {config.task.name}, is not in the list"
+            raise ApiError("TASK_NOT_USABLE", 422, what, fix=f"start the studio with --task {config.task.name}")
+        form, left_out = details.form_of(config, self._forms.described(config.task.name)["defaults"])
         if form.get("init_from") is not None:
             try:
                 form["init_from"] = settings.run_in(form["init_from"], self._home)
@@ -255,12 +248,11 @@ class Runs:
         """By run, the settings that are not the ``same`` in all runs."""
         found = {}
         for summary in self._index.summaries():
-            file = self._home.run(summary["location"]) / "config.yaml"
-            with contextlib.suppress(OSError, RunFolderError):
-                stamp = file.stat().st_mtime_ns
-                if self._settings.get(summary["id"], (0,))[0] != stamp:
-                    self._settings[summary["id"]] = (stamp, details.settings_of(file))
-                found[summary["id"]] = self._settings[summary["id"]][1]
+            file, name = self._home.run(summary["location"]) / "config.yaml", summary["id"]
+            with contextlib.suppress(RunFolderError):
+                if self._settings.get(name, (0, {}))[0] != (stamp := modified_ns(file)):
+                    self._settings[name] = (stamp, details.settings_of(file))
+                found[name] = self._settings[name][1]
         keys = {key for one in found.values() for key in one}
         first: dict[str, Any] = next(iter(found.values()), {})
         differ = {key for key in keys if any(one.get(key) != first.get(key) for one in found.values())}

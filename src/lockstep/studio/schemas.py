@@ -1,4 +1,4 @@
-"""Bodies of the API's requests."""
+"""Bodies of the API's requests, and its errors: one shape, and the HTTP status of each kind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from lockstep.errors import LockstepError, RunFolderError, StorageError, UsageError
 
 _MAX_DEPTH = 20
 
@@ -117,3 +119,42 @@ class ScalingBody(_Body):
     task: str = Field(max_length=1000)
     devices: Devices = Field(min_length=1)
     config: dict[str, Any] = Field(default_factory=dict)
+
+
+class ApiError(UsageError):
+    """An error of the API, with its own code and HTTP status."""
+
+    def __init__(self, code: str, status: int, what: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.code = code
+        self.status = status
+
+
+def status_of(error: LockstepError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, ApiError):
+        return error.status
+    if isinstance(error, RunFolderError):
+        return 409
+    if isinstance(error, StorageError):
+        return 507
+    return 422 if error.exit_code == UsageError.exit_code else 500
+
+
+def body_of(error: LockstepError) -> dict[str, Any]:
+    """The error in the API's one shape."""
+    return {"status": "error", **error.as_dict()}
+
+
+def run_not_found(name: str) -> ApiError:
+    fix = "reload the list; the folder may have been removed"
+    return ApiError("RUN_NOT_FOUND", 404, f"there is no run {name[:100]!r}", fix=fix)
+
+
+def in_progress(name: str, what: str = "it is still running") -> ApiError:
+    return ApiError("TRAINING_IN_PROGRESS", 409, f"run {name}: {what}", fix="stop it first, or wait until it has ended")
+
+
+def not_allowed(key: str, why: str) -> ApiError:
+    fix = "leave it out, or start this run from a terminal"
+    return ApiError("SETTING_NOT_ALLOWED", 422, f"{key} cannot be set from the page", why=why, fix=fix)

@@ -1,19 +1,36 @@
-"""Running the studio: a socket on this machine, its address, and its end."""
+"""The web application (guard, page, the routes of ``/api``, their documentation and errors), and its server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
+import json
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import create_model
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.staticfiles import StaticFiles
 
-from lockstep.errors import UsageError
-from lockstep.studio.app import make_app
+from lockstep.errors import LockstepError, UsageError
+from lockstep.report.page import render
+from lockstep.studio import bundle
+from lockstep.studio.access import REPORT_CSP, Guard, Sessions
+from lockstep.studio.details import content_of
+from lockstep.studio.live import Hub
+from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
 from lockstep.studio.studio import Options, Studio
+from lockstep.telemetry.files import plain
+from lockstep.telemetry.records import versions
 
 HOST = "127.0.0.1"
 #: The port unless --port is given or the port is taken.
@@ -49,7 +66,7 @@ class Server:
         except BaseException:
             self._socket.close()
             raise
-        app = make_app(self.studio, self.port)
+        app = _make_app(self.studio, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -132,8 +149,207 @@ def _listen(port: int | None) -> socket.socket:
     for candidate in (DEFAULT_PORT, 0) if port is None else (port,):
         with contextlib.suppress(OSError, OverflowError):
             return socket.create_server((HOST, candidate))
-    raise UsageError(
-        f"port {port} is taken",
-        why="another program answers there, maybe another studio",
-        fix="choose another --port, or leave it out",
+    why, fix = "another program answers there, maybe another studio", "choose another --port, or leave it out"
+    raise UsageError(f"port {port} is taken", why=why, fix=fix)
+
+
+def _make_app(studio: Studio, port: int) -> Any:
+    """The ASGI application of one studio."""
+    hub = Hub(studio.index, studio.jobs, studio.hello)
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        # A list of many runs takes a while: read it before the first request.
+        reading = asyncio.create_task(asyncio.to_thread(studio.index.summaries))
+        warming = asyncio.create_task(asyncio.to_thread(studio.forms.warm)) if studio.options.warm else reading
+        async with hub.running():
+            yield
+        studio.planner.close()
+        studio.forms.close()
+        await asyncio.gather(reading, warming)
+
+    without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="Lockstep studio", version=versions()["lockstep"], lifespan=life, **without)
+    app.include_router(_routes(studio, hub))
+    _pages(app, studio)
+    _problems(app)
+    options = studio.options
+    sessions = Sessions(studio.home, port)
+    cookie = f"lockstep_studio_{port}"
+    return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
+
+
+def _pages(app: FastAPI, studio: Studio) -> None:
+    page = {"app/page.js": bundle.script(), "styles/page.css": bundle.styles()}
+    text = (bundle.STATIC / "index.html").read_text(encoding="utf-8")
+    for name, content in page.items():
+        text = text.replace(f"static/{name}", f"static/{name}?{hashlib.sha256(content).hexdigest()[:12]}")
+
+    @app.get("/", include_in_schema=False)
+    def index() -> Response:
+        # What the page would ask for first is in it, as text that no browser takes for markup.
+        first = json.dumps(plain(studio.first_answer())).replace("&", "&amp;").replace("<", "&lt;")
+        return HTMLResponse(text.replace('<template id="first">', f'<template id="first">{first}'))
+
+    def bundled(request: Request) -> Response:
+        name = request.url.path.removeprefix("/static/")
+        kind = "text/javascript" if name.endswith(".js") else "text/css"
+        return Response(page[name], media_type=kind, headers={"cache-control": "private, max-age=31536000, immutable"})
+
+    for name in page:
+        app.add_api_route(f"/static/{name}", bundled, include_in_schema=False)
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:
+        return HTMLResponse(render(__package__, "api.html", rows=_described(app.openapi())))
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    def icon() -> Response:
+        # Requested by pages without an icon: reports, /docs, the welcome page.
+        return FileResponse(bundle.STATIC / "icon.svg", media_type="image/svg+xml")
+
+    app.mount("/static", StaticFiles(directory=bundle.STATIC, check_dir=False))
+
+
+def _described(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The routes of the OpenAPI document: address, what it does, fields of the body, parameters."""
+    rows: list[tuple[str, ...]] = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            name = body.get("$ref", "").rpartition("/")[2]
+            fields = document["components"]["schemas"].get(name, {}).get("properties", {})
+            query = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"]
+            rows.append((f"{method.upper()} {path}", operation.get("summary", ""), ", ".join(fields), ", ".join(query)))
+    return rows
+
+
+def _problems(app: FastAPI) -> None:
+    def answer(error: LockstepError) -> Response:
+        return JSONResponse(body_of(error), status_of(error))
+
+    @app.exception_handler(LockstepError)
+    async def refused(request: Request, error: LockstepError) -> Response:
+        # A report opens in a separate tab: the error is a page there.
+        if request.headers.get("sec-fetch-dest") == "document":
+            lines = filter(None, (error.what, error.why, f"Fix: {error.fix}" if error.fix else ""))
+            return HTMLResponse(render(__package__, "message.html", lines=list(lines), url=""), status_of(error))
+        return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        problems = error.errors()
+        if any(problem["type"] == "json_invalid" for problem in problems):
+            return answer(ApiError("INVALID_JSON", 400, "the body is not JSON", fix="send a JSON object"))
+        why = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in problems[:5])
+        return answer(ApiError("INVALID_REQUEST", 422, "the request is malformed", why=why, fix="see /docs"))
+
+    @app.exception_handler(HTTPException)
+    async def by_status(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            what = f"there is no {request.url.path[:200]}"
+            return answer(ApiError("NOT_FOUND", 404, what, fix="/docs lists the addresses"))
+        code = {405: "METHOD_NOT_ALLOWED", 400: "INVALID_JSON"}.get(error.status_code, "INVALID_REQUEST")
+        return answer(ApiError(code, error.status_code, str(error.detail), fix="see /docs"))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return answer(LockstepError("internal error of the studio", why=type(error).__name__, fix="see its terminal"))
+
+
+def _ok(data: Any, status: int = 200) -> Response:
+    """``data`` in the envelope."""
+    content = json.dumps({"status": "ok", "data": plain(data)}, separators=(",", ":"), ensure_ascii=False)
+    return Response(content.encode("utf-8", "replace"), status, media_type="application/json")
+
+
+def _routes(studio: Studio, hub: Hub) -> APIRouter:
+    """All routes, bound to one studio."""
+    ok: Any = {"status": (Literal["ok"], "ok"), "data": (Any, ...)}
+    error: Any = {"status": (Literal["error"], "error"), **dict.fromkeys(("code", "message", "why", "fix"), (str, ...))}
+    models = [{"model": create_model(name, **fields)} for name, fields in (("Envelope", ok), ("Problem", error))]
+    router = APIRouter(
+        prefix="/api",
+        responses={200: models[0], "4XX": models[1], "5XX": models[1]},
+        default_response_class=Response,
     )
+    _data_routes(router, studio)
+    _other_routes(router, studio)
+    router.add_api_websocket_route("/live", hub.serve)
+    return router
+
+
+def _data_routes(router: APIRouter, studio: Studio) -> None:
+    """Those that answer with what a method returns; its parameters are those of the route."""
+    forms, runs, saved, jobs = studio.forms, studio.runs, studio.saved, studio.jobs
+    routes: list[tuple[str, str, Callable[..., Any], str]] = [
+        ("GET", "/studio", studio.about, "Version, folder and start of this studio"),
+        ("GET", "/page", studio.first_answer, "What the page needs first: studio, devices, schema and names of tasks"),
+        ("GET", "/devices", forms.list_devices, "The devices of this machine"),
+        ("GET", "/tasks", forms.tasks, "The tasks that can be started, with their settings"),
+        ("GET", "/schema", lambda: forms.schema, "JSON schema and defaults of all settings"),
+        ("POST", "/plan", forms.plan, "The plan, with every label of the hardware section"),
+        ("POST", "/preview", forms.preview, "The same settings as a command and as YAML"),
+        ("GET", "/configs", saved.list, "Saved configurations"),
+        ("POST", "/configs/parse", saved.parse, "A configuration file's text as settings"),
+        ("GET", "/configs/{name}", saved.load, "One saved configuration"),
+        ("PUT", "/configs/{name}", saved.save, "Save a configuration"),
+        ("DELETE", "/configs/{name}", saved.delete, "Delete a saved configuration"),
+        ("GET", "/settings", runs.settings, "By run, the settings that differ between runs"),
+        ("GET", "/runs", studio.index.listed, "All runs, newest first"),
+        ("START", "/runs", runs.start, "Start a run"),
+        ("GET", "/runs/{name}", runs.detail, "One run in full"),
+        ("PATCH", "/runs/{name}", runs.label, "Rename a run, or change its tags"),
+        ("DELETE", "/runs/{name}", runs.delete, "Delete a run that has ended"),
+        ("START", "/runs/{name}/resume", runs.resume, "Resume a run, on the same or different devices"),
+        ("POST", "/runs/{name}/resume/preview", runs.resume_preview, "The command that would resume a run"),
+        ("POST", "/runs/{name}/duplicate", runs.duplicate, "The settings of a run, to start another one"),
+        ("GET", "/runs/{name}/metrics", runs.metrics, "Rows of metrics.json, one an epoch, and of evaluations.jsonl"),
+        ("GET", "/compare", runs.compare, "Compare runs: results, settings and plans"),
+        ("GET", "/runs/{name}/log", runs.log, "The end of one of the run's logs"),
+        ("GET", "/runs/{name}/files", runs.files, "The files of the run's folder"),
+        ("START", "/runs/{name}/evaluate", runs.evaluate, "Compute the metrics of a checkpoint"),
+        ("START", "/runs/{name}/export", runs.export, "Write weights and program"),
+        ("START", "/runs/{name}/report", runs.report, "Draw the run's report"),
+        ("START", "/doctor", studio.doctor, "Check this machine"),
+        ("GET", "/scaling", studio.scaling, "Benchmarks over numbers of devices"),
+        ("START", "/scaling", studio.measure_scaling, "Start a scaling benchmark"),
+        ("GET", "/jobs", lambda: {"jobs": jobs.all()}, "Jobs started here, newest first"),
+        ("GET", "/jobs/{name}", jobs.read, "One job"),
+        ("POST", "/jobs/{name}/stop", jobs.stop, "Stop a job"),
+    ]
+    for method, path, function, summary in routes:
+        starts = method == "START"
+        status = 202 if starts else 200
+        about: dict[str, Any] = {"methods": ["POST" if starts else method], "status_code": status, "summary": summary}
+        router.add_api_route(path, _answering(function, status), response_model=None, **about)
+
+
+def _answering(function: Callable[..., Any], status: int) -> Callable[..., Response]:
+    @functools.wraps(function)
+    def answer(*given: Any, **named: Any) -> Response:
+        return _ok(function(*given, **named), status)
+
+    return answer
+
+
+def _other_routes(router: APIRouter, studio: Studio) -> None:
+    @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
+    async def stop(name: RunName) -> Response:
+        return _ok(await studio.runs.stop(name), 202)
+
+    @router.get("/runs/{name}/file", summary="One file of the run's folder, to download")
+    def file(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
+        found = studio.runs.file(name, path)
+        kind = {".png": "image/png", ".wav": "audio/wav"}.get(found.suffix, "application/octet-stream")
+        how = "attachment" if kind == "application/octet-stream" else "inline"
+        headers = {
+            "content-security-policy": REPORT_CSP,
+            "content-disposition": f"{how}; filename*=UTF-8''{quote(found.name)}",
+        }
+        return StreamingResponse(content_of(found), media_type=kind, headers=headers)
+
+    @router.get("/jobs/{name}/report", summary="The report that a job has drawn: one HTML page without scripts")
+    def report(name: str) -> Response:
+        page = studio.jobs.report(name)
+        return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})

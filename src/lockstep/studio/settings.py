@@ -1,20 +1,25 @@
-"""Which tasks the page may start, what it may set, and the same settings as a command and as YAML."""
+"""Which tasks the page may start, what it may set, the same settings as a command and as YAML; saved configurations."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import merge, parse_set, to_yaml
-from lockstep.errors import ConfigError, TaskError
-from lockstep.studio.home import Home, is_run_name
-from lockstep.studio.problems import ApiError, not_allowed
+from lockstep.config.load import merge, nested, parse_set, parse_yaml, to_yaml
+from lockstep.errors import ConfigError, RunFolderError, TaskError
+from lockstep.studio.home import Home, is_run_name, iso
+from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
 from lockstep.tasks import BUILT_IN
+from lockstep.telemetry.files import read_json, write_json
 from lockstep.telemetry.lookup import read_runs
 
 #: Settings that name files to write, addresses, or code to import.
@@ -64,9 +69,8 @@ def offered_tasks(given: Sequence[str]) -> OfferedTasks:
         name, plus, data = text.partition("+")
         own.append(task := _class_path(name))
         if plus and data_modules.setdefault(task, found := _class_path(data)) != found:
-            raise TaskError(
-                f"{name} is given with two data modules", fix="give each module once, or derive a class for the other"
-            )
+            fix = "give each module once, or derive a class for the other"
+            raise TaskError(f"{name} is given with two data modules", fix=fix)
     return OfferedTasks((*BUILT_IN, *dict.fromkeys(own)), data_modules)
 
 
@@ -99,6 +103,9 @@ class Wanted:
         """:meth:`for_command` as a configuration file has it, the task's name included."""
         return merge(self.for_command(), {"task": {**(self.settings.get("task") or {}), "name": self.task}})
 
+    def yaml(self) -> str:
+        return to_yaml(self.mapping())
+
 
 def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
     """The checked request, with the data module that was given with its task, if any.
@@ -111,14 +118,14 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
         why, fix = f"the studio knows {', '.join(tasks.names)}", "start the studio with --task FILE.py:Class to add one"
         raise ApiError("TASK_NOT_USABLE", 422, f"there is no task {task[:100]!r} here", why=why, fix=fix)
     data_module = tasks.data_modules.get(task)
+    kept: dict[str, Any] = {}
     for key, value in flatten(config):
-        if key == "task.datamodule" and value == data_module:
-            continue  # a configuration that was saved here
-        parents = {key.rsplit(".", depth)[0] for depth in range(key.count(".") + 1)}
-        for refused in parents & REFUSED.keys():
-            if value is not None:
-                raise not_allowed(refused, REFUSED[refused])
-    settings = without_refused(config)
+        refused = next((name for name in REFUSED if f"{key}.".startswith(f"{name}.")), None)
+        if refused is None:
+            kept[key] = value
+        elif value is not None and (key, value) != ("task.datamodule", data_module):  # as a saved configuration has it
+            raise not_allowed(refused, REFUSED[refused])
+    settings = nested(kept)
     if data_module is not None:
         settings = merge(settings, {"task": {"datamodule": data_module}})
     if settings.get("init_from") is not None:
@@ -143,11 +150,8 @@ def _as_read(given: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
 def check_ranks(devices: Sequence[str]) -> None:
     """Raises :class:`ConfigError` for more processes on the CPU than the page starts."""
     if (ranks := sum(device == "cpu" for device in devices)) > MOST_CPU_RANKS:
-        raise ConfigError(
-            f"{ranks} ranks on the CPU are too many",
-            why=f"the page starts at most {MOST_CPU_RANKS}",
-            fix="select fewer, or start this run from a terminal",
-        )
+        why, fix = f"the page starts at most {MOST_CPU_RANKS}", "select fewer, or start this run from a terminal"
+        raise ConfigError(f"{ranks} ranks on the CPU are too many", why=why, fix=fix)
 
 
 def for_page(value: Any) -> Any:
@@ -157,19 +161,6 @@ def for_page(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [for_page(item) for item in value]
     return str(value) if isinstance(value, int) and abs(value) > _LARGEST_EXACT else value
-
-
-def without_refused(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the keys that are not the page's, and without sections that are empty then."""
-    kept: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key in RunConfig.model_fields:
-            inner = {name: item for name, item in value.items() if f"{key}.{name}" not in REFUSED}
-            if inner:
-                kept[key] = inner
-        elif key not in REFUSED:
-            kept[key] = value
-    return kept
 
 
 def run_in(ref: object, home: Home) -> str:
@@ -208,38 +199,14 @@ def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"`{key}` must be a section", why=f"it is {value!r:.100}", fix=f"write `{key}: {{…}}`")
 
 
-def train_arguments(wanted: Wanted, flags: Mapping[str, str]) -> list[str]:
-    """What follows ``lockstep`` to train this, as a person would type it.
-
-    Args:
-        flags: the flags of ``lockstep train`` and the setting of each.
-    """
-    return ["train", wanted.task, *_as_flags(wanted.for_command(), flags)]
+def command_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """The command as words, and for people: what can be pasted into a shell."""
+    words = ["lockstep", *arguments]
+    return {"argv": words, "command": shlex.join(words)}
 
 
-def resume_arguments(
-    folder: Path, *, devices: list[str] | None, rescale_batch: bool, changes: Mapping[str, Any]
-) -> list[str]:
-    """What follows ``lockstep`` to resume a run."""
-    words = ["resume", str(folder)]
-    if devices is not None:
-        words += _flag("--devices", ",".join(devices))
-    if rescale_batch:
-        words.append("--rescale-batch")
-    return [*words, *_as_flags(changes, {})]
-
-
-def command_text(arguments: list[str]) -> str:
-    """The command for people: what can be pasted into a shell."""
-    return shlex.join(["lockstep", *arguments])
-
-
-def as_yaml(wanted: Wanted) -> str:
-    """What differs from the defaults, as a configuration file."""
-    return to_yaml(wanted.mapping())
-
-
-def _as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
+def as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
+    """The words of a command with these settings, as a person would type it. ``flags``: those that it has, by flag."""
     by_key = {key: flag for flag, key in flags.items()}
     words: list[str] = []
     for key, value in flatten(settings):
@@ -248,10 +215,8 @@ def _as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str
             words += ["--set", f"{key}={_yaml_word(value)}"]
         elif value is True:
             words.append(flag)
-        elif isinstance(value, list | tuple):
-            words += _flag(flag, ",".join(map(str, value)))
         else:
-            words += _flag(flag, str(value))
+            words += _flag(flag, ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
     return words
 
 
@@ -268,3 +233,70 @@ def _yaml_word(value: Any) -> str:
         except ConfigError:
             pass
     return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class SavedConfigs:
+    """One JSON file each: the task's name and sparse settings, as the form has them."""
+
+    _home: Home
+    _tasks: OfferedTasks
+
+    def list(self) -> dict[str, Any]:
+        """Names, tasks and times; files without a configuration are skipped."""
+        found = []
+        for file in sorted(self._home.configs.glob("*.json")):
+            with contextlib.suppress(RunFolderError, KeyError, TypeError):
+                kept = read_json(file)
+                found.append({"name": file.stem, "task": kept["task"], "saved_at": kept["saved_at"]})
+        return {"configs": found}
+
+    def save(self, name: str, body: PlanBody) -> dict[str, Any]:
+        """Keep a configuration; one of this name is replaced. Raises :class:`LockstepError`."""
+        wanted = check(body.task, body.config, self._tasks, self._home)
+        saved_at = iso(time.time())
+        write_json(self._home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": saved_at})
+        return self.load(name)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """One configuration, also as YAML. Raises :class:`ApiError` when there is none of this name."""
+        try:
+            kept = read_json(self._home.config(name))
+            wanted = Wanted(kept["task"], kept["config"], self._home.runs_dir)
+        except (RunFolderError, KeyError, TypeError):
+            raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
+        config = for_page(wanted.settings)
+        return {"name": name, "task": wanted.task, "config": config, "yaml": wanted.yaml()}
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Forget a configuration. Raises :class:`ApiError` when there is none of this name."""
+        self.load(name)
+        self._home.config(name).unlink(missing_ok=True)
+        return {"deleted": name}
+
+    def parse(self, body: YamlBody) -> dict[str, Any]:
+        """A configuration file's text as the form has it. Raises :class:`LockstepError`."""
+        try:
+            content = parse_yaml(body.yaml)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ConfigError("this is not valid YAML", why=_place_of(error), fix="correct that line") from None
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise ConfigError("this has no settings", why="its top level must be a mapping", fix="write `section:`")
+        if "defaults" in content:
+            what = "`defaults` names files, which the page cannot read"
+            raise ConfigError(what, fix="paste the content of these files")
+        task = content.get("task") or {}
+        if not isinstance(task, dict):
+            raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
+        name = str(task.get("name", self._tasks.names[0]))
+        form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
+        form = {key: value for key, value in form.items() if value is not None and key not in REFUSED}
+        wanted = check(name, form, self._tasks, self._home)
+        return {"task": wanted.task, "config": for_page(wanted.settings)}
+
+
+def _place_of(error: Exception) -> str:
+    """The parser's message, with the line."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"line {mark.line + 1}: {problem}"[:500] if mark is not None else problem[:500]

@@ -13,16 +13,14 @@ from typing import Any
 
 from lockstep.config.load import merge
 from lockstep.report.source import is_bench, read_bench
-from lockstep.studio.config_store import SavedConfigs
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
-from lockstep.studio.jobs import Jobs
-from lockstep.studio.launch_records import Starts
+from lockstep.studio.launch_records import Jobs, Starts
 from lockstep.studio.planner import Planner
 from lockstep.studio.runs import Runs
 from lockstep.studio.schemas import DoctorBody, PlanBody, ScalingBody
-from lockstep.studio.settings import OfferedTasks
+from lockstep.studio.settings import OfferedTasks, SavedConfigs
 from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.records import utc_now, versions
 
@@ -86,11 +84,8 @@ class Studio:
 
     def first_answer(self) -> dict[str, Any]:
         """What the page needs first."""
-        devices, names = self.forms.list_devices(), list(self.forms.task_names)
-        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema(), "tasks": names}
-
-    def newest_doctor(self) -> dict[str, Any] | None:
-        return next((job for job in self.jobs.all() if job["kind"] == "doctor"), None)
+        devices, names = self.forms.list_devices(), list(self.options.tasks.names)
+        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 
     def doctor(self, body: DoctorBody) -> dict[str, Any]:
         """Start a check of this machine. Raises :class:`LockstepError`."""

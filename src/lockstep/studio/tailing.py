@@ -1,4 +1,4 @@
-"""Follow a JSON lines file: what was appended since the last poll, as columns."""
+"""Follow the files of a run: what was appended since the last poll, as columns and as frames for the page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import itertools
 import json
 import os
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,11 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
-from lockstep.studio.columns import Column, Columns, columns_of
+from lockstep.studio.columns import Column, Columns, columns_of, pack
+from lockstep.studio.home import modified_ns
 from lockstep.telemetry.files import open_regular
+from lockstep.telemetry.lookup import or_else
+from lockstep.telemetry.rundir import RunDir
 
 #: Read at once: small enough not to block other threads for long.
 CHUNK_BYTES = 1 << 20
@@ -22,6 +27,10 @@ CHUNK_BYTES = 1 << 20
 LARGE_BYTES = 8 << 20
 #: Of the coarse sample: rows with hundreds of values are few, or it would take longer than the file.
 _SAMPLE_LINES, _SAMPLE_BYTES = 1000, 2 << 20
+#: How often epochs and new files are checked; streams are read at every poll.
+_STATE_S = 0.5
+#: Chunks read in one poll of a long file.
+_CHUNKS = 4
 
 
 class Tail:
@@ -147,3 +156,102 @@ def _row(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+class Feed:
+    """Reads a run's files when :meth:`poll` is called, from one thread at a time."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self.name = name
+        self.epochs: list[dict[str, Any]] = []
+        #: Counts its changes, to know what each tab has seen.
+        self.epochs_version = 0
+        self.tails: dict[str, Tail] = {}
+        self.previews: dict[str, Columns] = {}
+        self.lock = threading.Lock()
+        self._run = run
+        self._looked = -_STATE_S
+        self._attempts: dict[int, int] = {}
+        self._attempts_stamp = 0
+        self._epochs_stamp = (-1, -1)
+        #: Those made since the last poll.
+        self._frames: dict[tuple[Any, ...], bytes] = {}
+
+    @property
+    def behind(self) -> bool:
+        """Whether a file is longer than what has been read of it."""
+        return any(tail.behind for tail in self.tails.values())
+
+    def poll(self) -> bool:
+        """Read the files; return whether anything changed."""
+        with self.lock:
+            self._frames.clear()
+            now = time.monotonic()
+            changed = self._notice_attempts()
+            if now - self._looked >= _STATE_S:
+                self._looked = now
+                changed |= self._look()
+                if any(tail.behind and not tail.columns.rows for tail in self.tails.values()):
+                    return True  # the preview first
+            for name, tail in list(self.tails.items()):
+                for _ in range(_CHUNKS):
+                    changed |= tail.poll()
+                    if not tail.behind:
+                        changed |= self.previews.pop(name, None) is not None
+                        break
+            return changed
+
+    def frame(self, kind: str, stream: str, columns: Columns, start: int, *, preview: bool = False) -> bytes:
+        """The rows from ``start`` on, the same for every tab: a ``delta``, or all of a ``history``."""
+        key = (kind, stream, preview, start)
+        if key not in self._frames:
+            self._frames[key] = self._frame(kind, stream, columns, start, columns.rows, preview=preview)
+        return self._frames[key]
+
+    def range(self, stream: str, low: float | None, high: float | None, request: Any) -> bytes:
+        """A frame of the rows with ``low`` ≤ x ≤ ``high``."""
+        columns = self.tails[stream].columns
+        return self._frame("range", stream, columns, *columns.between(low, high), request=request)
+
+    def _frame(self, kind: str, stream: str, columns: Columns, start: int, end: int, **more: Any) -> bytes:
+        part, thin = columns.part(start, end)
+        where = {"kind": kind, "run": self.name, "stream": stream, "x": columns.x, "start": start, "rows": end - start}
+        state = {"generation": columns.generation, "total": columns.rows, "downsampled": thin, "cut": columns.cut}
+        return pack({**where, **state, "preview": False, **more}, part)
+
+    def _look(self) -> bool:
+        """Check for new streams and epochs; return whether epochs changed."""
+        for pattern in ("steps", "evaluations", "ranks", "system-*"):
+            for file in sorted(self._run.path.glob(f"{pattern}.jsonl"))[:64]:
+                if file.stem not in self.tails:
+                    self.tails[file.stem] = Tail(file, "time" if file.stem.startswith("system-") else "step")
+                    self._begin(file.stem)
+        stamp = (modified_ns(self._run.metrics_file), self._attempts_stamp)
+        if stamp == self._epochs_stamp:
+            return False
+        self._epochs_stamp = stamp
+        self.epochs = or_else(self._run.epochs, [])
+        self.epochs_version += 1
+        return True
+
+    def _notice_attempts(self) -> bool:
+        """A new attempt supersedes rows: read the streams again."""
+        stamp = modified_ns(self._run.attempts)
+        if stamp == self._attempts_stamp:
+            return False
+        self._attempts_stamp = stamp
+        attempts = self._run.resumed_from()
+        if attempts == self._attempts:
+            return False
+        self._attempts = attempts
+        for name in self.tails:
+            self._begin(name)
+        return True
+
+    def _begin(self, name: str) -> None:
+        tail = self.tails[name]
+        tail.restart(self._attempts)
+        preview = tail.sample()
+        if preview is not None and preview.rows:
+            self.previews[name] = preview
+            tail.behind = True

@@ -1,76 +1,61 @@
 // Actions on a run that has ended: resume on other devices, evaluate, export.
 
-import { html, useEffect, useState } from "./html.js";
-import { API, post, runPath } from "./api.js";
-import { devices } from "./catalogue.js";
-import { DeviceChoice, usable } from "./devices.js";
-import { duration, number, plain, words } from "./format.js";
+import { html, useState } from "./html.js";
+import { API, post, runPath, useAnswer } from "./api.js";
+import { devices, usable } from "./catalogue.js";
+import { DeviceChoice } from "./hardware.js";
+import { duration, heading, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
 import { Badge, Button, Dialog, Problem, Select, tellError, Tick } from "./ui.js";
 
-/** The run's devices that this machine has too. */
-function devicesFor(run) {
-  const still = (run.devices ?? []).filter((id) => usable().includes(id));
-  return still.length ? still : (devices.value?.default ?? []);
-}
-
 export function ResumeDialog({ run, onClose }) {
-  const [chosen, setChosen] = useState(() => devicesFor(run));
+  const still = (run.devices ?? []).filter((id) => usable().includes(id));
+  const [chosen, setChosen] = useState(still.length ? still : (devices.value?.default ?? []));
   const [rescale, setRescale] = useState(false);
   const longer = run.status === "completed";
   const [epochs, setEpochs] = useState(longer ? String((run.epochs ?? 0) + 10) : "");
-  const [preview, setPreview] = useState({ command: "", error: null });
-  const request = { devices: chosen, rescale_batch: rescale, epochs: longer ? Number(epochs) : null, max_steps: null };
-  useEffect(() => {
-    let over = false;
-    if (!chosen.length || (longer && !(Number(epochs) > run.epochs))) return setPreview({ command: "", error: null });
-    post(runPath(run.id, "/resume/preview"), request).then(
-      ({ command }) => over || setPreview({ command, error: null }),
-      (error) => over || setPreview({ command: "", error }),
-    );
-    return () => (over = true);
-  }, [chosen, rescale, epochs]);
+  const request = { devices: chosen, rescale_batch: rescale, epochs: longer ? Number(epochs) : null };
+  const why = !chosen.length ? "no device is selected" : longer && !(Number(epochs) > run.epochs) ? `more than ${run.epochs} epochs` : "";
+  const { found, error } = useAnswer(why ? null : runPath(run.id, "/resume/preview"), [chosen, rescale, epochs], { body: request });
   const resume = async () => merge([await post(runPath(run.id, "/resume"), request)], []);
-  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${!chosen.length ? "no device is selected" : longer && !(Number(epochs) > run.epochs) ? `more than ${run.epochs} epochs` : ""}>
+  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${why}>
     <p class="muted">Resumes from the latest checkpoint, on any devices, with the samples that the run has not seen yet.</p>
     ${longer && html`<label class="row">Epochs in all<input class="input number" inputmode="numeric" value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>`}
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
     <${Tick} on=${rescale} onTick=${setRescale}>Let the global batch follow the devices (otherwise it stays as it was)<//>
-    ${preview.command && html`<pre class="wrap" aria-label="Command">${preview.command}</pre>`}
-    <${Problem} error=${preview.error} />
+    ${found && html`<pre class="wrap" aria-label="Command">${found.command}</pre>`}
+    <${Problem} error=${error} />
   <//>`;
 }
 
-function CheckpointChoice({ detail, value, onChange }) {
+/** A dialog that starts a job on one of the run's checkpoints, with what else is `asked`. */
+function JobDialog({ run, detail, onClose, kind, asked, children }) {
+  const [checkpoint, setCheckpoint] = useState("best");
   const steps = detail.checkpoints.map(({ step, last, best }) => [String(step), `step ${number(step)}${last ? " (last)" : ""}${best ? " (best)" : ""}`]);
-  return html`<${Select} label="Checkpoint" kind="stack" value=${value} options=${["best", "last", ...steps]} onChange=${onChange} />`;
-}
-
-export function EvaluateDialog({ run, detail, onClose }) {
-  const [split, setSplit] = useState("test");
-  const [checkpoint, setCheckpoint] = useState("best");
-  const start = async () => takeJob(await post(runPath(run.id, "/evaluate"), { split, checkpoint, device: null }));
-  return html`<${Dialog} title="Evaluate run" submit="Evaluate" onClose=${onClose} onSubmit=${start}>
-    <${Select} label="Data" kind="stack" value=${split} options=${["test", ["val", "validation"]]} onChange=${setSplit} />
-    <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
+  const start = async () => takeJob(await post(runPath(run.id, `/${kind}`), { ...asked, checkpoint }));
+  return html`<${Dialog} title=${`${heading(kind)} run`} submit=${heading(kind)} onClose=${onClose} onSubmit=${start}>
+    <${Select} label="Checkpoint" kind="stack" value=${checkpoint} options=${["best", "last", ...steps]} onChange=${setCheckpoint} />
+    ${children}
   <//>`;
 }
 
-export function ExportDialog({ run, detail, onClose }) {
-  const [checkpoint, setCheckpoint] = useState("best");
+export function EvaluateDialog(given) {
+  const [split, setSplit] = useState("test");
+  return html`<${JobDialog} ...${given} kind="evaluate" asked=${{ split }}><${Select} label="Data" kind="stack" value=${split} options=${["test", ["val", "validation"]]} onChange=${setSplit} /><//>`;
+}
+
+export function ExportDialog(given) {
   const [program, setProgram] = useState(true);
-  const start = async () => takeJob(await post(runPath(run.id, "/export"), { checkpoint, program }));
-  return html`<${Dialog} title="Export run" submit="Export" onClose=${onClose} onSubmit=${start}>
-    <${CheckpointChoice} detail=${detail} value=${checkpoint} onChange=${setCheckpoint} />
+  return html`<${JobDialog} ...${given} kind="export" asked=${{ program }}>
     <${Tick} on=${program} onTick=${setProgram}>The model as a program that needs no Python source, besides its weights<//>
     <p class="muted">The files go to <code>export/</code> in the run's folder.</p>
   <//>`;
 }
 
-/** Those of `found` and of the live connection that are `wanted`, each as it is now. */
+/** Those of `found` and of the live connection that are `wanted`, each as it is now, newest first. */
 export const newestJobs = (found, wanted) => {
-  const all = [...found, ...Object.values(jobs.value).filter(wanted)];
-  return [...new Map(all.map((job) => [job.id, jobs.value[job.id] ?? job])).values()];
+  const all = [...(found ?? []), ...Object.values(jobs.value).filter(wanted)];
+  return [...new Map(all.map((job) => [job.id, jobs.value[job.id] ?? job])).values()].sort((a, b) => (a.started_at < b.started_at ? 1 : -1));
 };
 
 /** A command started from the page: progress and Stop while it runs, then its result or error. */
@@ -83,12 +68,12 @@ export function Job({ job }) {
   const stop = () => post(`/jobs/${job.id}/stop`).then(takeJob, tellError);
   return html`<section class="card stack" aria-label=${`${job.kind} ${job.status}`}>
     <div class="row">
-      <h2 class="grow">${words(job.kind[0].toUpperCase() + job.kind.slice(1))}</h2>
+      <h2 class="grow">${heading(job.kind)}</h2>
       ${took !== null && html`<span class="muted">${duration(took)}</span>`}
       <${Badge} status=${job.status === "done" ? "completed" : job.status} />
       ${running && html`<${Button} kind="small danger" busy=${job.stopping} onClick=${stop}>${job.stopping ? "Stopping…" : "Stop"}<//>`}
     </div>
-    <code class="muted">${job.command_text}</code>
+    <code class="muted">${job.command}</code>
     ${running && html`<progress aria-label=${`Progress of ${job.kind}`} max=${all} value=${done}></progress><p class="muted" role="status">${doing || "starting…"}</p>`}
     ${job.kind === "report" && job.status === "done" && html`<p><a class="button" href=${`${API}/jobs/${job.id}/report`} target="_blank" rel="noopener">Open the report</a></p>`}
     ${job.kind !== "report" && rows.length > 0 &&

@@ -8,60 +8,50 @@ export const API = "api";
 /** Whether the server no longer knows this page: its token has changed, or the session has expired. */
 export const locked = signal(false);
 
-/** An error of the server: `code`, `message`, `why` and `fix`, as on the command line. */
-export class ApiError extends Error {
-  constructor({ code, message, why = "", fix = "" }, status) {
-    super(message);
-    this.code = code;
-    this.why = why;
-    this.fix = fix;
-    this.status = status;
-  }
-}
+const OFFLINE = { status: 0, code: "OFFLINE", message: "The studio does not answer.", fix: "Runs continue without it. Start it again with `lockstep studio`." };
 
+/** Throws an error of the server: `code`, `message`, `why` and `fix`, as on the command line. */
 async function call(method, path, body, signal) {
-  let answer;
+  const sent = body === undefined ? {} : { headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  let [status, envelope] = [0, OFFLINE];
   try {
-    answer = await fetch(`${API}${path}`, {
-      method,
-      signal,
-      headers: body === undefined ? {} : { "Content-Type": "application/json" },
-      body: body === undefined ? undefined : JSON.stringify(body),
-    });
+    const answer = await fetch(`${API}${path}`, { method, signal, ...sent });
+    status = answer.status;
+    envelope = { code: "INTERNAL", message: `The studio answered ${status} without a reason.` };
+    envelope = await answer.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError({ code: "OFFLINE", message: "The studio does not answer.", fix: "Runs continue without it. Start it again with `lockstep studio`." }, 0);
   }
-  if (answer.status === 401) locked.value = true;
-  let envelope;
-  try {
-    envelope = await answer.json();
-  } catch {
-    throw new ApiError({ code: "INTERNAL", message: `The studio answered ${answer.status} without a reason.` }, answer.status);
-  }
-  if (envelope.status !== "ok") throw new ApiError(envelope, answer.status);
-  return envelope.data;
+  if (status === 401) locked.value = true;
+  if (envelope.status === "ok") return envelope.data;
+  throw Object.assign(new Error(envelope.message), { why: "", fix: "", ...envelope, status });
 }
 
-export const get = (path, signal) => call("GET", path, undefined, signal);
+export const get = (path) => call("GET", path);
 export const post = (path, body = {}, signal) => call("POST", path, body, signal);
 export const put = (path, body) => call("PUT", path, body);
 export const patch = (path, body) => call("PATCH", path, body);
 export const remove = (path) => call("DELETE", path);
 
-/** {found, error}: what `path` answers, fetched again when one of `when` changes; nothing without a path. */
-export function useAnswer(path, when) {
-  const [answer, setAnswer] = useState({ found: null, error: null });
+/**
+ * {found, error}: what `path` answers, to `body` if there is one; asked again when one of `when` changes, and `every`
+ * so many milliseconds. Nothing without a path.
+ */
+export function useAnswer(path, when, { body, every } = {}) {
+  const [answer, setAnswer] = useState({});
   useEffect(() => {
     if (!path) return undefined;
     const abort = new AbortController();
-    get(path, abort.signal).then(
-      (found) => setAnswer({ found, error: null }),
-      (error) => error.name !== "AbortError" && setAnswer({ found: null, error }),
-    );
-    return () => abort.abort();
-  }, [path, ...when]);
-  return answer;
+    const take = (one) => abort.signal.aborted || setAnswer(one);
+    const ask = () => call(body ? "POST" : "GET", path, body, abort.signal).then((found) => take({ found }), (error) => take({ error }));
+    ask();
+    const timer = every && setInterval(ask, every);
+    return () => {
+      clearInterval(timer);
+      abort.abort();
+    };
+  }, [path, every, ...when]);
+  return path ? answer : {};
 }
 
 export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;

@@ -47,15 +47,15 @@ export const advised = (text) =>
     .filter(([, section, name]) => name in (schema.value?.defaults[section] ?? {}) && !schema.value.refused.includes(`${section}.${name}`))
     .map(([, section, name, value]) => [[section, name], /^(true|false|[\d.e+-]+)$/.test(value) ? JSON.parse(value) : value]);
 
-/** Usable devices of the best kind here (GPUs, else the CPU) that no process and none of the `going` runs uses. */
-export function freeDevices(going) {
-  const usable = (devices.value?.devices ?? []).filter(({ supported }) => supported);
-  const gpus = usable.filter(({ kind }) => kind === "gpu");
-  const used = new Set(going.flatMap((run) => run.devices ?? []));
-  return (gpus.length ? gpus : usable).filter(({ id, users }) => !users.length && !used.has(id)).map(({ id }) => id);
-}
+/** The ids of the devices that can be selected, in their order. */
+export const usable = () => (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);
+
+/** Those of the best kind here: GPUs, else the CPU. */
+export const bestDevices = () => (usable().some((id) => id !== "cpu") ? usable().filter((id) => id !== "cpu") : usable());
+
+/** Those of them that no process and none of the `going` runs uses. */
+export const freeDevices = (going) =>
+  bestDevices().filter((id) => !devices.value.devices.find((one) => one.id === id).users.length && !going.some((run) => run.devices?.includes(id)));
 
 /** Memory and users of the devices change while the page is open. */
-export async function refreshDevices() {
-  devices.value = await get("/devices?refresh=1");
-}
+export const refreshDevices = async () => (devices.value = await get("/devices?refresh=1"));

@@ -2,7 +2,7 @@
 
 import { computed, html, signal, useEffect, useRef, useState } from "./html.js";
 import { number } from "./format.js";
-import { isGap, Plot } from "./plot.js";
+import { isGap, Plot, themes } from "./plot.js";
 import { keep, route } from "./route.js";
 import { Menu, Search, Select, Tick } from "./ui.js";
 
@@ -25,15 +25,7 @@ export function ChartTools({ notes = [], axes = false, search = false }) {
     <${Tick} on=${log} onTick=${(on) => keep("log", on ? "1" : null)}>Log scale<//>
     <label>
       Smoothing
-      <input
-        type="range"
-        min="0"
-        max="0.98"
-        step="0.02"
-        value=${smoothing}
-        aria-valuetext=${smoothing ? number(smoothing, 2) : "off"}
-        onInput=${(event) => keep("smooth", Number(event.currentTarget.value) || null)}
-      />
+      <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} aria-valuetext=${smoothing || "off"} onInput=${(event) => keep("smooth", Number(event.currentTarget.value) || null)} />
       <span class="number">${smoothing ? smoothing.toFixed(2) : "off"}</span>
     </label>
     <button type="button" class="button quiet small" onClick=${() => (resets.value += 1)}>Reset zoom</button>
@@ -88,33 +80,21 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     return () => watch.disconnect();
   }, []);
   useEffect(() => {
-    plot.current = new Plot(host.current, {
-      height,
-      onCursor: (index, data) => setCursor(index === null || index === undefined ? null : data[0][index]),
-      onZoom: (from, to) => zoomed.current?.(from, to),
-    });
+    const point = (index, data) => setCursor(data[0][index] ?? null);
+    plot.current = new Plot(host.current, point, (from, to) => zoomed.current?.(from, to));
     return () => plot.current.destroy();
   }, []);
+  const theme = themes.value;
   useEffect(() => {
-    if (!seen) return;
-    plot.current.height = full ? innerHeight - 160 : height;
-    plot.current.draw({ series: shown, log, smoothing, against, fraction, unit: format.axis });
+    if (seen) plot.current.draw({ series: shown, height: full ? innerHeight - 160 : height, log, smoothing, against, fraction, theme, unit: format.axis });
   });
   useEffect(() => plot.current.resetZoom(), [resets.value]);
 
   const keys = (event) => {
-    if (event.key === "Escape" && full) setFull(false);
-    const does = {
-      "+": () => plot.current.zoom(0.5),
-      "=": () => plot.current.zoom(0.5),
-      "-": () => plot.current.zoom(2),
-      ArrowLeft: () => plot.current.zoom(1, -0.2),
-      ArrowRight: () => plot.current.zoom(1, 0.2),
-      0: () => plot.current.resetZoom(),
-    }[event.key];
-    if (!does) return;
+    const zoom = { "+": [0.5], "=": [0.5], "-": [2], ArrowLeft: [1, -0.2], ArrowRight: [1, 0.2], 0: [] }[event.key];
+    if (!zoom) return;
     event.preventDefault();
-    does();
+    plot.current.zoom(...zoom);
   };
   const pointOf = (one, at = one.y.length - 1) => (everyRow && at >= 0 ? [one.x[at], one.y[at]] : last(one, at));
   const text = (point) => (point === null ? "–" : isGap(point[1]) ? "not finite" : `${format(point[1])}${unit}`);
@@ -133,14 +113,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
       <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor)}` : ""}</span>
       <${Menu} label=${`Actions for ${title}`} items=${items} />
     </figcaption>
-    <div
-      class="plot"
-      ref=${host}
-      role="img"
-      tabindex="0"
-      aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`}
-      onKeyDown=${keys}
-    ></div>
+    <div class="plot" ref=${host} role="img" tabindex="0" aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`} onKeyDown=${keys}></div>
     ${series.length > 1 && html`<${Legend} series=${series} hidden=${hidden} onHide=${setHidden} textOf=${valueOf} named=${!shared} />`}
   </figure>`;
 }

@@ -17,40 +17,24 @@ export function decode(buffer) {
 /** The rows of one stream (`steps`, `ranks`, `system-…`) as columns of numbers; NaN where there is none. */
 export class Stream {
   constructor(header, columns) {
-    this.x = header.x;
-    this.generation = header.generation;
-    this.downsampled = header.downsampled;
-    this.preview = header.preview;
-    this.total = header.total;
-    /** Whether the file has more columns than the server keeps. */
-    this.cut = header.cut;
-    // A downsampled history has fewer rows than `rows` in the header.
-    this.rows = columns.get(header.x)?.length ?? 0;
-    this.store = new Map(columns);
-    this.views = new Map();
+    // `cut`: the file has more columns than the server keeps. A downsampled history has fewer rows than the header says.
+    Object.assign(this, header, { rows: columns.get(header.x)?.length ?? 0, store: columns, views: new Map() });
   }
 
   /** Appends a delta; false if it belongs to another history, which will follow. */
   append(header, columns) {
     if (header.generation !== this.generation) return false;
     const rows = this.rows + (columns.get(this.x)?.length ?? 0);
-    for (const [name, news] of columns) if (!this.store.has(name)) this.store.set(name, new news.constructor(0));
-    for (const [name, held] of this.store) {
-      const grown = roomFor(held, rows, this.filled(name));
+    for (const name of new Set([...this.store.keys(), ...columns.keys()])) {
       const news = columns.get(name);
-      if (news) grown.set(news, this.rows);
-      else grown.fill(NaN, this.rows, rows);
-      this.store.set(name, grown);
+      const held = roomFor(this.store.get(name) ?? new news.constructor(0), rows, this.rows);
+      if (news) held.set(news, this.rows);
+      else held.fill(NaN, this.rows, rows);
+      this.store.set(name, held);
     }
-    this.rows = rows;
-    this.total = header.total;
-    this.cut = header.cut;
+    Object.assign(this, { rows, total: header.total, cut: header.cut });
     this.views.clear();
     return true;
-  }
-
-  filled(name) {
-    return Math.min(this.store.get(name).length, this.rows);
   }
 
   names() {
@@ -63,19 +47,14 @@ export class Stream {
     return this.views.get(name);
   }
 
-  /** {x, y} of a column, or null when there is no number in it. */
-  line(name) {
-    const y = this.column(name);
-    return y && y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
-  }
-
-  /** The same for a column that every row has: a missing number was not finite. */
-  wholeLine(name) {
-    return { x: this.column(this.x), y: this.column(name) ?? new Float32Array(this.rows).fill(NaN) };
+  /** {x, y} of a column, or null without a number in it; `whole`: every row has it, and a missing number was not finite. */
+  line(name, whole = false) {
+    const y = this.column(name) ?? new Float32Array(this.rows).fill(NaN);
+    return whole || y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
   }
 }
 
-/** `held` with space for `rows`, doubling; the rest is NaN. */
+/** `held`, of which `filled` values count, with space for `rows`, doubling; the rest is NaN. */
 function roomFor(held, rows, filled) {
   if (held.length >= rows) return held;
   const grown = new held.constructor(Math.max(rows, held.length * 2, 256)).fill(NaN);

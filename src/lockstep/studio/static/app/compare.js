@@ -1,52 +1,37 @@
 // Several runs: their curves in one chart, their results, and differences of configuration and plan.
 
-import { html, useEffect, useState } from "./html.js";
+import { html, useState } from "./html.js";
 import { useAnswer } from "./api.js";
 import { Chart, ChartTools, Legend } from "./charts.js";
-import { epochLines, linesOverSteps, STEP_CHARTS, useRun } from "./curves.js";
+import { epochLines, linesOverSteps, STEP_CHARTS, useRuns } from "./curves.js";
 import { number, plain, words } from "./format.js";
 import { findRun, runs } from "./live.js";
 import { route } from "./route.js";
 import { label } from "./runs.js";
 import { Problem, Select, Table } from "./ui.js";
 
-/** Follows one run and passes its lines to the parent; draws nothing. */
-function Source({ id, onLines }) {
-  const data = useRun(id);
-  const version = data?.version.value;
-  const epochs = data?.epochs.value;
-  useEffect(() => {
-    if (!data) return;
-    const lines = new Map();
-    const steps = data.stream("steps");
-    for (const [, name] of STEP_CHARTS) {
-      const line = steps?.line(name);
-      if (line) lines.set(`step ${name}`, line);
-    }
-    for (const [name, line] of epochLines(epochs)) lines.set(`epoch ${name}`, line);
-    const between = data.stream("evaluations");
-    for (const [name, line] of linesOverSteps(epochs, between)) lines.set(`evaluation ${name}`, line);
-    lines.evaluated = Boolean(between?.rows);
-    onLines(id, lines);
-  }, [data, version, epochs]);
-  return null;
+/** The lines of a run by kind and name; `evaluation` if it was evaluated between epochs. */
+function linesOf(data) {
+  const [steps, between, epochs] = [data.version.value >= 0 && data.stream("steps"), data.stream("evaluations"), data.epochs.value];
+  const step = STEP_CHARTS.map(([, name]) => [name, steps?.line(name)]).filter(([, line]) => line);
+  return { step: new Map(step), epoch: epochLines(epochs), evaluation: linesOverSteps(epochs, between), evaluated: Boolean(between?.rows) };
 }
 
 /** The name of each run, with its id where several have the same. */
 const labelsOf = (some) => some.map((run) => (some.filter((other) => label(other) === label(run)).length > 1 ? `${label(run)} (${run.id})` : label(run)));
 
-function Overlay({ ids, lines }) {
+function Overlay({ ids }) {
   const shared = useState([]);
+  const lines = new Map(useRuns(ids).map((data) => [data.id, linesOf(data)]));
   const labels = labelsOf(ids.map((id) => findRun(id) ?? { id }));
-  const series = (name) => ids.map((id, index) => ({ label: labels[index], index, ...lines[id]?.get(name) })).filter(({ y }) => y);
+  const series = (kind, name) => ids.map((id, index) => ({ label: labels[index], index, ...lines.get(id)?.[kind].get(name) })).filter(({ y }) => y);
   // If a run was evaluated between epochs, all evaluations are drawn over steps.
-  const [kind, against] = ids.some((id) => lines[id]?.evaluated) ? ["evaluation", "step"] : ["epoch", "epoch"];
-  const names = ids.flatMap((id) => [...(lines[id]?.keys() ?? [])]).filter((name) => name.startsWith(`${kind} `));
-  const quantities = [...new Set(names)].map((name) => name.slice(kind.length + 1));
-  const metrics = quantities.filter((name) => !/^(lr|.*_s|.*_share|samples_seen)$/.test(name));
+  const [kind, against] = ids.some((id) => lines.get(id)?.evaluated) ? ["evaluation", "step"] : ["epoch", "epoch"];
+  const names = new Set(ids.flatMap((id) => [...(lines.get(id)?.[kind].keys() ?? [])]));
+  const metrics = [...names].filter((name) => !/^(lr|.*_s|.*_share|samples_seen)$/.test(name));
   const charts = [
-    ...STEP_CHARTS.map(([title, column, options]) => ({ title, against: "step", series: series(`step ${column}`), ...options })),
-    ...metrics.map((name) => ({ title: `${words(name)} per ${kind}`, against, series: series(`${kind} ${name}`) })),
+    ...STEP_CHARTS.map(([title, column, options]) => ({ title, against: "step", series: series("step", column), ...options })),
+    ...metrics.map((name) => ({ title: `${words(name)} per ${kind}`, against, series: series(kind, name) })),
   ].filter((chart) => chart.series.length);
   if (!charts.length) return html`<p class="empty">These runs have no measurements yet.</p>`;
   return html`<div class="card shared"><${Legend} series=${labels.map((one, index) => ({ label: one, index }))} hidden=${shared[0]} onHide=${shared[1]} /><${ChartTools} /></div>
@@ -130,19 +115,17 @@ export function Compare() {
   const found = route.value.ids.map((ref) => [ref, runs.value ? findRun(ref)?.id : ref]);
   const ids = [...new Set(found.map(([, id]) => id).filter(Boolean))];
   const gone = found.filter(([, id]) => !id).map(([ref]) => ref);
-  const [lines, setLines] = useState({ __proto__: null });
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
   const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
   const { found: answer, error } = useAnswer(ids.length > 1 ? `/compare?${wanted}` : null, [states]);
   return html`<div class="view">
     <div class="row between"><h1>Compare</h1><a class="button" href="#/runs">Choose runs…</a></div>
-    ${ids.map((id) => html`<${Source} key=${id} id=${id} onLines=${(run, some) => setLines((all) => ({ __proto__: null, ...all, [run]: some }))} />`)}
     ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
     ${ids.length < 2 && html`<p class="empty">Choose two runs or more in the table of runs.</p>`}
     ${ids.length > 1 &&
     html`
       <${Problem} error=${error} />
-      <${Overlay} ids=${ids} lines=${lines} />
+      <${Overlay} ids=${ids} />
       ${answer &&
       html`
         <${Scatter} answer=${answer} />

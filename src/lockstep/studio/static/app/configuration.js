@@ -1,25 +1,26 @@
 // The middle column: the configuration as a form, as YAML and as a command.
 
-import { html, signal, useId, useRef, useState } from "./html.js";
+import { html, signal, useRef, useState } from "./html.js";
 import { get, post, put, remove, useAnswer } from "./api.js";
 import { devices, schema, tasks } from "./catalogue.js";
-import { body, chooseTask, draft, filled, isChanged, isOld, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
-import { Decisions } from "./decisions.js";
+import { body, chooseTask, draft, filled, getAt, isChanged, isOld, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
 import { Field } from "./fields.js";
 import { number, titleOf } from "./format.js";
 import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
 import { drawer, go } from "./route.js";
-import { resolve } from "./settings.js";
-import { Button, Copy, Dialog, Menu, Problem, Search, Select, tell, tellError } from "./ui.js";
+import { Button, Code, Decisions, Dialog, Fold, Labelled, Menu, Problem, Search, Select, tell, tellError, TextDialog } from "./ui.js";
 
 /** Settings of a task that define its model, not its data. */
 const NETWORK = new Set(
   "model size form downsample hidden width layers heads memory theta dropout batchnorm code channels kernel patch".split(" "),
 );
 const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
-/** Sections that most runs do not change. */
-const FURTHER = ["data", "distributed", "fsdp", "pipeline", "validation", "checkpoint", "telemetry", "launch", "lightning", "debug"];
+/** Sections that most runs do not change, with their titles. */
+const FURTHER = Object.entries({
+  data: "Data", distributed: "Communication between ranks", fsdp: "Sharding (strategy fsdp)", pipeline: "Pipeline (strategy pipeline)", validation: "Validation",
+  averaging: "Averaging of weights", checkpoint: "Checkpoints", telemetry: "Logging", launch: "Launching", lightning: "Lightning", debug: "Debugging",
+});
 
 /** Of the training section and of others, what most runs set. */
 const FIRST = ["training.epochs", "training.max_steps", "training.batch_size", "training.accumulate", "optimizer.lr", "training.early_stopping_patience"];
@@ -30,6 +31,16 @@ const search = signal("");
 function found([path, { description = "" }]) {
   const text = `${path.join(".")} ${titleOf(path.at(-1))} ${description}`.toLowerCase();
   return search.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+}
+
+/** A property's JSON schema without references and without the null of an optional one. */
+function resolve(property, root) {
+  const target = property.$ref ? { ...getAt(root, property.$ref.slice(2).split("/")), ...property } : property;
+  const one = target.allOf?.length === 1 ? { ...resolve(target.allOf[0], root), ...target } : target;
+  const kinds = one.anyOf?.filter((kind) => kind.type !== "null");
+  if (!kinds) return { ...one, optional: false };
+  const chosen = resolve(kinds[0], root);
+  return { ...chosen, ...one, type: chosen.type, optional: kinds.length < one.anyOf.length };
 }
 
 /** The fields of a section as [path, schema], without those that the page may not set. */
@@ -57,38 +68,24 @@ function taskFields(wanted) {
 
 function Group({ title, fields = [], open = false, children }) {
   const changed = fields.filter(([path]) => isChanged(path)).length;
-  const [folded, setFolded] = useState(null);
   const searched = Boolean(search.value);
   const shown = searched ? fields.filter(found) : fields;
   if (searched && !shown.length) return null;
-  const isOpen = searched || (folded === null ? open || changed > 0 : !folded);
-  return html`<details class="group" open=${isOpen} onToggle=${({ currentTarget }) => !searched && currentTarget.open !== isOpen && setFolded(!currentTarget.open)}>
-    <summary>
-      ${title}${changed > 0 && html`<span class="changed">${changed} changed</span>`}
-    </summary>
-    <div class="body">
+  const head = html`${title}${changed > 0 && html`<span class="changed">${changed} changed</span>`}`;
+  return html`<${Fold} kind="group" title=${head} open=${open || changed > 0} forced=${searched}>
+    ${() => html`<div class="body">
       ${!searched && children} ${shown.map(([path, property]) => html`<${Field} key=${path.join(".")} path=${path} schema=${property} label=${path[1] === "name" ? title : undefined} />`)}
-    </div>
-  </details>`;
+    </div>`}
+  <//>`;
 }
 
-function TaskChoice() {
-  const id = useId();
-  const chosen = task.value;
-  return html`<div class="field">
-    <label for=${id}>Task</label>
-    <${Select} bare id=${id} aria-describedby="${id}-help" value=${draft.value.task} options=${tasks.value.map(({ name }) => name)} onChange=${chooseTask} />
-    <p class="help always" id="${id}-help">${chosen?.waiting ? "its settings are being loaded…" : chosen?.title}</p>
-  </div>`;
-}
+const TaskChoice = () => html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
+  ${(given) => html`<${Select} bare ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => name)} onChange=${chooseTask} />`}
+<//>`;
 
-function Name() {
-  const id = useId();
-  return html`<div class="field">
-    <label for=${id}>Name</label>
-    <input id=${id} class="input" maxlength="200" autocomplete="off" placeholder="optional" value=${draft.value.name} onInput=${(event) => (draft.value = { ...draft.value, name: event.currentTarget.value })} />
-  </div>`;
-}
+const Name = () => html`<${Labelled} label="Name">
+  ${(given) => html`<input ...${given} class="input" maxlength="200" autocomplete="off" placeholder="optional" value=${draft.value.name} onInput=${(event) => (draft.value = { ...draft.value, name: event.currentTarget.value })} />`}
+<//>`;
 
 function Form() {
   const training = fieldsOf("training");
@@ -109,8 +106,7 @@ function Form() {
     <${Group} title="Optimizer" fields=${relevant("optimizer").filter((field) => !isFirst(field))} />
     <${Group} title="Schedule" fields=${relevant("scheduler")} />
     <${Group} title="Reproducibility" fields=${reproducible} />
-    ${FURTHER.map((section) => {
-      const title = schema.value.sections.find(({ name }) => name === section)?.title ?? section;
+    ${FURTHER.map(([section, title]) => {
       // The strategy follows from the devices; it can be changed with the other distributed settings.
       const also = section === "distributed" ? fieldsOf("hardware", (name) => name === "strategy") : [];
       const fields = [...also, ...fieldsOf(section, (name) => name !== "sync_batchnorm")];
@@ -125,25 +121,15 @@ function Preview() {
   return html`<details class="group">
     <summary>Command and YAML</summary>
     <div class="body stack">
-      <div class="row between"><h2 class="eyebrow">Command</h2><${Copy} text=${preview.command} label="Copy the command" /></div>
-      <pre class="wrap" tabindex="0" aria-label="Command">${preview.command}</pre>
-      <div class="row between"><h2 class="eyebrow">YAML</h2><${Copy} text=${preview.yaml} label="Copy the YAML" /></div>
-      <pre tabindex="0" aria-label="YAML">${preview.yaml || "# nothing differs from the defaults"}</pre>
+      <${Code} title="Command" text=${preview.command} wrap />
+      <${Code} title="YAML" text=${preview.yaml} empty="# nothing differs from the defaults" />
     </div>
   </details>`;
 }
 
 function SaveDialog({ onClose }) {
-  const [name, setName] = useState(draft.value.name);
-  const save = async () => {
-    await put(`/configs/${encodeURIComponent(name.trim())}`, body.value);
-    tell(`Saved as ${name.trim()}`);
-  };
-  return html`<${Dialog} title="Save configuration" submit="Save" onClose=${onClose} onSubmit=${save} why=${name.trim() ? "" : "enter a name"}>
-    <label class="stack">
-      Name
-      <input class="input" maxlength="64" autocomplete="off" value=${name} onInput=${(event) => setName(event.currentTarget.value)} />
-    </label>
+  const save = (name) => put(`/configs/${encodeURIComponent(name)}`, body.value).then(() => tell(`Saved as ${name}`));
+  return html`<${TextDialog} title="Save configuration" name="Name" before=${draft.value.name} most=${64} required onClose=${onClose} onSubmit=${save}>
     <p class="muted">An existing configuration with this name is replaced.</p>
   <//>`;
 }
@@ -200,9 +186,7 @@ function RunButton() {
   };
   return html`<div class="stack">
     ${planned.value.answer?.problem && html`<${Problem} error=${planned.value.answer.problem} />`}
-    <div class="row">
-      <${Button} kind="primary grow" why=${why} busy=${busy} onClick=${start}>${busy ? "Starting…" : "Run"}<//>
-    </div>
+    <${Button} kind="primary" why=${why} busy=${busy} onClick=${start}>${busy ? "Starting…" : "Run"}<//>
     ${why && html`<p class="muted">${why}</p>`}
   </div>`;
 }

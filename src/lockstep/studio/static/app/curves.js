@@ -4,17 +4,18 @@ import { html, useEffect, useRef, useState } from "./html.js";
 import { AXES, Chart, ChartTools, drawing, lastIndexAtMost } from "./charts.js";
 import { gigabytes, heading, number, percent, words } from "./format.js";
 import { followAgain, look, range, runs } from "./live.js";
-import { Button, Problem } from "./ui.js";
+import { Button, Fold, Problem } from "./ui.js";
 
-/** Follows a run while the component is shown. */
-export function useRun(id) {
-  const [data, setData] = useState(null);
+/** The data of runs that are followed while the component is shown; reading `version` draws it again with new rows. */
+export function useRuns(ids) {
+  const [all, setAll] = useState([]);
   useEffect(() => {
-    const [found, leave] = look(id);
-    setData(found);
-    return leave;
-  }, [id]);
-  return data?.id === id ? data : null;
+    const looks = ids.map(look);
+    setAll(looks.map(([data]) => data));
+    // Those that are still shown keep what they have.
+    return () => void setTimeout(() => looks.forEach(([, leave]) => leave()));
+  }, [ids.join()]);
+  return all.filter(({ id }) => ids.includes(id));
 }
 
 /** Columns of metrics.json as lines over epochs, or over the `step` at which they ended. */
@@ -88,11 +89,7 @@ function StreamChart({ run, name, stream, columns, ...rest }) {
   const source = (stream.downsampled && part) || stream;
   const kind = name === "steps" ? drawing.value.x : "step";
   const x = axis(source, run, kind);
-  const line = (column) => {
-    const found = rest.everyRow ? source.wholeLine(column) : source.line(column);
-    return found && { ...found, x };
-  };
-  const series = columns.map(([column, label, index]) => ({ label, index, ...line(column) })).filter(({ y }) => y?.length);
+  const series = columns.map(([column, label, index]) => ({ label, index, ...source.line(column, rest.everyRow), x })).filter(({ y }) => y?.length);
   if (!series.length && !part) return null;
   // An answer that arrives after the next zoom or reset is dropped.
   const zoomed = async (from, to) => {
@@ -139,12 +136,7 @@ function since({ x, y }, start, scale) {
   return { x: moved, y: from.map((at) => (at < 0 ? NaN : y[at] * scale)), gaps: true };
 }
 
-/** `gpu:2.power_w` → [`gpu:2`, `power_w`]; the host's own numbers come after the devices. */
-function splitColumn(column) {
-  const at = column.lastIndexOf(".");
-  return [column.slice(0, at), column.slice(at + 1)];
-}
-
+/** The host's own numbers come after the devices. */
 const byDevice = ([a], [b]) => (a === "host") - (b === "host") || a.localeCompare(b, "en", { numeric: true });
 
 function DeviceCharts({ data }) {
@@ -154,7 +146,7 @@ function DeviceCharts({ data }) {
   const lines = streams.flatMap(([name, stream]) =>
     stream
       .names()
-      .map((column) => [...splitColumn(column), column])
+      .map((column) => [...column.split(/\.(?=[^.]*$)/), column]) // `gpu:2.power_w` → `gpu:2`, `power_w`
       .sort(byDevice)
       .map(([device, quantity, column]) => ({ label: streams.length > 1 ? `${name.replace("system-", "")} ${device}` : device, quantity, stream, column })),
   );
@@ -196,9 +188,6 @@ function perRank(stream, quantity) {
 }
 const ranksOf = new WeakMap();
 
-/** The rank that the newest row reports as a straggler. */
-const stragglers = (stream) => new Set([stream.column("slow_rank")?.at(-1)].filter((rank) => rank >= 0));
-
 /** Most lines of a chart, and most charts of a task's own values. */
 const MOST_RANKS = 32;
 const MOST_SCALARS = 24;
@@ -206,12 +195,12 @@ const MOST_SCALARS = 24;
 function RankCharts({ data }) {
   const stream = data.stream("ranks");
   if (!stream) return null;
-  const slow = stragglers(stream);
+  const slow = stream.column("slow_rank")?.at(-1); // as the newest row reports
   const all = perRank(stream, "step_s").map(([rank]) => rank);
-  const drawn = new Set([...all.filter((rank) => slow.has(rank)), ...all.filter((rank) => !slow.has(rank))].slice(0, MOST_RANKS));
+  const drawn = new Set(all.toSorted((a, b) => (b === slow) - (a === slow)).slice(0, MOST_RANKS));
   const charts = RANK_CHARTS.map(([title, quantity, options]) => {
     const ranks = perRank(stream, quantity).filter(([rank]) => drawn.has(rank));
-    const columns = ranks.map(([rank, column]) => [column, `rank ${rank}${slow.has(rank) ? " – straggler" : ""}`, rank]);
+    const columns = ranks.map(([rank, column]) => [column, `rank ${rank}${rank === slow ? " – straggler" : ""}`, rank]);
     return columns.some(([column]) => stream.line(column))
       ? html`<${StreamChart} key=${title} run=${data.id} name="ranks" stream=${stream} columns=${columns} title=${title} against=${stream.x} canLog=${false} ...${options} />`
       : null;
@@ -231,24 +220,16 @@ function Scalars({ run, steps, text }) {
 
 function ScalarGroup({ run, steps, title, columns, unfolded }) {
   const [most, setMost] = useState(MOST_SCALARS);
-  const [chosen, setChosen] = useState(null);
-  const open = chosen ?? unfolded;
-  return html`<details class="chart-group" open=${open} onToggle=${({ currentTarget }) => currentTarget.open !== open && setChosen(currentTarget.open)}>
-    <summary><h2>${title}</h2> <span class="muted">${columns.length}</span></summary>
-    <div class="charts">
-      ${open &&
-      columns.slice(0, most).map(
-        (column) => html`<${StreamChart} key=${column} run=${run} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`,
-      )}
-    </div>
-    ${open && columns.length > most && html`<p><${Button} onClick=${() => setMost(most + 4 * MOST_SCALARS)}>Show ${Math.min(4 * MOST_SCALARS, columns.length - most)} more of ${number(columns.length)}<//></p>`}
-  </details>`;
+  const chart = (column) => html`<${StreamChart} key=${column} run=${run} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`;
+  return html`<${Fold} kind="chart-group" open=${unfolded} title=${html`<h2>${title}</h2> <span class="muted">${columns.length}</span>`}>
+    ${(open) => open && html`<div class="charts">${columns.slice(0, most).map(chart)}</div>
+      ${columns.length > most && html`<p><${Button} onClick=${() => setMost(most + 4 * MOST_SCALARS)}>Show ${Math.min(4 * MOST_SCALARS, columns.length - most)} more of ${number(columns.length)}<//></p>`}`}
+  <//>`;
 }
 
 /** The charts of one run, live; with `few`, those that show at a glance how it is going. */
 export function Curves({ id, few = false }) {
-  const data = useRun(id);
-  // Reading the version draws this again when rows have arrived.
+  const [data] = useRuns([id]);
   if (!data || data.version.value < 0) return null;
   const steps = data.stream("steps");
   const between = data.stream("evaluations");
@@ -272,7 +253,7 @@ export function Curves({ id, few = false }) {
   const problem = trouble && html`<${Problem} error=${trouble} /><div class="row"><${Button} onClick=${() => followAgain(id)}>Try again<//></div>`;
   if (!metrics.length && !data.named("").some(([, { rows }]) => rows)) return problem ?? html`<p class="muted" role="status">No measurements yet.</p>`;
   const shows = (title) => title.toLowerCase().includes(text);
-  const stepCharts = STEP_CHARTS.filter(([title, column]) => steps && shows(title) && (!few || FEW.includes(column)));
+  const stepCharts = STEP_CHARTS.filter(([title, column]) => steps && shows(title) && (!few || column !== "grad_norm"));
   const shown = metrics
     .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
     .filter(([title]) => shows(title))
@@ -291,6 +272,3 @@ export function Curves({ id, few = false }) {
     ${!few && !text && html`<${RankCharts} data=${data} /><${DeviceCharts} data=${data} />`}
   `;
 }
-
-/** Charts of the overview. */
-const FEW = ["loss", "lr", "samples_per_s", "data_wait_share"];

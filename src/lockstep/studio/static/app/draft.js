@@ -1,28 +1,30 @@
 // The configuration in the form, and the server's plan for it.
 
-import { computed, effect, signal } from "./html.js";
+import { computed, effect, signal, stored } from "./html.js";
 import { post } from "./api.js";
-import { devices, forPage, schema, studio, tasks } from "./catalogue.js";
+import { bestDevices, devices, forPage, schema, studio, tasks } from "./catalogue.js";
 import { connection, isGoing, runs } from "./live.js";
-import { getAt, same, setAt } from "./settings.js";
 
 const WAIT_MS = 150;
-const KEY = "lockstep-draft";
 
-/** {task, name, config}: as the server gets it. */
-export const draft = signal(restored());
+export const getAt = (tree, path) => path.reduce((node, key) => (node === null || node === undefined ? undefined : node[key]), tree);
 
-function restored() {
-  const fresh = { task: "har", name: "", config: {} };
-  try {
-    const kept = JSON.parse(sessionStorage.getItem(KEY));
-    return kept?.config ? { ...fresh, ...kept } : fresh;
-  } catch {
-    return fresh;
-  }
+/** A copy of `tree` with `value` at `path`; `undefined` removes it and sections that become empty. */
+function setAt(tree, [key, ...rest], value) {
+  const copy = { ...tree };
+  if (rest.length) {
+    const inner = setAt(copy[key] ?? {}, rest, value);
+    if (Object.keys(inner).length) copy[key] = inner;
+    else delete copy[key];
+  } else if (value === undefined) delete copy[key];
+  else copy[key] = value;
+  return copy;
 }
 
-effect(() => sessionStorage.setItem(KEY, JSON.stringify(draft.value)));
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+
+/** {task, name, config}: as the server gets it. */
+export const draft = stored(sessionStorage, "lockstep-draft", { task: "har", name: "", config: {} });
 
 export const task = computed(() => tasks.value?.find(({ name }) => name === draft.value.task) ?? null);
 
@@ -32,9 +34,7 @@ export const task = computed(() => tasks.value?.find(({ name }) => name === draf
  */
 export const ticked = computed(() => {
   const chosen = draft.value.config.hardware?.selected_devices ?? devices.value?.default ?? [];
-  if (chosen.join() !== "all") return chosen;
-  const gpus = (devices.value?.devices ?? []).filter(({ kind, supported }) => kind === "gpu" && supported);
-  return gpus.length ? gpus.map(({ id }) => id) : ["cpu"];
+  return chosen.join() === "all" ? bestDevices() : chosen;
 });
 
 /** Messages about invalid input, by the path of the setting. */
@@ -59,9 +59,8 @@ export function change(path, value) {
   draft.value = { ...draft.value, config: setAt(draft.value.config, path, keep) };
 }
 
-export function tick(selected) {
-  draft.value = { ...draft.value, config: setAt(draft.value.config, ["hardware", "selected_devices"], selected) };
-}
+const withDevices = (selected) => setAt(draft.value.config, ["hardware", "selected_devices"], selected);
+export const tick = (selected) => (draft.value = { ...draft.value, config: withDevices(selected) });
 
 /** Counts up when the whole form is filled again, so that unfinished input is dropped. */
 export const filled = signal(0);
@@ -83,7 +82,7 @@ export function chooseTask(name) {
 export const body = computed(() => ({
   task: draft.value.task,
   name: draft.value.name.trim() || null,
-  config: setAt(draft.value.config, ["hardware", "selected_devices"], ticked.value),
+  config: withDevices(ticked.value),
 }));
 
 /** The newest answer of POST /api/plan, its error, and whether a newer one is on its way. */

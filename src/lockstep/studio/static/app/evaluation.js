@@ -44,11 +44,6 @@ function Confusion({ title, matrix, names }) {
   </section>`;
 }
 
-function Pictures({ run, names }) {
-  const groups = Map.groupBy(names, (name) => name.replace(/-epoch-\d+\.png$/, ""));
-  return html`${[...groups].map(([title, files]) => html`<${Strip} key=${title} run=${run} title=${heading(title)} files=${files} />`)}`;
-}
-
 function Strip({ run, title, files }) {
   const [at, setAt] = useState(files.length - 1);
   const file = files[Math.min(at, files.length - 1)];
@@ -86,6 +81,7 @@ export function Evaluation({ run, detail, jobs, onEvaluate }) {
   const namesOf = (rows) => (Array.isArray(classes) && classes.length === rows.length ? classes.map(String) : rows.map((_, at) => `${at}`));
   // A confusion matrix has these scores beside it.
   const scores = (of.get("scores") ?? []).filter(([name]) => !(name.replace("per_class", "confusion") in tables));
+  const pictures = Map.groupBy(detail.pictures, (name) => name.replace(/-epoch-\d+\.png$/, ""));
   const ours = jobs.filter(({ kind }) => kind === "evaluate");
   const none = !detail.remarks.length && !Object.keys(tables).length && !detail.pictures.length && !ours.length;
   return html`
@@ -93,7 +89,7 @@ export function Evaluation({ run, detail, jobs, onEvaluate }) {
     ${of.get("confusion")?.map(([name, matrix]) => html`<${Confusion} key=${name} title=${heading(name)} matrix=${matrix} names=${namesOf(matrix)} />`)}
     ${scores.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Scores} names=${namesOf(rows)} rows=${rows} /></section>`)}
     ${detail.remarks.length > 0 && html`<${Remarks} run=${run.id} rows=${detail.remarks} />`}
-    ${detail.pictures.length > 0 && html`<${Pictures} run=${run} names=${detail.pictures} />`}
+    ${[...pictures].map(([title, files]) => html`<${Strip} key=${title} run=${run} title=${heading(title)} files=${files} />`)}
     ${of.get("rows")?.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Table} label=${heading(name)} heads=${["", ...rows[0].map((_, at) => [at])]} rows=${rows.map((row, at) => [namesOf(rows)[at], ...row.map((value) => number(value))])} /></section>`)}
     ${of.get("text")?.map(([name, value]) => html`<section key=${name} class="card stack"><h2>${heading(name)}</h2><pre class="wrap log" tabindex="0">${JSON.stringify(value, null, 1)}</pre></section>`)}
     ${none && html`<div class="empty stack"><p>No confusion matrix, pictures, remarks or evaluations yet. Tasks that return them show them here.</p>

@@ -1,10 +1,9 @@
 // One setting as a form field, made from its JSON schema.
 
-import { html, useEffect, useId, useState } from "./html.js";
+import { html, useEffect, useState } from "./html.js";
 import { change, isChanged, mistakes, valueOf } from "./draft.js";
 import { titleOf } from "./format.js";
-import { parse, show } from "./settings.js";
-import { Select } from "./ui.js";
+import { Labelled, Select } from "./ui.js";
 
 export function note(path, message) {
   const { [path]: before, ...others } = mistakes.peek();
@@ -13,28 +12,15 @@ export function note(path, message) {
 
 /** `path` as a list of keys; `schema` resolved. */
 export function Field({ path, schema, label = titleOf(path.at(-1)) }) {
-  const id = useId();
-  const dotted = path.join(".");
-  const wrong = mistakes.value[dotted];
-  const described = [schema.description && `${id}-help`, wrong && `${id}-wrong`].filter(Boolean).join(" ") || undefined;
-  const common = { id, class: "input", name: dotted, "aria-describedby": described, "aria-invalid": wrong ? "true" : undefined };
-  return html`<div class="field ${isChanged(path) ? "changed" : ""}">
-    <label for=${id}>${label}</label>
-    <${control(schema)} path=${path} schema=${schema} common=${common} />
-    ${schema.description && html`<p class="help" id="${id}-help">${schema.description}</p>`}
-    ${wrong && html`<p class="wrong" id="${id}-wrong">${wrong}</p>`}
-  </div>`;
-}
-
-function control(schema) {
-  if (schema.enum) return Choice;
-  if (schema.type === "boolean") return schema.optional ? Choice : Check;
-  return Text;
+  const name = path.join(".");
+  const Control = schema.enum || (schema.type === "boolean" && schema.optional) ? Choice : schema.type === "boolean" ? Check : Text;
+  return html`<${Labelled} label=${label} help=${schema.description} wrong=${mistakes.value[name]} kind=${isChanged(path) ? "changed" : ""}>
+    ${(given) => html`<${Control} path=${path} schema=${schema} common=${{ ...given, name }} />`}
+  <//>`;
 }
 
 function Check({ path, common }) {
-  const { class: _, ...rest } = common;
-  return html`<input type="checkbox" ...${rest} checked=${valueOf(path)} onChange=${(event) => change(path, event.currentTarget.checked)} />`;
+  return html`<input type="checkbox" ...${common} checked=${valueOf(path)} onChange=${(event) => change(path, event.currentTarget.checked)} />`;
 }
 
 function Choice({ path, schema, common }) {
@@ -50,7 +36,7 @@ function Text({ path, schema, common }) {
   const [typed, setTyped] = useState(null);
   // Invalid input is dropped with the field, for example when another optimizer has no such setting.
   useEffect(() => () => note(path.join("."), null), []);
-  const numeric = schema.type === "integer" || schema.type === "number";
+  const kind = { integer: "numeric", number: "decimal" }[schema.type];
   const take = (text) => {
     setTyped(text);
     const dotted = path.join(".");
@@ -67,16 +53,35 @@ function Text({ path, schema, common }) {
     }
   };
   const leave = () => !mistakes.value[path.join(".")] && setTyped(null);
-  return html`<input
-    type="text"
-    ...${common}
-    class="input ${numeric ? "number" : ""}"
-    inputmode=${schema.type === "integer" ? "numeric" : numeric ? "decimal" : undefined}
-    autocomplete="off"
-    spellcheck="false"
-    placeholder=${schema.optional ? "unset" : ""}
-    value=${typed ?? show(valueOf(path))}
-    onInput=${(event) => take(event.currentTarget.value)}
-    onBlur=${leave}
-  />`;
+  const looks = { class: `input ${kind ? "number" : ""}`, inputmode: kind, autocomplete: "off", spellcheck: "false", placeholder: schema.optional ? "unset" : "" };
+  return html`<input type="text" ...${common} ...${looks} value=${typed ?? show(valueOf(path))} onInput=${(event) => take(event.currentTarget.value)} onBlur=${leave} />`;
 }
+
+/** Input as a value of the schema. Throws a message for invalid input. */
+function parse(text, schema) {
+  const trimmed = text.trim();
+  if (schema.type === "array") return trimmed ? trimmed.split(",").map((part) => parse(part, schema.items ?? item(schema))) : [];
+  if (schema.type === "integer" || schema.type === "number") {
+    const value = Number(trimmed);
+    if (!trimmed || !Number.isFinite(value)) throw new Error("a number is needed");
+    if (schema.type === "integer" && !Number.isInteger(value)) throw new Error("a whole number is needed");
+    if (schema.type === "integer" && !Number.isSafeInteger(value)) {
+      throw new Error(`a browser would round this: here at most ${Number.MAX_SAFE_INTEGER}`);
+    }
+    const limits = [
+      [value < schema.minimum, `at least ${schema.minimum}`],
+      [value <= schema.exclusiveMinimum, `more than ${schema.exclusiveMinimum}`],
+      [value > schema.maximum, `at most ${schema.maximum}`],
+      [value >= schema.exclusiveMaximum, `less than ${schema.exclusiveMaximum}`],
+    ];
+    const broken = limits.find(([wrong]) => wrong);
+    if (broken) throw new Error(broken[1]);
+    return value;
+  }
+  return trimmed;
+}
+
+/** The type of a tuple's parts, e.g. of the two betas. */
+const item = (schema) => schema.prefixItems?.[0] ?? { type: "string" };
+
+const show = (value) => (value === null || value === undefined ? "" : Array.isArray(value) ? value.join(", ") : String(value));

@@ -1,5 +1,6 @@
 // The filter of the runs table: words, and comparisons such as `val_accuracy > 0.9 tag:baseline status=failed`.
 
+const equal = (a, b) => (typeof a === "number" ? a === Number(b) : String(a ?? "").toLowerCase() === b.toLowerCase());
 const OPERATORS = {
   ">=": (a, b) => a >= b,
   "<=": (a, b) => a <= b,
@@ -10,10 +11,6 @@ const OPERATORS = {
   ":": (a, b) => String(a ?? "").toLowerCase().includes(b.toLowerCase()),
 };
 const TERM = /([\w.]+)\s*(>=|<=|!=|>|<|==?|:)\s*("[^"]*"|\S+)|("[^"]*"|\S+)/g;
-
-function equal(a, b) {
-  return typeof a === "number" ? a === Number(b) : String(a ?? "").toLowerCase() === b.toLowerCase();
-}
 
 /**
  * `text` as a function (run, valueOf) → whether the run matches; `valueOf(run, name)` gives a value or undefined.

@@ -23,9 +23,7 @@ export const many = (count, noun) => `${number(count)} ${noun}${count === 1 ? ""
 /** Any value of a table. */
 export const plain = (value) => (value === null || value === undefined ? DASH : typeof value === "number" ? number(value) : typeof value !== "object" ? String(value) : Array.isArray(value) && value.every((one) => typeof one !== "object") ? value.join(", ") : JSON.stringify(value));
 
-export function percent(share, digits = share < 0.1 || (share > 0.99 && share < 1) ? 1 : 0) {
-  return Number.isFinite(share) ? `${(share * 100).toFixed(digits)} %` : DASH;
-}
+export const percent = (share, digits = share < 0.1 || (share > 0.99 && share < 1) ? 1 : 0) => (Number.isFinite(share) ? `${(share * 100).toFixed(digits)} %` : DASH);
 /** How the ticks of an axis are written: [what to multiply by, unit]. */
 percent.axis = [100, " %"];
 
@@ -68,9 +66,7 @@ export function clock(moment) {
   return Number.isNaN(then) ? DASH : new Date(then).toLocaleString();
 }
 
-export function gigabytes(bytes) {
-  return Number.isFinite(bytes) ? `${(bytes / 1e9).toFixed(bytes < 1e9 ? 3 : 1)} GB` : DASH;
-}
+export const gigabytes = (bytes) => (Number.isFinite(bytes) ? `${(bytes / 1e9).toFixed(bytes < 1e9 ? 3 : 1)} GB` : DASH);
 gigabytes.axis = [1e-9, " GB"];
 
 /** `val_accuracy` → `val accuracy`, `lr` → `learning rate`. A metric may be called `constructor`. */

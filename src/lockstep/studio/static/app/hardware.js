@@ -1,13 +1,74 @@
-// The Hardware section: devices, precision, and the plan for them. All texts come from the server.
+// The devices as boxes, for the form and for dialogs, with several ranks when only the CPU is selected; and the Hardware
+// section of the form: devices, precision, and the plan for them. All texts come from the server.
 
-import { html, useId } from "./html.js";
-import { devices, forPage, freeDevices, refreshDevices } from "./catalogue.js";
-import { DeviceChoice, usable } from "./devices.js";
+import { html, useEffect, useState } from "./html.js";
+import { devices, forPage, freeDevices, refreshDevices, usable } from "./catalogue.js";
 import { change, draft, isOld, planned, tick, ticked, valueOf } from "./draft.js";
 import { note } from "./fields.js";
-import { deviceWords } from "./format.js";
+import { deviceWords, gigabytes, many } from "./format.js";
 import { isGoing, runs } from "./live.js";
-import { Button, Select, tellError } from "./ui.js";
+import { Button, Labelled, Select, tellError } from "./ui.js";
+
+const MOST_RANKS = 64;
+
+export const titleOf = (id) => (id === "cpu" ? "CPU" : id.replace("gpu:", "GPU "));
+/** How much there is of a device. */
+export const coresOf = ({ cores }) => (cores ? many(cores, "core") : "");
+
+/** The runs of this folder that a device computes for. */
+export const runsOn = (id) => (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id));
+/** A process that uses a device. */
+export const processText = (user) => `${user.owner ? `${user.owner}: ` : ""}${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}${user.run ? `, run ${user.run}` : ""})`;
+
+/** What is known of a device, and who uses it. */
+function About({ device }) {
+  const { id, users, note, memory_gb: memory, free_gb: free } = device;
+  const going = runsOn(id).map((run) => run.name || run.id);
+  const used = [...(going.length ? [`run ${going.join(", ")}`] : []), ...users.map(processText)];
+  const facts = [coresOf(device), memory !== null && gigabytes(memory * 1e9), free !== null && `${gigabytes(free * 1e9)} free`];
+  return html`${[facts.filter(Boolean).join(" · "), used.length > 0 && `used by ${used.join("; ")}`, note].filter(Boolean).map((line) => html`<span key=${line} class="facts" style=${{ display: "block" }}>${line}</span>`)}
+    ${device.kind === "gpu" && memory && html`<span class="meter" style=${{ display: "block" }} aria-hidden="true"><span style=${{ width: `${100 * (1 - free / memory)}%` }}></span></span>`}`;
+}
+
+function Ranks({ chosen, onChoose, onWrong }) {
+  const [typed, setTyped] = useState(null);
+  const fits = (ranks) => Number.isInteger(ranks) && ranks >= 1 && ranks <= MOST_RANKS;
+  const wrong = typed !== null && !fits(Number(typed)) ? `from 1 to ${MOST_RANKS}` : null;
+  const take = ({ currentTarget: { value } }) => {
+    setTyped(value);
+    if (fits(Number(value))) onChoose(new Array(Number(value)).fill("cpu"));
+  };
+  useEffect(() => onWrong(wrong), [wrong]);
+  useEffect(() => () => onWrong(null), []);
+  return html`<${Labelled} label="Number of ranks" help="Number of processes on this CPU, to try a run on several devices." always wrong=${wrong}>
+    ${(given) => html`<input ...${given} class="input number" type="number" min="1" max=${MOST_RANKS} value=${typed ?? chosen.length} onInput=${take} onBlur=${() => wrong || setTyped(null)} />`}
+  <//>`;
+}
+
+/**
+ * `detailed`: with memory and users of each device. `beside`: elements next to the heading.
+ * `onWrong(message)`: why the number of ranks is invalid, or null.
+ */
+export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null, onWrong = () => {}, children }) {
+  const order = usable();
+  const toggle = (id, on) => {
+    const others = chosen.filter((one) => one !== id && order.includes(one));
+    onChoose(on ? [...others, id].sort((a, b) => order.indexOf(a) - order.indexOf(b)) : others);
+  };
+  return html`<fieldset class="stack">
+      <div class="row between"><legend class="eyebrow">Devices</legend>${beside}</div>
+      <div class="devices">
+        ${(devices.value?.devices ?? []).map(
+          (device) => html`<label key=${device.id} class="device">
+            <input type="checkbox" name="device" value=${device.id} checked=${chosen.includes(device.id)} disabled=${!device.supported} onChange=${(event) => toggle(device.id, event.currentTarget.checked)} />
+            <span><span class="title">${titleOf(device.id)}</span> ${device.name} ${detailed && html`<${About} device=${device} />`}</span>
+          </label>`,
+        )}
+      </div>
+      ${children}
+    </fieldset>
+    ${chosen.length > 0 && chosen.every((id) => id === "cpu") && html`<${Ranks} chosen=${chosen} onChoose=${onChoose} onWrong=${onWrong} />`}`;
+}
 
 /** Devices of the configuration that have no box to untick: it comes from another machine. */
 function Absent() {
@@ -30,16 +91,13 @@ function Free() {
 }
 
 function Precision() {
-  const id = useId();
   const chosen = valueOf(["hardware", "precision"]);
   const options = planned.value.answer?.precisions ?? [{ value: chosen, supported: true, reason: null }];
   const refused = options.filter(({ supported }) => !supported);
-  return html`<div class="field">
-    <label for=${id}>Precision</label>
-    <${Select} bare id=${id} aria-describedby=${refused.length ? `${id}-why` : undefined} value=${chosen} onChange=${(value) => change(["hardware", "precision"], value)}
-      options=${options.map(({ value, supported, reason }) => [value, `${value}${supported ? "" : " – not supported here"}`, { disabled: !supported, title: reason ?? "" }])} />
-    ${refused.length > 0 && html`<div class="help always" id="${id}-why">${refused.map(({ value, reason }) => html`<p key=${value}>${reason}</p>`)}</div>`}
-  </div>`;
+  const texts = options.map(({ value, supported, reason }) => [value, `${value}${supported ? "" : " – not supported here"}`, { disabled: !supported, title: reason ?? "" }]);
+  return html`<${Labelled} label="Precision" help=${refused.length > 0 && refused.map(({ value, reason }) => html`<p key=${value}>${reason}</p>`)} always>
+    ${(given) => html`<${Select} bare ...${given} value=${chosen} onChange=${(value) => change(["hardware", "precision"], value)} options=${texts} />`}
+  <//>`;
 }
 
 /** The plan's labels for the selected devices. */

@@ -6,7 +6,6 @@ import { decode, Stream } from "./columns.js";
 import { setClock } from "./format.js";
 import { tellError } from "./ui.js";
 
-const POINTS = 20_000;
 const LONGEST_WAIT_MS = 5000;
 /** Rows arrive up to ten times a second; charts are drawn less often. */
 const DRAW_MS = 400;
@@ -53,7 +52,7 @@ class RunData {
     setTimeout(() => requestAnimationFrame(draw), Math.max(0, this.drawn + DRAW_MS - performance.now()));
   }
 
-  take({ header, columns }) {
+  take(header, columns) {
     if (header.kind === "history") {
       this.streams.set(header.stream, new Stream(header, columns));
       this.error.value = null;
@@ -77,14 +76,12 @@ let socket = null;
 let failures = 0;
 let requests = 0;
 
-const send = (message) => {
-  if (socket?.readyState === WebSocket.OPEN) socket.send(JSON.stringify(message));
-};
+const send = (message) => socket?.readyState === WebSocket.OPEN && socket.send(JSON.stringify(message));
 
 /** Asks for a run once more, after an error. */
 export const followAgain = (id) => send(subscription(id));
 
-const subscription = (id) => ({ type: "subscribe", run: id, streams: ["steps", "evaluations", "system", "ranks"], points: POINTS });
+const subscription = (id) => ({ type: "subscribe", run: id });
 
 /** Starts watching a run; the second value ends it. */
 export function look(id) {
@@ -107,7 +104,7 @@ export function range(run, stream, from, to) {
   if (socket?.readyState !== WebSocket.OPEN) return Promise.resolve(null);
   return new Promise((resolve) => {
     ranges.set(request, resolve);
-    send({ type: "range", run, stream, from, to, points: POINTS, request });
+    send({ type: "range", run, stream, from, to, request });
   });
 }
 
@@ -122,7 +119,7 @@ export function connect() {
     send({ type: "watch", runs: true });
     for (const id of looked.keys()) send(subscription(id));
   };
-  socket.onmessage = ({ data }) => (typeof data === "string" ? onText(JSON.parse(data)) : onFrame(decode(data)));
+  socket.onmessage = ({ data }) => batch(() => (typeof data === "string" ? onText(JSON.parse(data)) : onFrame(decode(data))));
   socket.onclose = () => {
     connection.value = "lost";
     for (const resolve of ranges.values()) resolve(null);
@@ -133,11 +130,9 @@ export function connect() {
   };
 }
 
-function onFrame(frame) {
-  const { header, columns } = frame;
-  if (header.kind === "range") {
-    settle(header.request, new Stream(header, columns));
-  } else looked.get(header.run)?.take(frame);
+function onFrame({ header, columns }) {
+  if (header.kind === "range") settle(header.request, new Stream(header, columns));
+  else looked.get(header.run)?.take(header, columns);
 }
 
 function settle(request, part) {
@@ -158,8 +153,6 @@ const handlers = {
     merge(message.runs, message.removed);
     problems.value = message.problems;
   },
-  run: ({ summary }) => merge([summary], []),
-  removed: ({ run }) => merge([], [run]),
   epochs: ({ run, epochs }) => {
     const data = looked.get(run);
     if (data) data.epochs.value = epochs;
@@ -172,9 +165,7 @@ const handlers = {
   job: ({ job }) => takeJob(job),
 };
 
-function onText(message) {
-  batch(() => handlers[message.type]?.(message));
-}
+const onText = (message) => handlers[message.type]?.(message);
 
 /** Takes summaries from the server into the list, whose order is by creation. */
 export function merge(changed, removed) {

@@ -1,7 +1,7 @@
 // The log of a run: one file at a time, its end followed, colours of the terminal, search.
 
 import { html, useEffect, useRef, useState } from "./html.js";
-import { get, runPath } from "./api.js";
+import { runPath, useAnswer } from "./api.js";
 import { many } from "./format.js";
 import { isGoing } from "./live.js";
 import { Search, Select, Tick } from "./ui.js";
@@ -32,23 +32,13 @@ export const Coloured = ({ text }) =>
 
 export function Log({ run, names }) {
   const [name, setName] = useState(null);
-  const [log, setLog] = useState(null);
   const [tail, setTail] = useState(500);
   const [text, setText] = useState("");
   const [follow, setFollow] = useState(true);
   const box = useRef(null);
   const chosen = names.includes(name) ? name : names[0];
-  useEffect(() => {
-    if (!chosen) return undefined;
-    let over = false;
-    const read = () => get(runPath(run.id, `/log?name=${encodeURIComponent(chosen)}&tail=${tail}`)).then((found) => over || setLog(found), () => over || setLog(null));
-    read();
-    const timer = isGoing(run) ? setInterval(read, 1500) : 0;
-    return () => {
-      over = true;
-      clearInterval(timer);
-    };
-  }, [run.id, run.status, chosen, tail]);
+  const path = chosen && runPath(run.id, `/log?name=${encodeURIComponent(chosen)}&tail=${tail}`);
+  const { found: log } = useAnswer(path, [run.status], { every: isGoing(run) && 1500 });
   useEffect(() => {
     if (follow && box.current) box.current.scrollTop = box.current.scrollHeight;
   }, [log, follow, text]);

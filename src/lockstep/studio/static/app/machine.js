@@ -1,26 +1,22 @@
 // This machine: its devices and who uses them, and the results of `lockstep doctor`.
 
 import { html, useEffect, useState } from "./html.js";
-import { get, post } from "./api.js";
-import { Job } from "./afterwards.js";
-import { DeviceChoice, processText, runsOn } from "./devices.js";
+import { post, useAnswer } from "./api.js";
+import { Job, newestJobs } from "./afterwards.js";
+import { coresOf, DeviceChoice, processText, runsOn, titleOf } from "./hardware.js";
 import { devices, freeDevices, refreshDevices, studio } from "./catalogue.js";
 import { tick } from "./draft.js";
-import { clock, deviceWords, gigabytes, many, number, percent } from "./format.js";
-import { isGoing, jobs, runs } from "./live.js";
+import { clock, deviceWords, gigabytes, number, percent } from "./format.js";
+import { isGoing, runs, takeJob } from "./live.js";
 import { address, drawer } from "./route.js";
 import { label } from "./runs.js";
-import { Badge, Button, tellError, Tick } from "./ui.js";
+import { Badge, Button, Problem, tellError, Tick } from "./ui.js";
 
 const WORST_FIRST = ["fail", "warn", "ok", "skip"];
 
 function Finding({ finding }) {
   return html`<li class="card stack">
-    <div class="row">
-      <${Badge} status=${finding.status} />
-      <h2 class="grow">${finding.name}</h2>
-      <span class="muted">${finding.node}</span>
-    </div>
+    <div class="row"><${Badge} status=${finding.status} /><h2 class="grow">${finding.name}</h2><span class="muted">${finding.node}</span></div>
     <p>${finding.what}</p>
     <p class="muted">${finding.why}</p>
     ${finding.fix && html`<p><strong>Fix:</strong> ${finding.fix}</p>`}
@@ -28,12 +24,11 @@ function Finding({ finding }) {
 }
 
 function Doctor() {
-  const [first, setFirst] = useState(null);
   const [chosen, setChosen] = useState([]);
   const [quick, setQuick] = useState(true);
-  useEffect(() => void get("/doctor").then((job) => setFirst(job), tellError), []);
-  const job = first && (jobs.value[first.id] ?? first);
-  const start = () => post("/doctor", { devices: chosen.length ? chosen : null, quick }).then(setFirst, tellError);
+  const { found, error } = useAnswer("/jobs", []);
+  const job = newestJobs(found?.jobs, () => true).find(({ kind }) => kind === "doctor");
+  const start = () => post("/doctor", { devices: chosen.length ? chosen : null, quick }).then(takeJob, tellError);
   const findings = [...(job?.result?.findings ?? [])].sort((a, b) => WORST_FIRST.indexOf(a.status) - WORST_FIRST.indexOf(b.status));
   return html`<h1>Doctor</h1>
     <section class="card stack measure" aria-label="Check">
@@ -45,6 +40,7 @@ function Doctor() {
         ${job && html`<span class="muted">${clock(job.started_at)}</span>`}
       </div>
     </section>
+    <${Problem} error=${error} />
     ${job && job.status !== "done" && html`<${Job} job=${job} />`}
     ${job?.result && html`<p role="status" class="note ${job.result.fit ? "info" : "bad"}"><strong>${job.result.verdict}</strong></p>`}
     <ul class="stack" aria-label="Findings">${findings.map((finding) => html`<${Finding} key=${`${finding.node} ${finding.name} ${finding.what}`} finding=${finding} />`)}</ul>`;
@@ -63,13 +59,13 @@ function Devices() {
   }, []);
   return html`<div class="machine">
     ${(devices.value?.devices ?? []).map((device) => {
-      const { id, name, users, note, memory_gb: memory, free_gb: free, cores } = device;
+      const { id, name, users, note, memory_gb: memory, free_gb: free } = device;
       const share = memory && free !== null ? 1 - free / memory : null;
       const { host, devices: gpus = [] } = devices.value.load ?? {};
       const load = id === "cpu" ? (host && { utilisation: host.cpu }) : gpus.find((one) => one.id === id);
       const ours = runsOn(id);
       return html`<section key=${id} class="card stack" aria-label=${id}>
-        <div class="row between"><h2>${id === "cpu" ? "CPU" : id.replace("gpu:", "GPU ")}</h2><span class="muted">${cores ? many(cores, "core") : ""}</span></div>
+        <div class="row between"><h2>${titleOf(id)}</h2><span class="muted">${coresOf(device)}</span></div>
         <p class="muted clip" title=${name}>${name}</p>
         ${Number.isFinite(load?.utilisation) && html`<${Meter} name="Utilisation" share=${load.utilisation} text=${[`${percent(load.utilisation)} busy`, load.power_w && `${number(load.power_w, 3)} W`, load.temperature_c && `${load.temperature_c} °C`].filter(Boolean).join(" · ")} />`}
         ${share !== null && html`<${Meter} name="Memory in use" share=${share} text=${`${gigabytes((memory - free) * 1e9)} of ${gigabytes(memory * 1e9)} in use`} />`}
@@ -84,10 +80,7 @@ function Devices() {
 
 export function Machine() {
   const free = freeDevices((runs.value ?? []).filter(isGoing));
-  const offer = () => {
-    tick(free);
-    drawer.value = true;
-  };
+  const offer = () => (tick(free), (drawer.value = true));
   return html`<div class="view">
     <div class="row between"><h1>Devices${studio.value ? ` of ${studio.value.host}` : ""}</h1>${free.length > 0 && html`<${Button} onClick=${offer}>Train on ${free.join() === "cpu" ? "the CPU" : deviceWords(free)}…<//>`}</div>
     <${Devices} /><${Doctor} /></div>`;

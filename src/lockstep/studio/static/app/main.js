@@ -1,6 +1,6 @@
 // The page: the top bar, one view, and the form of a new run as a drawer.
 
-import { html, render, signal, effect, useEffect } from "./html.js";
+import { html, render, effect, stored, useEffect } from "./html.js";
 import { locked } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
@@ -9,6 +9,7 @@ import { Machine } from "./machine.js";
 import { keepPlanning } from "./draft.js";
 import { heading, number } from "./format.js";
 import { connect, connection, instance, isGoing, runs } from "./live.js";
+import { repaint } from "./plot.js";
 import { address, drawer, go, route } from "./route.js";
 import { compared, label, monitored, Runs } from "./runs.js";
 import { Run } from "./run.js";
@@ -17,22 +18,21 @@ import { Boundary, Button, Problem, tell, Toasts } from "./ui.js";
 
 const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
 
-const theme = signal(localStorage.getItem("lockstep-theme") ?? "system");
+const theme = stored(localStorage, "lockstep-theme", "system");
 effect(() => {
-  localStorage.setItem("lockstep-theme", theme.value);
   document.documentElement.dataset.theme = theme.value;
-  dispatchEvent(new Event("lockstep-theme"));
+  repaint();
 });
 const THEMES = { system: "light", light: "dark", dark: "system" };
 
-const notifies = signal(localStorage.getItem("lockstep-notify") === "1" && globalThis.Notification?.permission === "granted");
+const notifies = stored(localStorage, "lockstep-notify", false);
+if (globalThis.Notification?.permission !== "granted") notifies.value = false;
 async function toggleNotifications() {
   if (!notifies.value && (await globalThis.Notification?.requestPermission()) !== "granted") {
     tell("The browser does not allow notifications of this page", { bad: true });
     return;
   }
   notifies.value = !notifies.value;
-  localStorage.setItem("lockstep-notify", notifies.value ? "1" : "0");
 }
 
 // A run that was going and has ended.
@@ -54,12 +54,7 @@ function Bar() {
   const words = { open: "live", connecting: "connecting…", lost: "connection lost, trying again" }[connection.value];
   return html`<header class="bar">
     <a class="brand" href="#/runs" title=${studio.value ? `Lockstep ${studio.value.version} on ${studio.value.host}` : "Lockstep"}>
-      <svg viewBox="0 0 18 18" aria-hidden="true">
-        <g fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" stroke-linejoin="round">
-          <path d="M2 10.5 6.5 6 10.5 8 16 1.5" />
-          <path d="M2 16.5 6.5 12 10.5 14 16 7.5" opacity=".5" />
-        </g>
-      </svg>
+      <svg viewBox="0 0 18 18" aria-hidden="true"><use href="#logo" /></svg>
       <span>Lockstep</span>
     </a>
     <nav aria-label="Views">
@@ -69,7 +64,7 @@ function Bar() {
     </nav>
     <span class="link ${connection.value === "lost" ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
     <button type="button" class="button quiet small" title="Notify when a run ends" aria-label="Notify when a run ends" aria-pressed=${notifies.value ? "true" : "false"} onClick=${toggleNotifications}>
-      <svg viewBox="0 0 16 16" width="14" height="14" aria-hidden="true"><path fill=${notifies.value ? "currentColor" : "none"} stroke="currentColor" stroke-width="1.3" stroke-linejoin="round" d="M8 1.8a4 4 0 0 1 4 4c0 4 1.5 5 1.5 5h-11S4 9.8 4 5.8a4 4 0 0 1 4-4ZM6.5 13a1.6 1.6 0 0 0 3 0" /></svg>
+      <svg viewBox="0 0 16 16" width="14" height="14" fill=${notifies.value ? "currentColor" : "none"} aria-hidden="true"><use href="#bell" /></svg>
     </button>
     <button type="button" class="button quiet small theme" title="Theme" aria-label=${`Theme: ${theme.value}`} onClick=${() => (theme.value = THEMES[theme.value] ?? "system")}>${{ light: "☀", dark: "☾" }[theme.value] ?? "◐"}</button>
     <button type="button" class="button primary" aria-expanded=${drawer.value ? "true" : "false"} onClick=${() => (drawer.value = !drawer.value)}>New run</button>
@@ -91,7 +86,7 @@ function Page() {
     if (view !== "run") document.title = `${title} – Lockstep studio`; // a run sets its own
   }, [title]);
   return html`
-    <a class="skip" href="#content" onClick=${skip}>Skip to the content</a>
+    <a class="skip" href="#content" onClick=${(event) => (event.preventDefault(), document.getElementById("content").focus())}>Skip to the content</a>
     <${Bar} />
     <div>
       ${locked.value && html`<p class="banner" role="alert">The studio's token has changed, or this session has expired. <${Button} kind="small" onClick=${() => location.reload()}>Enter the token<//></p>`}
@@ -104,11 +99,6 @@ function Page() {
     </div>
     <${Toasts} />
   `;
-}
-
-function skip(event) {
-  event.preventDefault();
-  document.getElementById("content").focus();
 }
 
 // Another start of the server may have other devices, tasks and settings.

@@ -2,19 +2,19 @@
 
 import uPlot from "../vendor/uplot.js";
 import { percent } from "./format.js";
+import { signal } from "./html.js";
 
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const colours = new Map();
-const themed = new Set();
-function repaint() {
+/** Counts the changes of the theme, each of which gives every chart other colours. */
+export const themes = signal(0);
+export function repaint() {
   colours.clear();
-  for (const plot of themed) plot.repaint();
+  themes.value = themes.peek() + 1;
 }
-dark.addEventListener("change", repaint);
-addEventListener("lockstep-theme", repaint);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 
 /** A colour of the style sheet, as the theme has it; asked for once, since the browser styles the page again for it. */
 function css(name) {
@@ -32,7 +32,7 @@ export const isGap = (value) => !Number.isFinite(value);
  * Exponential smoothing that is corrected for its start and keeps gaps.
  * `weight` 0 changes nothing; 0.99 is very smooth.
  */
-export function smooth(values, weight) {
+function smooth(values, weight) {
   if (!weight) return values;
   const result = new Float64Array(values.length);
   let sum = 0;
@@ -51,7 +51,7 @@ export function smooth(values, weight) {
 }
 
 /** Several series of their own x as the aligned table that uPlot draws. What is not finite becomes a gap. */
-export function align(series, { log = false } = {}) {
+function align(series, log) {
   const tables = series.map(({ x, y, weight = 0 }) => {
     const smoothed = smooth(y, weight);
     const column = new Array(smoothed.length);
@@ -68,46 +68,30 @@ export function align(series, { log = false } = {}) {
 
 /** A chart in `host`. `draw` may be called at any rate; the canvas changes once a frame. */
 export class Plot {
-  constructor(host, { height = 150, onCursor = () => {}, onZoom = () => {} } = {}) {
-    this.host = host;
-    this.height = height;
-    this.onCursor = onCursor;
-    this.onZoom = onZoom;
-    this.pending = null;
-    this.frame = 0;
-    this.shape = "";
-    this.chart = null;
-    this.zoomed = false;
+  constructor(host, onCursor, onZoom) {
+    Object.assign(this, { host, onCursor, onZoom, last: null, frame: 0, shape: "", chart: null, zoomed: false });
     this.resizer = new ResizeObserver(() => this.resize());
     this.resizer.observe(host);
-    themed.add(this);
-  }
-
-  repaint() {
-    this.shape = "";
-    if (this.last) this.draw(this.last);
   }
 
   /**
-   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?, gaps?}], log, smoothing, unit?}; a colour is a name from
-   * the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
+   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?, gaps?}], height, log, smoothing, theme, unit?}; a colour is
+   * a name from the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
    */
   draw(spec) {
     this.last = spec;
-    // The raw line stays visible, faint, behind a smoothed one.
-    const smoothed = spec.series.map((one) => ({ ...one, weight: spec.smoothing }));
-    this.pending = { ...spec, series: spec.smoothing ? [...spec.series.map((one) => ({ ...one, raw: true })), ...smoothed] : spec.series };
-    if (!this.frame) this.frame = requestAnimationFrame(() => this.flush());
+    this.frame ||= requestAnimationFrame(() => this.flush());
   }
 
   flush() {
     this.frame = 0;
-    const spec = this.pending;
-    this.pending = null;
-    if (!spec || !this.host.clientWidth) return;
-    const shape = JSON.stringify([spec.log, spec.against, this.height, spec.series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw])]);
-    const data = align(spec.series, spec);
-    if (shape !== this.shape) this.build(spec, data, shape);
+    if (!this.host.clientWidth) return;
+    const { series: given, smoothing: weight, log, against, height, theme } = this.last;
+    // The raw line stays visible, faint, behind a smoothed one.
+    const series = weight ? [...given.map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given;
+    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw])]);
+    const data = align(series, log);
+    if (shape !== this.shape) this.build({ ...this.last, series }, data, shape);
     else this.chart.setData(data, !this.zoomed);
     this.host.dataset.points = String(data[0].length);
   }
@@ -120,7 +104,7 @@ export class Plot {
     const axis = { stroke: css("--muted"), grid, ticks: { show: false }, font: '11px "Inter", sans-serif' };
     const options = {
       width: this.host.clientWidth,
-      height: this.height,
+      height: spec.height,
       legend: { show: false },
       padding: [8, 18, 0, 0],
       // One cursor for all charts with this x axis.
@@ -142,7 +126,8 @@ export class Plot {
         })),
       ],
       hooks: {
-        setScale: [(chart, key) => key === "x" && this.reportShown(chart.scales.x)],
+        // The visible range of x, for tests and assistive scripts.
+        setScale: [({ scales: { x } }, key) => key === "x" && (this.host.dataset.shown = `${x.min} ${x.max}`)],
         setCursor: [(chart) => this.onCursor(chart.cursor.idx, chart.data)],
         setSelect: [(chart) => chart.select.width > 0 && this.dragged(chart)],
       },
@@ -153,19 +138,15 @@ export class Plot {
     if (shown) this.chart.setScale("x", { min: shown.min, max: shown.max });
   }
 
-  /** The visible range of x, for tests and assistive scripts. */
-  reportShown({ min, max }) {
-    this.host.dataset.shown = `${min} ${max}`;
-  }
-
   dragged(chart) {
     const { left, width } = chart.select;
     this.zoomed = true;
     this.onZoom(chart.posToVal(left, "x"), chart.posToVal(left + width, "x"));
   }
 
-  /** Shows the part of the x axis between two shares of what there is; for keyboards. */
+  /** Shows `factor` times as much of the x axis, moved by this share of it; without a factor all. For keyboards. */
   zoom(factor, shift = 0) {
+    if (!factor) return void this.resetZoom();
     if (!this.chart || this.chart.data[0].length < 2) return;
     const { min, max } = this.chart.scales.x;
     const middle = (min + max) / 2 + shift * (max - min);
@@ -182,14 +163,13 @@ export class Plot {
   }
 
   resize() {
-    if (this.chart && this.host.clientWidth) this.chart.setSize({ width: this.host.clientWidth, height: this.height });
+    if (this.chart && this.host.clientWidth) this.chart.setSize({ width: this.host.clientWidth, height: this.last.height });
     else if (this.last) this.draw(this.last);
   }
 
   destroy() {
     cancelAnimationFrame(this.frame);
     this.resizer.disconnect();
-    themed.delete(this);
     this.chart?.destroy();
   }
 }

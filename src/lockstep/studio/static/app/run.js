@@ -3,7 +3,6 @@
 import { html, useEffect, useState } from "./html.js";
 import { filePath, post, runPath, useAnswer } from "./api.js";
 import { advised, forPage, studio } from "./catalogue.js";
-import { Decisions } from "./decisions.js";
 import { Curves } from "./curves.js";
 import { Evaluation } from "./evaluation.js";
 import { bytes, clock, deviceWords, duration, heading, many, number, percent, titleOf, words } from "./format.js";
@@ -12,48 +11,37 @@ import { Coloured, Log } from "./log.js";
 import { EvaluateDialog, ExportDialog, Job, newestJobs, ResumeDialog } from "./afterwards.js";
 import { go, route } from "./route.js";
 import { actionsFor, duplicate, LABEL_DIALOGS, label, monitored } from "./runs.js";
-import { Badge, Boundary, Button, Copy, Menu, Problem, Search, Table, Tabs, tell, tellError } from "./ui.js";
+import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, Table, Tabs, tell, tellError } from "./ui.js";
 
-/** The details of a run: fetched when it is selected and when its status changes. */
-function useDetail(run) {
-  const { found, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch]);
-  return { detail: found?.id === run.id ? found : null, error };
-}
-
-function Metric({ name, value }) {
-  return html`<div><dt>${name}</dt><dd title=${String(value)}>${value}</dd></div>`;
-}
+/** `entries`: [[name, value], …], without those that are false. */
+const Metrics = ({ entries }) =>
+  html`<dl class="metrics">${entries.filter(Boolean).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd title=${String(value)}>${value}</dd></div>`)}</dl>`;
 
 function Progress({ run }) {
   const share = run.progress ?? 0;
+  const entries = [
+    ["Progress", run.starting ? "starting" : percent(share)],
+    ["Step", `${number(run.step)} / ${number(run.total_steps)}`],
+    ["Epoch", `${number(run.epoch)} / ${number(run.epochs)}`],
+    ["ETA", duration(run.eta_s ?? NaN)],
+    ["Samples/s", number(run.samples_per_s, 3)],
+  ];
   return html`<section class="stack" aria-label="Progress">
     <div class="progress" role="progressbar" aria-label="Progress of the run" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
       <span style=${{ width: `${share * 100}%` }}></span>
     </div>
-    <dl class="metrics">
-      <${Metric} name="Progress" value=${run.starting ? "starting" : percent(share)} />
-      <${Metric} name="Step" value=${`${number(run.step)} / ${number(run.total_steps)}`} />
-      <${Metric} name="Epoch" value=${`${number(run.epoch)} / ${number(run.epochs)}`} />
-      <${Metric} name="ETA" value=${duration(run.eta_s ?? NaN)} />
-      <${Metric} name="Samples/s" value=${number(run.samples_per_s, 3)} />
-    </dl>
+    <${Metrics} entries=${entries} />
   </section>`;
 }
 
 function Finished({ run }) {
-  const entries = Object.entries(run.final_metrics ?? {});
+  const final = run.final_metrics ?? {};
   const took = (Date.parse(run.completed_at) - Date.parse(run.started_at)) / 1000;
+  const best = Object.entries(run.best_metric ?? {}).filter(([name, value]) => value !== final[name]).map(([name, value]) => [`Best ${words(name)}`, number(value)]);
   const early = run.step < run.total_steps;
   return html`<section class="stack" aria-label="Final metrics">
     ${early && html`<p class="note info">Early stopping: it ended at step ${number(run.step)} of ${number(run.total_steps)}${run.epochs ? `, epoch ${number(run.epoch)} of ${number(run.epochs)}` : ""}.</p>`}
-    <dl class="metrics">
-      ${entries.map(([name, value]) => html`<${Metric} key=${name} name=${heading(name)} value=${number(value)} />`)}
-      ${Object.entries(run.best_metric ?? {}).filter(([name, value]) => value !== run.final_metrics?.[name]).map(
-        ([name, value]) => html`<${Metric} key=${`best-${name}`} name=${`Best ${words(name)}`} value=${number(value)} />`,
-      )}
-      ${run.best_epoch !== null && html`<${Metric} name="Best epoch" value=${number(run.best_epoch)} />`}
-      ${took >= 0 && html`<${Metric} name="Took" value=${duration(took)} />`}
-    </dl>
+    <${Metrics} entries=${[...Object.entries(final).map(([name, value]) => [heading(name), number(value)]), ...best, run.best_epoch !== null && ["Best epoch", number(run.best_epoch)], took >= 0 && ["Took", duration(took)]]} />
   </section>`;
 }
 
@@ -91,15 +79,9 @@ function Ended({ run, detail }) {
 function Settings({ run, detail }) {
   if (!detail) return null;
   return html`
-    <div class="card stack">
-      <div class="row between"><h2>Command</h2><${Copy} text=${detail.command_text} label="Copy the run's command" /></div>
-      <pre class="wrap" tabindex="0" aria-label="Command of the run">${detail.command_text}</pre>
-    </div>
+    <div class="card stack"><${Code} title="Command" of=" of the run" text=${detail.command} wrap /></div>
     ${detail.plan && html`<${Decisions} decisions=${detail.plan.decisions} notes=${detail.plan.notes} />`}
-    <div class="card stack">
-      <div class="row between"><h2>config.yaml</h2><${Copy} text=${detail.config_yaml} label="Copy the run's YAML" /></div>
-      <pre tabindex="0" aria-label="YAML of the run">${detail.config_yaml}</pre>
-    </div>
+    <div class="card stack"><${Code} title="config.yaml" of=" of the run" text=${detail.config_yaml} /></div>
     <div class="card stack"><h2>Versions</h2><dl class="facts-list">${Object.entries(detail.versions).map(([name, version]) => html`<dt key=${name}>${name}</dt><dd>${version}</dd>`)}</dl></div>
   `;
 }
@@ -163,10 +145,10 @@ function Overview({ run, detail, newest }) {
 }
 
 function Chosen({ run }) {
-  const { detail, error } = useDetail(run);
+  const { found: detail, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch]);
   const [dialog, setDialog] = useState(null);
   const Open = DIALOGS[dialog?.kind];
-  const newest = newestJobs(detail?.jobs ?? [], (job) => job.run === run.id);
+  const newest = newestJobs(detail?.jobs, (job) => job.run === run.id);
   const tab = TABS.some(([id]) => id === route.value.tab) ? route.value.tab : "overview";
   const metric = monitored(run);
   const doing = run.status === "running" && run.progress !== null ? `${percent(run.progress)} ` : "";

@@ -1,13 +1,13 @@
 // The table of runs: columns to choose, sort, filter, groups with mean and spread, and actions on several runs.
 
-import { computed, effect, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
+import { computed, effect, html, signal, useEffect, useMemo, useState } from "./html.js";
 import { get, patch, post, remove, runPath } from "./api.js";
 import { change, replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
 import { ago, clock, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
 import { isGoing, merge, problems, runs } from "./live.js";
 import { address, drawer, go, keep, route } from "./route.js";
-import { Badge, Button, Dialog, Menu, Search, Select, tell, tellError } from "./ui.js";
+import { Badge, Button, Dialog, Menu, Search, Select, tell, tellError, TextDialog } from "./ui.js";
 
 const PAGE = 100;
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
@@ -27,11 +27,6 @@ export const label = (run) => run.name || run.id;
 
 /** What words of a filter are looked for in. */
 const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, run.notes, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
-
-function setCompared(id, on) {
-  const others = compared.value.filter((one) => one !== id);
-  compared.value = on ? [...others, id] : others;
-}
 
 const took = (run) => (Date.parse(run.completed_at) - Date.parse(run.started_at)) / 1000;
 
@@ -126,12 +121,10 @@ function ColumnsDialog({ all, onClose }) {
 }
 
 function Filters({ shown, all, onDialog }) {
-  const id = useId();
   const { text, status, group } = table.value;
   const groups = [...new Set(["task", "status", "devices", "strategy", "tags", ...offered(all).settings, ...(group ? [group] : [])])];
   return html`<div class="filters" role="search" aria-label="Runs">
-    <label class="unseen" for=${id}>Search runs</label>
-    <input id=${id} class="input grow" type="search" placeholder="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" value=${text} onInput=${(event) => keep("filter", event.currentTarget.value)} />
+    <${Search} label="Search runs" hint="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" grow="grow" text=${text} onSearch=${(one) => keep("filter", one)} />
     <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
     <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${titleOf(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
@@ -169,8 +162,9 @@ const mark = (run, change) => patch(runPath(run.id), change).then((marked) => me
 
 function Row({ run, columns, numeric, onDialog }) {
   const ticked = compared.value.includes(run.id);
+  const take = ({ currentTarget: { checked } }) => (compared.value = [...compared.value.filter((id) => id !== run.id), ...(checked ? [run.id] : [])]);
   return html`<tr class=${ticked ? "chosen" : ""}>
-    <td class="tick"><label class="hit"><input type="checkbox" tabindex="-1" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${(event) => setCompared(run.id, event.currentTarget.checked)} /></label></td>
+    <td class="tick"><label class="hit"><input type="checkbox" tabindex="-1" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${take} /></label></td>
     <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${run.id}>${label(run)}</a></th>
     ${columns.map((name) => html`<td key=${name} class=${numeric.has(name) ? "number" : ""}>${cellOf(run, name)}</td>`)}
     <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} tabindex="-1" /></td>
@@ -232,21 +226,17 @@ function Selected({ all, onDialog }) {
   </div>`;
 }
 
-/** A dialog with one text: `change(text)` is what to write into each of the runs, `before` the text as it is. */
-function TextDialog({ run, onClose, title, name, submit = "Save", before = "", change, long = false, most, required = false }) {
-  const [text, setText] = useState(before);
-  const save = async () => merge(await Promise.all([run].flat().map((one) => patch(runPath(one.id), change(text, one)))), []);
-  const common = { class: "input", maxlength: most, value: text, onInput: (event) => setText(event.currentTarget.value) };
-  return html`<${Dialog} title=${title} submit=${submit} onClose=${onClose} onSubmit=${save} why=${required && !text.trim() ? `enter a ${name.toLowerCase()}` : ""}>
-    <label class="stack">${name}${long ? html`<textarea rows="6" ...${common}></textarea>` : html`<input autocomplete="off" ...${common} />`}</label>
-  <//>`;
-}
+/** A dialog whose text `change(text, run)` turns into what to write into each of the runs. */
+const labelDialog = (options, change) => ({ run, onClose }) => {
+  const save = async (text) => merge(await Promise.all([run].flat().map((one) => patch(runPath(one.id), change(text, one)))), []);
+  return html`<${TextDialog} onClose=${onClose} onSubmit=${save} ...${options(run)} />`;
+};
 
 const tagsOf = (text) => [...new Set(text.split(",").map((tag) => tag.trim()).filter(Boolean))];
-const BulkTagsDialog = (given) => html`<${TextDialog} ...${given} title=${`Add a tag to ${many(given.run.length, "run")}`} name="Tag" submit="Add" most="40" required change=${(text, run) => ({ tags: [...run.tags, text.trim()] })} />`;
-const NotesDialog = (given) => html`<${TextDialog} ...${given} title="Notes" name="Notes" long most="10000" before=${given.run.notes} change=${(notes) => ({ notes })} />`;
-const RenameDialog = (given) => html`<${TextDialog} ...${given} title="Rename run" name="Name" submit="Rename" most="200" before=${given.run.name ?? ""} change=${(text) => ({ name: text.trim() || null })} />`;
-const TagsDialog = (given) => html`<${TextDialog} ...${given} title="Edit tags" name="Tags, with commas between them" before=${given.run.tags.join(", ")} change=${(text) => ({ tags: tagsOf(text) })} />`;
+const BulkTagsDialog = labelDialog((some) => ({ title: `Add a tag to ${many(some.length, "run")}`, name: "Tag", submit: "Add", most: 40, required: true }), (text, run) => ({ tags: [...run.tags, text] }));
+const NotesDialog = labelDialog(({ notes }) => ({ title: "Notes", name: "Notes", long: true, most: 10_000, before: notes }), (notes) => ({ notes }));
+const RenameDialog = labelDialog(({ name }) => ({ title: "Rename run", name: "Name", submit: "Rename", most: 200, before: name ?? "" }), (text) => ({ name: text || null }));
+const TagsDialog = labelDialog(({ tags }) => ({ title: "Edit tags", name: "Tags, with commas between them", before: tags.join(", ") }), (text) => ({ tags: tagsOf(text) }));
 
 function DeleteDialog({ run, onClose }) {
   const chosen = [run].flat();

@@ -3,7 +3,7 @@
 import { html, useState } from "./html.js";
 import { post, useAnswer } from "./api.js";
 import { Job, newestJobs } from "./afterwards.js";
-import { DeviceChoice } from "./devices.js";
+import { DeviceChoice } from "./hardware.js";
 import { devices, tasks } from "./catalogue.js";
 import { Chart } from "./charts.js";
 import { clock, gigabytes, number, percent } from "./format.js";
@@ -40,10 +40,7 @@ function Report({ report }) {
   const rows = Array.isArray(report.report.rows) ? report.report.rows.filter((row) => row?.status === "ok") : [];
   const points = rows.map((row) => ({ ...row, peak_memory: row.memory_mb * 1e6, utilisation: mean(row.utilisation_per_device) })).sort((a, b) => a.ranks - b.ranks);
   return html`<section class="card stack" aria-label=${report.title}>
-    <div class="row between">
-      <h2>${report.title}</h2>
-      <span class="muted">${clock(report.created_at)}</span>
-    </div>
+    <div class="row between"><h2>${report.title}</h2><span class="muted">${clock(report.created_at)}</span></div>
     ${report.report.verdict && html`<p>${report.report.verdict}</p>`}
     ${(report.report.notes ?? []).map((note) => html`<p key=${note} class="note">${note}</p>`)}
     ${points.length
@@ -82,7 +79,7 @@ function Start({ busy, onStart }) {
 export function Scaling() {
   const over = Object.values(jobs.value).filter(({ kind, status }) => kind === "scaling" && status !== "running").length;
   const { found, error } = useAnswer("/scaling", [over]);
-  const list = newestJobs(found?.jobs ?? [], ({ kind }) => kind === "scaling");
+  const list = newestJobs(found?.jobs, ({ kind }) => kind === "scaling");
   return html`<div class="view">
     <h1>Scaling</h1>
     <${Problem} error=${error} />

@@ -1,30 +1,16 @@
 // General components.
 
-import { html, signal, useErrorBoundary, useEffect, useId, useLayoutEffect, useRef, useState } from "./html.js";
+import { html, signal, useErrorBoundary, useEffect, useId, useRef, useState } from "./html.js";
 import { forPage } from "./catalogue.js";
 
 export const Badge = ({ status }) => html`<span class="badge ${status}">${status}</span>`;
 
 /**
- * A button that shows why it is disabled. Unlike `disabled` it keeps the focus, so that keyboard and screen reader
+ * A button whose title says why it is disabled. Unlike `disabled` it keeps the focus, so that keyboard and screen reader
  * find the reason.
  */
-export function Button({ kind = "", why = "", onClick, busy = false, children, ...rest }) {
-  const id = useId();
-  const off = Boolean(why) || busy;
-  return html`<button
-      type="button"
-      class="button ${kind}"
-      aria-disabled=${off ? "true" : undefined}
-      aria-describedby=${why ? id : undefined}
-      title=${why || rest.title}
-      ...${rest}
-      onClick=${(event) => !off && onClick(event)}
-    >
-      ${children}
-    </button>
-    ${why && html`<span id=${id} class="unseen">${why}</span>`}`;
-}
+export const Button = ({ kind = "", why = "", onClick, busy = false, title, ...rest }) =>
+  html`<button type="button" class="button ${kind}" aria-disabled=${why || busy ? "true" : undefined} title=${why || title} ...${rest} onClick=${(event) => why || busy || onClick(event)}></button>`;
 
 /** Shows an error of what it contains instead of it: the rest of the page works. */
 export function Boundary({ children }) {
@@ -77,8 +63,10 @@ const copies = async (text) => {
   }
 };
 
-export const Copy = ({ text, label }) =>
-  html`<${Button} kind="quiet small" onClick=${() => copies(text)} aria-label=${label}>Copy<//>`;
+/** Text to read and to copy; `of`: whose it is. `empty` is shown where there is none. */
+export const Code = ({ title, text, of = "", wrap = false, empty = "" }) =>
+  html`<div class="row between"><h2>${title}</h2><${Button} kind="quiet small" onClick=${() => copies(text)} aria-label=${`Copy ${title}`}>Copy<//></div>
+    <pre class=${wrap ? "wrap" : ""} tabindex="0" aria-label=${`${title}${of}`}>${text || empty}</pre>`;
 
 /** A choice; `options`: values, or [value, text, attributes]. `bare`: without its label, which then is for screen readers, if given. */
 export function Select({ label, bare = false, kind = "row", value, options, onChange, ...rest }) {
@@ -105,8 +93,8 @@ export const Table = ({ label, heads, rows, classOf = () => "" }) => {
 /** A labelled box to tick. */
 export const Tick = ({ on, onTick, children }) => html`<label class="row"><input type="checkbox" checked=${on} onChange=${(event) => onTick(event.currentTarget.checked)} />${children}</label>`;
 
-/** A field that searches: its label is its placeholder, too. */
-export const Search = ({ label, text, onSearch, grow = "" }) => html`<input class=${`input ${grow}`} type="search" aria-label=${label} placeholder=${label} value=${text} onInput=${(event) => onSearch(event.currentTarget.value)} />`;
+/** A field that searches: its label is its placeholder, too, unless there is a `hint`. */
+export const Search = ({ label, hint = label, text, onSearch, grow = "" }) => html`<input class=${`input ${grow}`} type="search" aria-label=${label} placeholder=${hint} value=${text} onInput=${(event) => onSearch(event.currentTarget.value)} />`;
 
 /** A modal `<dialog>`: focus stays inside, Escape closes it, and focus returns. */
 export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false, why = "", children }) {
@@ -139,114 +127,102 @@ export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false
       <div class="row" style=${{ justifyContent: "flex-end" }}>
         <button type="button" class="button" onClick=${onClose}>${onSubmit ? "Cancel" : "Close"}</button>
         ${onSubmit &&
-        html`<button type="submit" class="button ${danger ? "danger" : "primary"}" disabled=${busy || Boolean(why)} title=${why}>
-          ${submit}
-        </button>`}
+        html`<button type="submit" class="button ${danger ? "danger" : "primary"}" disabled=${busy || Boolean(why)} title=${why}>${submit}</button>`}
       </div>
     </form>
   </dialog>`;
 }
 
+/**
+ * Moves the focus among `items` by the keys of `steps` ({ArrowDown: 1, …}), Home and End. Returns the place of the item that
+ * has it then, or undefined for another key.
+ */
+function moveFocus(event, items, steps) {
+  const at = items.indexOf(document.activeElement) + (steps[event.key] ?? NaN);
+  const to = { Home: 0, End: items.length - 1 }[event.key] ?? (at + items.length) % items.length;
+  if (Number.isNaN(to)) return undefined;
+  event.preventDefault();
+  items[to].focus();
+  return to;
+}
+
+/** A dialog with one text, of at most `most` characters: `onSubmit(text)` takes it. `name`: of its field. */
+export function TextDialog({ name, before = "", long = false, most, required = false, onSubmit, children, ...rest }) {
+  const [text, setText] = useState(before);
+  const common = { class: "input", maxlength: most, value: text, onInput: (event) => setText(event.currentTarget.value) };
+  return html`<${Dialog} submit="Save" ...${rest} onSubmit=${() => onSubmit(text.trim())} why=${required && !text.trim() ? `enter a ${name.toLowerCase()}` : ""}>
+    <label class="stack">${name}${long ? html`<textarea rows="6" ...${common}></textarea>` : html`<input autocomplete="off" ...${common} />`}</label>
+    ${children}
+  <//>`;
+}
+
 /** Tabs after the ARIA pattern: arrows move, the panel is the caller's. `tabs`: [[id, label], …] */
 export function Tabs({ label, tabs, chosen, onChoose, panel }) {
-  const list = useRef(null);
   const move = (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
-    if (step === undefined) return;
-    event.preventDefault();
-    const at = tabs.findIndex(([id]) => id === chosen);
-    const next = Number.isFinite(step) ? (at + step + tabs.length) % tabs.length : step < 0 ? 0 : tabs.length - 1;
-    onChoose(tabs[next][0]);
-    list.current.children[next].focus();
+    const to = moveFocus(event, [...event.currentTarget.children], { ArrowRight: 1, ArrowLeft: -1 });
+    if (to !== undefined) onChoose(tabs[to][0]);
   };
-  return html`<div role="tablist" aria-label=${label} class="tabs" ref=${list} onKeyDown=${move}>
-    ${tabs.map(
-      ([id, text]) => html`<button
-        key=${id}
-        type="button"
-        role="tab"
-        id=${`${panel}-tab-${id}`}
-        class="tab"
-        aria-selected=${id === chosen ? "true" : "false"}
-        aria-controls=${panel}
-        tabindex=${id === chosen ? 0 : -1}
-        onClick=${() => onChoose(id)}
-      >
-        ${text}
-      </button>`,
-    )}
-  </div>`;
+  const tab = ([id, text]) => {
+    const state = { "aria-selected": String(id === chosen), tabindex: id === chosen ? 0 : -1 };
+    return html`<button key=${id} type="button" role="tab" id=${`${panel}-tab-${id}`} class="tab" aria-controls=${panel} ...${state} onClick=${() => onChoose(id)}>${text}</button>`;
+  };
+  return html`<div role="tablist" aria-label=${label} class="tabs" onKeyDown=${move}>${tabs.map(tab)}</div>`;
 }
 
 /** A button that opens a menu after the ARIA pattern. `items`: [[label, action, {danger, why}], …] */
 export function Menu({ label, items, tabindex }) {
   const [open, setOpen] = useState(false);
-  const box = useRef(null);
-  const trigger = useRef(null);
+  const list = useRef(null);
   const id = useId();
-  const entries = () => [...box.current.querySelectorAll('[role="menuitem"]')];
-  // Before the next key arrives.
-  useLayoutEffect(() => {
-    if (!open) return undefined;
-    entries().at(-1).scrollIntoView({ block: "nearest" });
-    entries()[0].focus({ preventScroll: true });
-    const away = (event) => !box.current.contains(event.target) && setOpen(false);
-    addEventListener("pointerdown", away);
-    return () => removeEventListener("pointerdown", away);
-  }, [open]);
-  const close = () => {
-    setOpen(false);
-    trigger.current.focus();
-  };
+  const close = () => list.current.hidePopover(); // the focus returns to the button
   const keys = (event) => {
-    if (!open) return;
-    const all = entries();
-    const at = all.indexOf(document.activeElement);
-    if (event.key === "Escape") close();
-    else if (event.key === "Tab") setOpen(false);
-    else if (event.key === "ArrowDown") all[(at + 1) % all.length].focus();
-    else if (event.key === "ArrowUp") all[(at - 1 + all.length) % all.length].focus();
-    else if (event.key === "Home") all[0].focus();
-    else if (event.key === "End") all.at(-1).focus();
-    else return;
-    if (event.key !== "Tab") event.preventDefault();
+    if (event.key === "Tab") close();
+    else moveFocus(event, [...list.current.children], { ArrowDown: 1, ArrowUp: -1 });
     event.stopPropagation();
   };
-  return html`<div class="menu" ref=${box} onKeyDown=${keys}>
-    <button
-      type="button"
-      ref=${trigger}
-      class="button quiet small"
-      tabindex=${tabindex}
-      aria-haspopup="menu"
-      aria-expanded=${open ? "true" : "false"}
-      aria-controls=${open ? id : undefined}
-      aria-label=${label}
-      title=${label}
-      onClick=${() => setOpen(!open)}
-    >
-      ⋯
-    </button>
-    ${open &&
-    html`<div role="menu" id=${id} aria-label=${label} class="menu-list">
-      ${items.map(
-        ([text, action, { danger = false, why = "" } = {}]) => html`<button
-          key=${text}
-          type="button"
-          role="menuitem"
-          tabindex="-1"
-          class="menu-item ${danger ? "danger" : ""}"
-          aria-disabled=${why ? "true" : undefined}
-          title=${why}
-          onClick=${() => {
-            if (why) return;
-            close();
-            action();
-          }}
-        >
-          ${text}
-        </button>`,
-      )}
-    </div>`}
+  const act = (action) => {
+    close();
+    action();
+  };
+  // The first one has the focus when the menu is shown, before the next key arrives.
+  const item = ([text, action, { danger = false, why = "" } = {}], at) =>
+    html`<button key=${text} type="button" role="menuitem" tabindex="-1" autofocus=${at === 0} class="menu-item ${danger ? "danger" : ""}" aria-disabled=${why ? "true" : undefined} title=${why} onClick=${() => why || act(action)}>${text}</button>`;
+  // Its items are there before it is shown, and until the focus has left them.
+  const toggles = { onBeforeToggle: ({ newState }) => newState === "open" && setOpen(true), onToggle: ({ newState }) => setOpen(newState === "open") };
+  const state = { tabindex, "aria-expanded": String(open), "aria-label": label, title: label, popovertarget: id };
+  return html`<div class="menu">
+    <button type="button" class="button quiet small" aria-haspopup="menu" ...${state}>⋯</button>
+    <div popover="auto" role="menu" id=${id} aria-label=${label} class="menu-list" ref=${list} onKeyDown=${keys} ...${toggles}>${open && items.map(item)}</div>
+  </div>`;
+}
+
+/** What connects a control with its label and texts is given to `children`. `kind`: a class of the field, `always`: of its help. */
+export function Labelled({ label, help, wrong, kind = "", always = false, children }) {
+  const id = useId();
+  const described = [help && `${id}-help`, wrong && `${id}-wrong`].filter(Boolean).join(" ") || undefined;
+  return html`<div class="field ${kind}">
+    <label for=${id}>${label}</label>
+    ${children({ id, "aria-describedby": described, "aria-invalid": wrong ? "true" : undefined })}
+    ${help && html`<div class="help ${always ? "always" : ""}" id="${id}-help">${help}</div>`}
+    ${wrong && html`<p class="wrong" id="${id}-wrong">${wrong}</p>`}
+  </div>`;
+}
+
+/** A group that is open as `open` says until a person folds it; `forced`: open in any case. */
+export function Fold({ title, open, forced = false, kind, children }) {
+  const [chosen, setChosen] = useState(null);
+  const isOpen = forced || (chosen ?? open);
+  return html`<details class=${kind} open=${isOpen} onToggle=${({ currentTarget }) => !forced && currentTarget.open !== isOpen && setChosen(currentTarget.open)}>
+    <summary>${title}</summary>
+    ${children(isOpen)}
+  </details>`;
+}
+
+/** The decisions of a plan, with their reasons. */
+export function Decisions({ decisions = {}, notes = [] }) {
+  return html`<div class="card scroll-x" tabindex="0">
+    <h2>The plan</h2>
+    <${Table} label="Decisions" heads=${["Decision", "Value", "Why"]} rows=${Object.values(decisions).map(({ title, shown, reason }) => [title[0].toUpperCase() + title.slice(1), shown, reason])} classOf=${(_, at) => (at ? "muted" : "")} />
+    ${notes.map(({ text }) => html`<p key=${text} class="note">${forPage(text)}</p>`)}
   </div>`;
 }
