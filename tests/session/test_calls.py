@@ -140,6 +140,70 @@ def test_a_loop_left_after_a_step_counts_it(session: lockstep.Session) -> None:
     assert [row["step"] for row in RunDir.open(session.folder).epochs()] == [2, 4]
 
 
+class Centre(nn.Module):
+    """A criterion with a state, as a centre loss has."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1))
+
+    def forward(self, found: Tensor) -> Tensor:
+        self.centre.lerp_(found.detach().mean(0), 0.1)
+        return (found - self.centre).square().sum()
+
+
+@pytest.mark.parametrize("kept", ["", "prepared", "registered"])
+def test_what_no_checkpoint_keeps_and_that_none_is_the_best_is_said(
+    kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with lockstep.Session(global_batch_size=8, seed=0, save_dir=tmp_path / "run") as session:
+        model, optimizer = prepared(session)
+        criterion, frozen, metric = Centre(), nn.BatchNorm1d(1), nn.Linear(1, 1)
+        if kept == "prepared":
+            session.prepare(criterion)
+        elif kept == "registered":
+            session.checkpoint(criterion=criterion)
+        for _ in session.epochs(2):
+            for x, _ in session.batches(data()):
+                session.backward(criterion(model(x)) + 0 * metric(model(x)).sum() + 0 * len(frozen.weight), len(x))
+                session.step(optimizer)
+            session.log(accuracy=1.0)
+    said = "".join(capsys.readouterr())
+    assert said.count("criterion (Centre) changes in training and is in no checkpoint") == (not kept)
+    assert said.count("is in no checkpoint") == (not kept)
+    assert said.count("Without val_loss no checkpoint is the best one: set checkpoint.monitor=val_accuracy") == 1
+
+
+@pytest.mark.parametrize("how", ["break", "patience"])
+def test_a_loop_that_stops_early(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = QUIET | {"training.early_stopping_patience": 2 * (how == "patience")}
+    bodies = []
+    for resume in (False, True):
+        with lockstep.Session(
+            settings, resume=resume, global_batch_size=8, seed=0, save_dir=tmp_path / "run"
+        ) as session:
+            model, optimizer = prepared(session)
+            for epoch in session.epochs(5):
+                for x, y in session.batches(data(16)):
+                    session.backward(squares(model, x, y), len(y))
+                    session.step(optimizer)
+                bodies.append(epoch)
+                session.log(loss=1.0 + (epoch > 0))
+                if how == "break" and epoch in (2, 3):
+                    break
+            session.log(accuracy=1.0)  # after the training: of a test
+            epochs = [row["val_loss"] for row in RunDir.open(session.folder).epochs()]
+    assert bodies == ([0, 1, 2, 3] if how == "break" else [0, 1, 2])
+    assert epochs == [1.0, 2.0, 2.0]  # the row of an epoch that is left by a break is written at the end
+    rows = RunDir.open(tmp_path / "run").epochs()
+    assert [row["val_loss"] for row in rows] == [1.0] + [2.0] * (len(bodies) - 1)
+    record = RunDir.open(tmp_path / "run").read()
+    assert (record.status, record.best_epoch) == ("completed", 1)
+    assert ("Nothing is left to train: the run has stopped early" in capsys.readouterr().out) == (how == "patience")
+
+
 def test_a_run_that_max_steps_ends_within_an_epoch_resumes_there(tmp_path: Path) -> None:
     seen: list[float] = []
     for steps in (2, 8):
@@ -367,6 +431,13 @@ def scheduler_stepped_twice(session: lockstep.Session) -> None:
         scheduler.step()
 
 
+def scaled(session: lockstep.Session) -> None:
+    model, _ = prepared(session)
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in batches(session):
+        session.backward(scaler.scale(squares(model, x, y)), len(y))
+
+
 def closure(session: lockstep.Session) -> None:
     session.prepare(torch.optim.LBFGS(nn.Linear(4, 1).parameters()))
 
@@ -385,6 +456,7 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
+        (scaled, TaskError, "scales its loss by a GradScaler"),
         (closure, UnsupportedError, "LBFGS needs a closure"),
         (an_optimizer_in_another_object, TaskError, r"was given a Warmed[\s\S]* its \.inner, and call session\.step"),
         (without_backward, TaskError, "without a backward"),

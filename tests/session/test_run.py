@@ -185,6 +185,10 @@ for epoch in session.epochs(3):
         session.step(optimizer)
         if sys.argv[1] == "fails" and session.rank == 1:
             raise ValueError("of the loop")
+        if sys.argv[1] == "gathers" and session.rank == 1 and session.step_count == 4:
+            session.gather(x)
+    if sys.argv[1] == "evaluates" and session.is_main:
+        session.all_reduce(torch.ones(1))
     print("rows", f"{rows.sum().item():.7f}", f"{torch.rand(()).item():.7f}", f"{model.bias.item():.7f}")
 """
 
@@ -249,6 +253,13 @@ def test_a_script_without_a_session_is_told_at_its_first_step(tmp_path: Path) ->
     [
         ("other", 2, ("rank 1 gave batches() other data than rank 0", "length")),
         ("fails", 1, ('script.py", line 18', "of the loop")),  # the traceback reaches the line of the script
+        # Within seconds, not after distributed.timeout_s.
+        ("gathers", 1, ("0 session.step(optimizer) (call 8, script.py:16)", "1 gather() (call 8, script.py:20)")),
+        (
+            "evaluates",
+            1,
+            ("0 all_reduce() of float32 [1] (call 3, script.py:22)", "1 the end of an epoch (call 3, script"),
+        ),
     ],
 )
 def test_what_fails_on_one_rank_is_explained(kind: str, code: int, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager, suppress
 from inspect import unwrap
 from itertools import repeat
+from operator import is_not
 from typing import Any, NoReturn
 
 import torch
@@ -151,6 +152,16 @@ def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], lis
     """``tensors``, of divided ones the parts that are here, and how often each has been written to; -1: ``None``."""
     own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return own, [-1 if tensor is None else tensor._version for tensor in own]
+
+
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether it has multiplied a loss."""
+    return getattr(scaler, "_scale", None) is not None
+
+
+def differ(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
+    """Whether one of the tensors that :func:`versions` was given was replaced or written to."""
+    return before[1] != after[1] or any(map(is_not, before[0], after[0]))
 
 
 def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:

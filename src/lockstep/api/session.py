@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from lockstep.engine.distributed.collectives import Collectives
     from lockstep.engine.session.saving import Stateful
 
 T = TypeVar("T")
@@ -360,10 +359,11 @@ class Session:
         from lockstep.engine.session.between_ranks import gather_rows
 
         self._loop.refuse_exact("gather")
-        if self._loop.checks:
-            self._ranks.check(f"gather() of {_kind(rows, 1)}")
+        if self.size == 1:
+            return rows
+        look = self._look(f"gather() of {_kind(rows, 1)}" if self._loop.checks else "gather()")
         counts = self._loop.training is None or not self._loop.training.is_ghost
-        return gather_rows(rows, counts=counts, most=self._most_gathered)
+        return gather_rows(rows, counts=counts, most=self._most_gathered, look=look)
 
     @overload
     def all_reduce(self, value: float, operation: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...
@@ -378,26 +378,29 @@ class Session:
         from lockstep.engine.session.between_ranks import reduce_tensor
 
         if isinstance(value, Tensor):
-            if self._loop.checks:
-                self._ranks.check(f"all_reduce() of {_kind(value, 0)}")
-            return reduce_tensor(value, operation)
-        return getattr(self._ranks, operation)(float(value))[0]
+            if self.size == 1:
+                return value
+            look = self._look(f"all_reduce() of {_kind(value, 0)}" if self._loop.checks else "all_reduce()")
+            return reduce_tensor(value, operation, look)
+        return getattr(self._loop.ranks, operation)(float(value))[0]
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """``source``'s value on every rank: anything that can be pickled. Collective."""
-        return self._ranks.broadcast(value, source)
+        return self._loop.ranks.broadcast(value, source)
 
     @contextmanager
     def main_first(self, *, per_node: bool = False) -> Iterator[None]:
         """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
-        with self._ranks.main_first(per_node=per_node):
+        with self._loop.ranks.main_first(per_node=per_node):
             yield
 
-    @property
-    def _ranks(self) -> Collectives:
-        from lockstep.engine.distributed.collectives import collectives
-
-        return self._joined.collectives if self._loop.training is None else collectives()
+    def _look(self, call: str) -> Callable[[], None]:
+        """What finds out where the other ranks are while ``call`` waits; it is compared now, in the first steps."""
+        training, ranks = self._loop.training, self._loop.ranks
+        if self._loop.checks:
+            ranks.check(call)
+        ranks.begin(call)
+        return ranks.look if training is None else training.look_around
 
     def print(self, *values: Any, **how: Any) -> None:
         """``print`` on rank 0 alone."""

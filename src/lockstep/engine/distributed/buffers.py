@@ -53,6 +53,7 @@ class Buffers:
 
     Args:
         device: where values are put together that travel between ranks.
+        made: where modules are made, and what their names begin with there, for the advice to declare a buffer.
         mode: ``alone`` neither merges nor checks; ``exact`` checks (lanes are merged by their strategy).
 
     Raises:
@@ -60,9 +61,13 @@ class Buffers:
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, mode: Literal["alone", "ranks", "exact"] = "alone"
+        self,
+        module: nn.Module,
+        device: torch.device,
+        mode: Literal["alone", "ranks", "exact"] = "alone",
+        made: tuple[str, str] = ("in model()", "model."),
     ) -> None:
-        self._module, self._device, self._mode = module, device, mode
+        self._module, self._device, self._mode, self._made = module, device, mode, made
         self._places: dict[str, list[_Place]] = {kind: [] for kind in (*REDUCTIONS, "once", "agreed")}
         self._written: set[str] = set()
         for path, layer in module.named_modules():
@@ -181,7 +186,9 @@ class Buffers:
         refused = [*dict.fromkeys(name for names, _ in said for name in names)]
         differs = _differing({name: (now | same).get(name) for _, names in said for name in refused or names})
         if refused or differs is not None:
-            raise _refusal(refused or [str(differs)], differs in same, differs is None, self._mode == "exact")
+            raise _refusal(
+                refused or [str(differs)], differs in same, differs is None, self._mode == "exact", *self._made
+            )
         self._before |= {name: _clone(now.get(name)) for name in changed}
         self._written |= {*changed}
 
@@ -213,7 +220,7 @@ def _checked(kind: str, name: str) -> str:
     return kind
 
 
-def _refusal(names: list[str], declared: bool, alike: bool, exact: bool) -> UnsupportedError:
+def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, where: str, prefix: str) -> UnsupportedError:
     if declared:
         return UnsupportedError(
             f"the buffer {names[0]} is declared the same on all ranks, and is not",
@@ -224,20 +231,20 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool) -> Unsu
         path, _, attribute = name.rpartition(".")
         modules.setdefault(f"{path}.{ATTRIBUTE}".lstrip("."), []).append(attribute)
     kind = "local" if exact else "same" if alike else "mean"
-    lines = "; ".join(f"model.{path} = {dict.fromkeys(found, kind)}" for path, found in modules.items())
+    lines = "; ".join(f"{prefix}{path} = {dict.fromkeys(found, kind)}" for path, found in modules.items())
     what = f"the buffer{'s' * (len(names) > 1)} {', '.join(names)} changed in training"
     if exact:
         return UnsupportedError(
             f"{what}, which exact mode cannot reproduce on another number of ranks",
             why="each lane changes it, and no order of merging is fixed for it",
-            fix=f"use reproducibility fast, or, if it does not affect the result, declare that in model(): {lines}",
+            fix=f"use reproducibility fast, or, if it does not affect the result, declare that {where}: {lines}",
         )
     return UnsupportedError(
         f"{what}, and how ranks agree on it is not declared",
         why="all ranks have the same values so far, which can still depend on the number of ranks"
         if alike
         else "each rank has changed its own copy",
-        fix=f"declare in model() how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
+        fix=f"declare {where} how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
         "mean, sum or max: by Lockstep, after every step; local: left as it is, since no later batch reads it",
     )
 

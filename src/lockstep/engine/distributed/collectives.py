@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep._compat.torch import default_store
+from lockstep.engine.distributed.staging import LOOK_S
 from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
 
@@ -173,8 +174,14 @@ class Collectives:
 
     def check(self, call: str) -> None:
         """Raise :class:`CollectiveError` where another rank makes another call, if that is checked. Collective."""
-        with self._call(call):
+        with contextlib.nullcontext() if self.group is None else self._call(call):
             pass
+
+    def begin(self, call: str) -> None:
+        """Count ``call``, which another group carries: nothing is compared unless :meth:`look` is called."""
+
+    def look(self) -> None:
+        """While that call waits: raise :class:`CollectiveError` where another rank waits in another one."""
 
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds the communication of one call among several ranks."""
@@ -249,7 +256,7 @@ class CheckedCollectives(Collectives):
 
     def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
-        self._calls = 0
+        self._calls, self._uncompared, self._looking_since = 0, "", 0.0
         self._pid = os.getpid()
         if world.size > 1:
             self._store = default_store()
@@ -273,7 +280,7 @@ class CheckedCollectives(Collectives):
             self._compare(mine)
             yield
         except RuntimeError as error:  # gloo's: a time-out, or a lost connection
-            absent = self._absent(mine.number)
+            absent = {rank: call for rank, call in self._noted().items() if call.number < mine.number}
             if not absent:
                 raise
             raise self._nobody_came(mine, absent, time.monotonic() - started) from error
@@ -287,20 +294,29 @@ class CheckedCollectives(Collectives):
             return
         calls: list[Any] = [None] * self.size
         dist.all_gather_object(calls, mine, group=self.group)
-        raise CollectiveError(
-            "the ranks make different collective calls: "
-            + "; ".join(f"rank {rank} {call}" for rank, call in enumerate(calls)),
-            why="every rank must make the same calls in the same order",
-            fix="take the calls out of conditions and loops that differ between ranks",
-        )
+        raise _different(enumerate(calls))
 
-    def _absent(self, number: int) -> dict[int, Call]:
-        """The last calls of the ranks that have not come to call ``number``; none if the store is gone, too."""
+    def begin(self, call: str) -> None:
+        self._calls += 1
+        self._uncompared, self._looking_since = call, 0.0
+
+    def look(self) -> None:
+        mine = Call(self._calls, self._uncompared, _place())
+        self._store.set(_note(self.rank), json.dumps(mine))
+        noted = self._noted()
+        if any(call.number == mine.number and call.name != mine.name for call in noted.values()):
+            raise _different((rank, call) for rank, call in noted.items() if call.number == mine.number)
+        self._looking_since = self._looking_since or time.monotonic()
+        absent = {rank: call for rank, call in noted.items() if call.number < mine.number}
+        if absent and time.monotonic() - self._looking_since + 2 * LOOK_S > self._timeout_s:  # before gloo gives up
+            raise self._nobody_came(mine, absent, self._timeout_s)
+
+    def _noted(self) -> dict[int, Call]:
+        """The last call of each rank that it has left a note of; none if the store is gone."""
         try:
-            calls = {rank: Call(*json.loads(self._store.get(_note(rank)))) for rank in range(self.size)}
+            return {rank: Call(*json.loads(self._store.get(_note(rank)))) for rank in range(self.size)}
         except RuntimeError:
             return {}
-        return {rank: call for rank, call in calls.items() if call.number < number}
 
     def _nobody_came(self, mine: Call, absent: dict[int, Call], waited_s: float) -> CollectiveError:
         ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
@@ -322,10 +338,19 @@ def _note(rank: int) -> str:
     return f"lockstep/call of rank {rank}"
 
 
+def _different(calls: Iterable[tuple[int, Call]]) -> CollectiveError:
+    return CollectiveError(
+        "the ranks make different collective calls: " + "; ".join(f"rank {rank} {call}" for rank, call in calls),
+        why="every rank must make the same calls in the same order",
+        fix="take the calls out of conditions and loops that differ between ranks",
+    )
+
+
 def _place() -> str:
     """``file:line`` of the code that called a method of this module, or one of a session that calls it."""
     frame, package = sys._getframe(1), Path(__file__).parents[2]
-    inside = str(package / "engine"), str(package / "api"), contextlib.__file__
+    own = (str(package / part) for part in ("engine", "launch", "api"))
+    inside = *own, contextlib.__file__, str(Path(torch.__file__).parent)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

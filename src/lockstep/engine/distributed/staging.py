@@ -117,23 +117,28 @@ def wire_device(device: torch.device, group: Group) -> torch.device:
     return torch.device("cpu") if dist.get_backend(group) == dist.Backend.GLOO else device
 
 
-def all_gather_rows(row: Tensor, group: Group) -> Tensor:
-    """Every rank's ``row``, by rank: [n] → [ranks, n]."""
+def all_gather_rows(row: Tensor, group: Group, look: Callable[[], object] | None = None) -> Tensor:
+    """Every rank's ``row``, by rank: [n] → [ranks, n]; ``look`` as for :func:`wait`."""
     ranks = world_size(group)
     if ranks == 1:
         return row.unsqueeze(0)
     sent = row.to(wire_device(row.device, group))
     rows = sent.new_empty(ranks, sent.numel())
-    wait(dist.all_gather(list(rows.unbind()), sent, group=group, async_op=True), group)
+    wait(dist.all_gather(list(rows.unbind()), sent, group=group, async_op=True), group, look)
     return rows.to(row.device)
 
 
-def all_reduce(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The reduction of every rank's ``tensor``; it may or may not be ``tensor`` itself."""
+def all_reduce(
+    tensor: Tensor,
+    group: Group,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    look: Callable[[], object] | None = None,
+) -> Tensor:
+    """The reduction of every rank's ``tensor``; may be ``tensor`` itself. ``look`` as for :func:`wait`."""
     if world_size(group) == 1:
         return tensor
     sent = tensor.to(wire_device(tensor.device, group))
-    wait(dist.all_reduce(sent, op=op, group=group, async_op=True), group)
+    wait(dist.all_reduce(sent, op=op, group=group, async_op=True), group, look)
     return sent.to(tensor.device)
 
 
@@ -168,11 +173,28 @@ class AdaptiveSpin:
 
 
 _spin = AdaptiveSpin()
+#: How often a rank that waits looks where the others are, seconds.
+LOOK_S = 1.0
 
 
-def wait(work: dist.Work | None, group: Group = None) -> None:
-    """Wait for a collective that was called with ``async_op`` on ``group``, of which this rank is one."""
+def wait(
+    work: dist.Work | None,
+    group: Group = None,
+    look: Callable[[], object] | None = None,
+    spin: AdaptiveSpin = _spin,
+) -> None:
+    """Wait for a collective that was called with ``async_op`` on ``group``, of which this rank is one.
+
+    Args:
+        look: called now and then while gloo waits; raises when another rank will not come.
+    """
     assert work is not None
-    if dist.get_backend(group) == dist.Backend.GLOO:
-        _spin.spin(work)
+    if dist.get_backend(group) == dist.Backend.GLOO and not spin.spin(work) and look is not None:
+        began, looked = time.monotonic(), 0.0
+        while not work.is_completed():
+            waited = time.monotonic() - began
+            if waited - looked > LOOK_S:
+                looked = waited
+                look()
+            time.sleep(min(0.05, max(5e-5, waited / 50)))
     work.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -12,11 +13,13 @@ from torch.autograd.function import once_differentiable
 from lockstep.engine.distributed.staging import all_gather_rows, all_reduce
 from lockstep.errors import CollectiveError
 
+Look = Callable[[], object]
+
 #: Bytes of a number of rows in a message; a multiple of the size of every type.
 _HEAD = 16
 
 
-def gather_rows(tensor: Tensor, *, counts: bool, most: dict[Any, int]) -> Tensor:
+def gather_rows(tensor: Tensor, *, counts: bool, most: dict[Any, int], look: Look) -> Tensor:
     """The rows of all ranks, in rank order: [n_r, ...] → [Σ n_r, ...]. Collective, and so is its backward.
 
     The gradient of a rank's own rows is the sum of what all ranks' losses give them.
@@ -24,34 +27,33 @@ def gather_rows(tensor: Tensor, *, counts: bool, most: dict[Any, int]) -> Tensor
     Args:
         counts: whether this rank's rows are among them; a rank without samples gives none.
         most: of a session: the most rows that a rank had, by type and shape of a row.
+        look: as for :func:`lockstep.engine.distributed.staging.wait`.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return tensor
     if tensor.dim() == 0:
         raise CollectiveError("gather() was given a number", fix="give it rows: tensor.unsqueeze(0), or all_reduce()")
-    gathered: Tensor = cast(Any, _Gather.apply)(tensor, counts, most)
+    gathered: Tensor = cast(Any, _Gather.apply)(tensor, counts, most, look)
     return gathered
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool, most: dict[Any, int]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, counts: bool, most: dict[Any, int], look: Look) -> Tensor:
         own = tensor.detach()[: None if counts else 0].contiguous()
-        sizes, rows = _gathered(own, most)
+        sizes, rows = _gathered(own, most, look)
         rank = dist.get_rank()
         ctx.start, ctx.size, ctx.shape = sum(sizes[:rank]), sizes[rank], tensor.shape
         return torch.cat(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         total = all_reduce(gradient.contiguous().clone(), None)
         own = gradient.new_zeros(ctx.shape)
         own[: ctx.size] = total[ctx.start : ctx.start + ctx.size]
-        return own, None, None
+        return own, None, None, None
 
 
-def _gathered(own: Tensor, most: dict[Any, int]) -> tuple[list[int], list[Tensor]]:
+def _gathered(own: Tensor, most: dict[Any, int], look: Look) -> tuple[list[int], list[Tensor]]:
     """How many rows each rank has, and the rows. Collective: one message, unless a rank has more than any before.
 
     The numbers of rows travel with as many rows as the largest number so far, which all ranks know.
@@ -64,7 +66,7 @@ def _gathered(own: Tensor, most: dict[Any, int]) -> tuple[list[int], list[Tensor
         sent[:8].view(torch.int64).fill_(len(own))
         fits = own[:room].reshape(-1).view(torch.uint8)
         sent[_HEAD : _HEAD + len(fits)] = fits
-        found = all_gather_rows(sent, None)
+        found = all_gather_rows(sent, None, look)
         sizes = found[:, :8].contiguous().view(torch.int64).flatten().tolist()
         if max(sizes) <= room:
             break
@@ -75,20 +77,18 @@ def _gathered(own: Tensor, most: dict[Any, int]) -> tuple[list[int], list[Tensor
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return all_reduce(tensor.detach().clone(), None)
+    def forward(ctx: Any, tensor: Tensor, look: Look) -> Tensor:
+        return all_reduce(tensor.detach().clone(), None, look=look)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return all_reduce(gradient.contiguous().clone(), None)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous().clone(), None), None
 
 
-def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"]) -> Tensor:
+def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"], look: Look) -> Tensor:
     """The reduction of every rank's ``tensor``; ``sum`` and ``mean`` have a gradient. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return tensor
     if operation in ("sum", "mean"):
-        total: Tensor = cast(Any, _Sum.apply)(tensor)
+        total: Tensor = cast(Any, _Sum.apply)(tensor, look)
         return total / dist.get_world_size() if operation == "mean" else total
-    return all_reduce(tensor.detach().clone(), None, getattr(dist.ReduceOp, operation.upper()))
+    return all_reduce(tensor.detach().clone(), None, getattr(dist.ReduceOp, operation.upper()), look)

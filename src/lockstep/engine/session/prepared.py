@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep._compat.torch import has_scheduler, note_step
+from lockstep._compat.torch import differ, has_scaled, has_scheduler, note_step, versions
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.trained import Trained
@@ -116,6 +118,11 @@ class Prepared:
             self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
         return self._container
 
+    @property
+    def prefix(self) -> str:
+        """Of a module's name in the container, for a name in the script."""
+        return f"{next(iter(self.models))}." if len(self.models) == 1 else ""
+
     def divided(self, rank: RankContext) -> Shards | None:
         """Divide the models among the ranks, where the plan's strategy does that. Collective."""
         if not rank.plan.strategy.divides:
@@ -187,6 +194,51 @@ class Prepared:
                 fix="pass prepared models or parts of them, as models=[critic]",
             )
         return found
+
+
+class Beside:
+    """In the variables of a loop: modules that no checkpoint keeps, since they are neither prepared nor registered.
+
+    Args:
+        frame: of the loop; the variables of its callers count, too.
+        kept: modules, and objects that may have some.
+    """
+
+    def __init__(self, frame: FrameType | None, kept: Iterable[Any]) -> None:
+        here: dict[str, Any] = {}
+        while frame is not None:
+            here, frame = {**frame.f_globals, **frame.f_locals, **here}, frame.f_back
+        here |= {f"self.{name}": value for name, value in getattr(here.get("self"), "__dict__", {}).items()}
+        self._kept = [module for thing in kept for module in (thing, *getattr(thing, "__dict__", {}).values())]
+        names = {id(module): name for name, module in here.items() if isinstance(module, nn.Module)}
+        self._found: dict[str, nn.Module] = {name: here[name] for name in names.values()}
+        self._scalers = [value for value in here.values() if isinstance(value, torch.amp.GradScaler)]
+        self._before = self._state()
+
+    def refuse_scaled(self) -> None:
+        """Raise :class:`TaskError` where the loop has multiplied its loss."""
+        if any(map(has_scaled, self._scalers)):
+            raise TaskError(
+                "the loop scales its loss by a GradScaler",
+                why="the session does that itself in 16-mixed, and no one would divide the gradients by this factor",
+                fix="remove the scaler, call session.backward(total, count) in `with session.autocast():`, and choose "
+                "--precision 16-mixed",
+            )
+
+    def _state(self) -> dict[str, Any]:
+        known = {id(t) for module in self._kept if isinstance(module, nn.Module) for t in _tensors(module)}
+        return {name: versions([t for t in _tensors(m) if id(t) not in known]) for name, m in self._found.items()}
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Names and types of those whose parameters or buffers have been replaced or written to."""
+        before, now = self._before, self._state()
+        changed = [(n, type(module).__name__) for n, module in self._found.items() if differ(before[n], now[n])]
+        self._found, self._before, self._kept = {}, {}, []  # the loop may delete them
+        return changed
+
+
+def _tensors(module: nn.Module) -> Iterable[Tensor]:
+    return (t for t in chain(module.parameters(), module.buffers()) if not t.is_inference())
 
 
 def _refuse_unready(model: nn.Module) -> None:

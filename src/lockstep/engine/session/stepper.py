@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep._compat.torch import foreach_mul_, guard_step, versions
+from lockstep._compat.torch import differ, foreach_mul_, guard_step, versions
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.optim.optimizers import check_sparse
@@ -51,11 +50,6 @@ class _Call(NamedTuple):
 #: Gradients of parameters, and their versions.
 _Gradients = tuple[list[Tensor | None], list[int]]
 _NONE: _Gradients = [], []
-
-
-def _differ(before: _Gradients, after: _Gradients) -> bool:
-    """Whether a gradient was replaced or written to."""
-    return before[1] != after[1] or any(map(is_not, before[0], after[0]))
 
 
 class SharedPrecision(Precision):
@@ -217,7 +211,7 @@ class Stepper:
         self, window: int, total: Tensor | float, count: Tensor | float, flags: Callable[[], Flags]
     ) -> None:
         self._after = self._gradients()
-        touched = _differ(self._before, self._after)
+        touched = differ(self._before, self._after)
         self._before = _NONE
         if touched and self.held:
             raise TaskError(
@@ -245,7 +239,7 @@ class Stepper:
         if not any(call.touched for call in self._of_lane()):
             return
         now = self._gradients()
-        if not _differ(self._after, now):
+        if not differ(self._after, now):
             return
         # A reduced gradient is zero on all ranks, or on none.
         if any(gradient is not None and bool(gradient.any()) for gradient in now[0]):

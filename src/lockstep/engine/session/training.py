@@ -15,10 +15,11 @@ from lockstep.data.order import dropout_seed
 from lockstep.data.requests import Request, Window
 from lockstep.data.stream import Stream
 from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.distributed.collectives import collectives
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
-from lockstep.engine.session.prepared import Prepared
+from lockstep.engine.session.prepared import Beside, Prepared
 from lockstep.engine.session.saving import SessionCheckpoints, Stateful
 from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, lane_sums
 from lockstep.engine.state import TrainState
@@ -39,6 +40,7 @@ class Training:
     """The prepared models and optimizers of one rank, and where its loop is.
 
     Attributes:
+        ranks: for calls of the loop between ranks, and of what it does at the ends of epochs.
         stage: how many loops over batches the epoch has finished.
         loops: how many have begun, in this attempt.
         place: of the current micro-batch in its window; -1 outside.
@@ -57,8 +59,10 @@ class Training:
         registered: Mapping[str, Stateful],
         state: TrainState,
         made: Sequence[Any],
+        beside: Beside,
     ) -> None:
         self.rank, self.prepared, self.state = rank, prepared, state
+        self.ranks, self._beside = collectives(), beside
         prepared.check()
         self.module: nn.Module = prepared.container()
         plan, size = rank.plan, rank.collectives.size
@@ -68,7 +72,7 @@ class Training:
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         divided = None if self._shards is None else self._shards.of
         self._sharing = prepared.sharing()
-        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self._look_who_left, divided)
+        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self.look_around, divided)
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         max_steps = rank.config.training.max_steps
         timed = self.module.parameters if self._shards is None else tuple
@@ -78,13 +82,14 @@ class Training:
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._losses[next(iter(self.steppers))] = self.log.losses
         exact = plan.reproducibility == "exact"
-        self._buffers = Buffers(self.module, rank.device, "exact" if exact else "ranks" if size > 1 else "alone")
+        mode: Any = "exact" if exact else "ranks" if size > 1 else "alone"
+        self._buffers = Buffers(self.module, rank.device, mode, ("before session.prepare()", prepared.prefix))
         changing = exact and self._buffers.tensors("mean", "max", "once")
         self._lanes = lane_sums(rank, (), self._buffers) if changing else None
         self.draws = SeededDraws(plan.seed, [rank.device], everything=exact or state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
-        self.has_stepped, self._checked = False, 0
+        self.has_stepped, self._checked, self._is_unjudged = False, 0, False
         #: Whether the run has ended within its epoch, which a resume continues.
         self.is_cut = False
         self._around = contextlib.ExitStack()
@@ -185,6 +190,8 @@ class Training:
             self._lanes.take(self._lanes.total())
         self._buffers.end(window)
         self.window = None
+        if self._checked == CHECKED_WINDOWS:
+            self._say_unkept()
         log.step(window.size, waited_s)
         if log.is_logged(state.step):
             self._log_step()
@@ -193,6 +200,15 @@ class Training:
             self.checkpoints.save()
         if log.ended_by is None and log.is_logged(state.step + 1):
             log.time_own_work()
+
+    def _say_unkept(self) -> None:
+        for name, kind in self._beside.changed():
+            self.rank.note(
+                "not_kept",
+                f"{name} ({kind}) changes in training and is in no checkpoint: a resume would begin with its first "
+                f"values. Give it to session.prepare(), or to session.checkpoint({name.rpartition('.')[2]}=...)",
+                "warning",
+            )
 
     def _log_step(self) -> None:
         first, *others = self.steppers
@@ -258,6 +274,8 @@ class Training:
                 why="a backward pass gathers and reduces whole blocks",
                 fix="leave models out, and call zero_grad() of the optimizers that shall not step, or use ddp",
             )
+        if self.checks_losses:
+            self._beside.refuse_scaled()
         inputs = None if models is None else self.prepared.parameters(models)
         self.calls += 1
         for stepper in self.steppers.values():
@@ -285,6 +303,8 @@ class Training:
         reads = self.state.step % FLAG_INTERVAL == 0
         assert self.window is not None
         request = self.window.requests[self.place]
+        if not stepper.held:
+            self.ranks.begin(f"session.step({stepper.name})")
         sums = stepper.held or stepper.reduce(self._requests(), request, reads=reads)
         if sums.flags is not None:
             self._flags = sums.flags
@@ -348,8 +368,8 @@ class Training:
     def _note(self, rank: int) -> str:
         return f"lockstep/rank {rank} left in attempt {self.rank.attempt}"
 
-    def _look_who_left(self) -> None:
-        """Raise :class:`CollectiveError` where a rank left this loop before the step that this rank is in."""
+    def look_around(self) -> None:
+        """Raise :class:`CollectiveError` where a rank left this loop before this step, or waits in another call."""
         store, me = default_store(), self.rank.world.rank
         for rank in range(self.rank.collectives.size):
             note = json.loads(store.get(self._note(rank))) if store.check([self._note(rank)]) else [-1, 0]
@@ -360,20 +380,37 @@ class Training:
                     why="every rank must take the same steps; a break, a return or an error depended on the rank",
                     fix="decide on a value that all ranks share, such as session.all_reduce(flag, 'max')",
                 )
+        self.ranks.look()
 
     # Epochs.
 
     def end_epoch(self, logged: Mapping[str, float]) -> bool:
         """Write the epoch's row; whether ``logged`` is the best so far."""
         log, plan = self.log, self.rank.plan
+        self.ranks.check("the end of an epoch")
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self.steppers.values())).update.lr, "samples_per_s": speed.samples_per_s}
         self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
-        improved = log.judge(logged, logged[plan.monitor]) if plan.monitor in logged else False
+        improved = log.judge(logged, logged[plan.monitor]) if plan.monitor in logged else self._say_unjudged(logged)
         log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
         self.stage = self.stage if self.is_cut else 0
         return improved
+
+    def _say_unjudged(self, logged: Iterable[str]) -> bool:
+        """Say, once, that no checkpoint is the best one; ``False``."""
+        monitor, names = self.rank.plan.monitor, [name for name in logged if name.startswith("val_")]
+        if self.state.best_step is None and not self._is_unjudged:
+            own = f"checkpoint.monitor={' or '.join(names)}, which is logged, or " if names else ""
+            waits = self.rank.config.training.early_stopping_patience > 0
+            self.rank.note(
+                "no_best",
+                f"Without {monitor} no checkpoint is the best one{', and no run stops early' * waits}: set {own}"
+                f"session.log({monitor.removeprefix('val_')}=...) after the loop over batches.",
+                "warning" if waits else "info",
+            )
+        self._is_unjudged = True
+        return False
 
     def _place(self) -> dict[str, Any]:
         """Where the loop is, for a checkpoint."""

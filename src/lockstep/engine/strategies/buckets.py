@@ -6,7 +6,6 @@ computes the next one, in a fixed order. The last bucket carries the numbers of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_not
@@ -21,8 +20,6 @@ from lockstep.engine.distributed.staging import AdaptiveSpin, Group, all_reduce,
 
 #: Bytes of a bucket; the first one is smaller, so that it can be sent early (both as in DistributedDataParallel).
 BUCKET_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
-#: How often a rank that waits looks whether another one has left the loop, seconds.
-_LOOK_S = 1.0
 
 
 class _Bucket:
@@ -57,7 +54,7 @@ class GradientBuckets:
         group: ``None``: all ranks.
         numbers: how many numbers travel with the gradients.
         cap_bytes: of a bucket; 0: one for all gradients of a type.
-        left: called now and then while this rank waits; raises when another rank will not come.
+        left: called now and then while gloo waits; raises when another rank will not come.
     """
 
     def __init__(
@@ -151,26 +148,10 @@ class GradientBuckets:
 
     def _finish(self) -> None:
         for bucket in self._buckets:
-            self._wait(bucket.work)
+            wait(bucket.work, self._group, self._left, self._spin)
             if self._staged:
                 bucket.flat.copy_(bucket.sent)
         self._launched = 0
-
-    def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None
-        if self._left is None:
-            wait(work, self._group)
-            return
-        if self._staged or self._tail.device.type == "cpu":
-            done = self._spin.spin(work)
-            began, looked = time.monotonic(), 0.0
-            while not done and not work.is_completed():
-                waited = time.monotonic() - began
-                if waited - looked > _LOOK_S:
-                    looked = waited
-                    self._left()
-                time.sleep(min(0.05, max(5e-5, waited / 50)))
-        work.wait()
 
     def leave_out(self, used: Sequence[bool]) -> None:
         """Remove zeros that were sent for parameters without a gradient on any rank. Collective.

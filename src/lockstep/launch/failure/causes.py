@@ -131,7 +131,8 @@ _BY_TEXT = {
         CauseKey.UNEVEN_SIZES,
         "ranks called a collective with tensors of different sizes: in the last step of an epoch they may "
         "have different numbers of samples",
-        "where the loss or the model gathers over the batch, set training.tail=drop, or gather equal shapes",
+        "in a loop with a lockstep.Session, call session.gather(rows), which takes any number of rows; in a task that "
+        "gathers over the batch, set training.tail=drop, or gather equal shapes",
     ),
     r"EADDRINUSE|address already in use": Cause(
         CauseKey.PORT, "another process has the port", "end that process, or choose another port for the rendezvous"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, cast
@@ -12,12 +13,13 @@ from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.attempt import record_failure
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
 from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
-from lockstep.engine.session.prepared import Prepared
+from lockstep.engine.session.prepared import Beside, Prepared
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training, draws_before
 from lockstep.engine.state import TrainState
@@ -60,8 +62,15 @@ class Loop:
         #: Whether the loop over epochs has ended.
         self.is_done = False
         self._logged: dict[str, Any] = {}
+        #: Of an epoch that a break has ended after its batches.
+        self._left: dict[str, float] | None = None
         self._epochs = 1
         self._made = self._resumed.made
+
+    @property
+    def ranks(self) -> Collectives:
+        """For calls between ranks by the loop; they are compared once it trains."""
+        return cast(Collectives, self.joined.collectives) if self.training is None else self.training.ranks
 
     def running(self, call: str) -> Training:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
@@ -105,16 +114,27 @@ class Loop:
         given = self._given.get("training", {}).get("epochs")
         self._epochs = number if given is None and number is not None else self.config.training.epochs
         self._begin()
+        if self._left is not None:
+            self._end_epoch(self._left)
         if self.training is None:
             place = self._resumed.place
             self._made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
-        if self.joined.found and self.state.epoch >= self._epochs and self.joined.world.is_main:
-            print(
-                f"Nothing is left to train: the run has trained all {self._epochs} epochs. To train on, raise "
-                "training.epochs (lockstep resume RUN --epochs N).",
-                flush=True,
-            )
-        return self._walk_epochs(self._epochs)
+        over = self._is_over() if self.joined.found else ""
+        if over and self.joined.world.is_main:
+            print(f"Nothing is left to train: the run {over} (lockstep resume RUN --epochs N, or --set).", flush=True)
+        return self._walk_epochs(0 if over else self._epochs)
+
+    def _is_over(self) -> str:
+        """Why a resumed run has nothing to train, and what would change that; empty: it has."""
+        state, settings = self.state, self.config.training
+        if state.epoch >= self._epochs:
+            return f"has trained all {self._epochs} epochs. To train on, raise training.epochs"
+        if settings.max_steps is not None and state.step >= settings.max_steps:
+            return f"has taken all {settings.max_steps} steps. To train on, raise training.max_steps"
+        patience = settings.early_stopping_patience
+        if 0 < patience <= state.evaluations_without_gain:
+            return f"has stopped early, after {patience} evaluations without gain. To train on, raise that patience"
+        return ""
 
     def _walk_epochs(self, number: int) -> Iterator[int]:
         self._in_epochs = True
@@ -125,7 +145,10 @@ class Loop:
                     self._draws(self.state.epoch, _EPOCH)
                 self._made.begin_epoch()
                 yield self.state.epoch
-                self._end_epoch()
+                self._end_epoch(self._row("val"))
+        except GeneratorExit:  # a break, or an error: nothing collective may follow here
+            self._left = self._row("val") if self.training and self.training.stage else None
+            raise
         finally:
             self._in_epochs = False
         if self._has_ended() and not self.running("epochs()").log.is_completed:
@@ -140,13 +163,12 @@ class Loop:
     def _has_ended(self) -> bool:
         return self.training is not None and self.training.log.ended_by is not None
 
-    def _end_epoch(self) -> None:
-        training = self.training
+    def _end_epoch(self, row: dict[str, float]) -> None:
+        training, self._left = self.training, None
         if training is None:
             self.state.epoch += 1
             self._made.end_epoch()
             return
-        row = self._row("val")
         if not training.is_cut:
             self._made.end_epoch()
         training.checkpoints.save(best=training.end_epoch(row))
@@ -244,8 +266,9 @@ class Loop:
                 "what it makes of them and of the weights, such as rollouts, differs from what the epoch began with. "
                 "session.once(make, ...) keeps it in checkpoints.",
             )
-        task = LoopTask(self.prepared.container(), dataset, collate)
-        for name in self.prepared.unkept_schedules(self._resumed.registered.values()):
+        task, kept = LoopTask(self.prepared.container(), dataset, collate), self._resumed.registered
+        beside = Beside(sys._getframe(3), [task.model(), *kept.values()])  # the caller of session.batches()
+        for name in self.prepared.unkept_schedules(kept.values()):
             self.joined.note(
                 "scheduler",
                 f"a scheduler of {name} is in no checkpoint: a resume would begin its schedule again. Give it to "
@@ -256,7 +279,7 @@ class Loop:
             self.joined,
             config,
             task,
-            lambda rank: Training(rank, self.prepared, self._resumed.registered, self.state, self._made.values),
+            lambda rank: Training(rank, self.prepared, kept, self.state, self._made.values, beside),
             self._resumed.snapshot,
             self._ending,
             schedule=self.prepared.schedule(),
@@ -290,7 +313,7 @@ class Loop:
         evaluator = evaluator_of(plan, self.joined.collectives, self.device, **place)
         with contextlib.nullcontext() if training is None else training.paused():
             if self.joined.world.size > 1:
-                check_alike(f"{len(dataset)}", self.joined.collectives, "evaluate")
+                check_alike(f"{len(dataset)}", self.ranks, "evaluate")
             model, collate = self.prepared.container(), collate or cast(Any, default_collate)
             yield from predicted_rows(evaluator, dataset, collate, predict, model, self.autocast)
 
@@ -323,6 +346,8 @@ class Loop:
         training = self._begun.training
         try:
             if error is None:
+                if self._left is not None:
+                    self._end_epoch(self._left)
                 training.checkpoints.save()
                 training.checkpoints.wait()
                 training.log.flush()
