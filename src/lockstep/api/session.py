@@ -386,7 +386,7 @@ class Session:
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """``source``'s value on every rank: anything that can be pickled. Collective."""
-        return self._loop.ranks.broadcast(value, source)
+        return cast(T, self._loop.ranks.broadcast(value, source))
 
     @contextmanager
     def main_first(self, *, per_node: bool = False) -> Iterator[None]:

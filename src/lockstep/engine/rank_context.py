@@ -15,7 +15,7 @@ from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
-from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.distributed.collectives import Collectives, collectives, shared
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
@@ -101,6 +101,11 @@ class RankContext:
     def reads_shards(self) -> bool:
         """Whether each rank writes its part of a checkpoint, and so can read it."""
         return self.writer is not None and self.writer.store.takes_parts
+
+    @property
+    def compared(self) -> Collectives:
+        """For calls by code that is not the engine's."""
+        return collectives()
 
     def note(self, key: str, text: str, level: Literal["info", "warning"] = "info") -> None:
         self.sink.emit(Note(key, text, level))

@@ -15,7 +15,6 @@ from lockstep.data.order import dropout_seed
 from lockstep.data.requests import Request, Window
 from lockstep.data.stream import Stream
 from lockstep.engine.distributed.buffers import Buffers
-from lockstep.engine.distributed.collectives import collectives
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
@@ -62,7 +61,7 @@ class Training:
         beside: Beside,
     ) -> None:
         self.rank, self.prepared, self.state = rank, prepared, state
-        self.ranks, self._beside = collectives(), beside
+        self.ranks, self._beside = rank.compared, beside
         prepared.check()
         self.module: nn.Module = prepared.container()
         plan, size = rank.plan, rank.collectives.size

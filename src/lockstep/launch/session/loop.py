@@ -13,7 +13,6 @@ from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.attempt import record_failure
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
@@ -68,9 +67,9 @@ class Loop:
         self._made = self._resumed.made
 
     @property
-    def ranks(self) -> Collectives:
+    def ranks(self) -> Any:
         """For calls between ranks by the loop; they are compared once it trains."""
-        return cast(Collectives, self.joined.collectives) if self.training is None else self.training.ranks
+        return self.joined.collectives if self.training is None else self.training.ranks
 
     def running(self, call: str) -> Training:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
