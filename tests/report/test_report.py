@@ -103,6 +103,9 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, cli: Cli, tmp_
         assert expected in page.text
     first, again = ([picture.svg() for picture in pictures([read_run(RunDir(runs / "a"))])[:2]] for _ in range(2))
     assert first == again, "the same runs give the same page"
+    code, out, _ = cli("report", runs / "a", "--out", tmp_path / "new" / "a.html")
+    assert out.split() == [str(tmp_path / "new" / "a.html")] == [str(file) for file in (tmp_path / "new").iterdir()]
+    assert NAME in read_page(tmp_path / "new" / "a.html").text
 
 
 def test_compare_tells_results_and_differences(runs: Path, cli: Cli) -> None:

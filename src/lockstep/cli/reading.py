@@ -201,7 +201,8 @@ def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
 def report(
     *runs: Annotated[str, flag("Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")],
     out: Annotated[
-        Path | None, flag("Folder for report.html and pictures. Default: the folder report of the first one.")
+        Path | None,
+        flag("Folder for report.html and pictures, or an .html file. Default: `report` in the first one."),
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,

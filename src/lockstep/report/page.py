@@ -19,7 +19,8 @@ from lockstep.telemetry.summary import labels
 def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:
     """Write the report on the runs and benchmarks that ``refs`` name to ``out``; returns its files, the page first.
 
-    Files of an earlier report in the same folder are replaced.
+    Files of an earlier report in the same folder are replaced. Of an ``out`` that ends in ``.html``, only the page is
+    written.
 
     Raises:
         RunFolderError: no such run. UnsupportedError: no matplotlib. StorageError: ``out`` cannot be written.
@@ -27,11 +28,13 @@ def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[
     require_matplotlib()
     runs, benches = read_all(refs, runs_dir)
     folder = out or (runs[0].path if runs else next(iter(benches))) / "report"
+    alone = folder.suffix == ".html" and not folder.is_dir()
+    file = folder if alone else folder / "report.html"
     drawn = pictures(runs)
-    make_folders(folder)
-    images = [picture.save(folder) for picture in drawn]
-    write_text(folder / "report.html", page(runs, drawn, benches, made=datetime.now(UTC)))
-    return [folder / "report.html", *images]
+    make_folders(file.parent)
+    images = [] if alone else [picture.save(folder) for picture in drawn]
+    write_text(file, page(runs, drawn, benches, made=datetime.now(UTC)))
+    return [file, *images]
 
 
 def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[Path, Row]]:
