@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, default_collate
 
 import lockstep
 from lockstep import Datasets, Loss
@@ -163,13 +164,28 @@ def test_frames_of_other_libraries_and_series_are_rows() -> None:
     assert list(by_row(DataFrame())) == [{"x": 3}, {"x": 4}]
 
 
+class Pairs(Sampler[Any]):
+    """Pairs of samples, as of one class."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.indices])
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ((np.zeros((9, 2)), torch.zeros(9)), "tuple of 2 arrays of 9 rows"),
         ({"x": np.zeros((9, 2))}, "dict of 1 array of 9 rows"),
         ("data/train.csv", r"is a text: 'data/train.csv'"),
-        (DataLoader([1, 2]), "is a DataLoader"),  # type: ignore[arg-type]
+        (DataLoader([1, 2]), r"is a DataLoader\nwhy: .*\nfix: .* do the rest$"),  # type: ignore[arg-type]
+        (
+            DataLoader([1, 2], batch_sampler=Pairs([0, 1])),  # type: ignore[arg-type]
+            "Its Pairs then has no effect: .* an iterable data set",
+        ),
+        (DataLoader([1, 2], sampler=WeightedRandomSampler([1, 2], 2)), "weights=sampler"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_data_set_is_refused(wrong: Any, words: str) -> None:

@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lockstep.errors import DataError, TaskError, many
 
@@ -119,6 +127,19 @@ class FrameRows:
         return {name: tensor.index_select(0, where) for name, tensor in self._tensors.items()}
 
 
+def is_loader(what: str, loader: DataLoader[Any], fix: str) -> TaskError:
+    """The error where a loader is given in place of its data set; it says what becomes of the loader's own sampler."""
+    sampler = loader.sampler if type(loader.batch_sampler) in (BatchSampler, type(None)) else loader.batch_sampler
+    if isinstance(sampler, WeightedRandomSampler):
+        fix += "; its sampler goes to Datasets(train=…, weights=sampler)"
+    elif type(sampler).__module__.partition(".")[0] != "torch":
+        fix += (
+            f". Its {type(sampler).__name__} then has no effect: give weights=… to Datasets, or an iterable data set "
+            "that yields samples in that order"
+        )
+    return TaskError(what, why="Lockstep makes the batches: their order must not depend on the devices", fix=fix)
+
+
 def by_row(dataset: Any) -> Any:
     """``dataset``; of a frame of pandas, polars or pyarrow, whose ``[i]`` is a column, its rows.
 
@@ -137,9 +158,8 @@ def by_row(dataset: Any) -> Any:
 
         return FrameRows(as_arrays(dataset), len(dataset))
     if isinstance(dataset, DataLoader):
-        why = "Lockstep makes the batches: their order must not depend on the devices"
         fix = "give loader.dataset; training.batch_size and Task.collate do the rest"
-        raise TaskError(f"the data set is a {name}", why=why, fix=fix)
+        raise is_loader(f"the data set is a {name}", dataset, fix)
     if isinstance(dataset, str | bytes):
         what, fix = f"the data set is a text: {dataset[:60]!r}", "open it, for example with lockstep.data.JsonLines"
         raise DataError(what, why="its samples would be characters", fix=fix)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lockstep.data.arrays import is_loader
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError
 
@@ -31,11 +32,8 @@ class Parts:
     def __post_init__(self) -> None:
         for name, dataset in vars(self.datasets).items():
             if isinstance(dataset, DataLoader):
-                raise TaskError(
-                    f"{name} is a DataLoader, not a data set",
-                    why="Lockstep makes the batches, since their order must not depend on the devices",
-                    fix=f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…",
-                )
+                fix = f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…"
+                raise is_loader(f"{name} is a DataLoader, not a data set", dataset, fix)
 
 
 class TaskFromParts(Task):

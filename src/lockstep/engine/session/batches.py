@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.arrays import by_row
+from lockstep.data.arrays import by_row, is_loader
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
 from lockstep.data.requests import Request, Source, Window, readable, windows
@@ -47,12 +47,11 @@ def check_data(dataset: Any, call: str, *, streams: bool | None = None) -> None:
         streams: whether it may be iterable; ``None``: it is for evaluation.
     """
     if isinstance(dataset, DataLoader):
-        raise TaskError(
-            f"{call}() was given a DataLoader",
-            why="the session makes the batches, since their order must not depend on the number of ranks",
-            fix="pass loader.dataset, with collate=loader.collate_fn if it has its own; the batch size is "
-            "Session(global_batch_size=...)",
+        fix = (
+            "pass loader.dataset, with collate=loader.collate_fn if it has its own; the batch size is "
+            "Session(global_batch_size=...)"
         )
+        raise is_loader(f"{call}() was given a DataLoader", dataset, fix)
     if streams is None or not is_stream(dataset):
         check_dataset(dataset, "val" if streams is None else "train")
     elif not streams:
