@@ -42,7 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 #: What a test module imports to start processes, and the fixtures that do.
-STARTERS = {"run_ranks", "run_cli", "subprocess", "multiprocessing", "start", "serving", "Lab", "lightning"}
+STARTERS = {
+    *("run_ranks", "run_on_ranks", "Caller", "run_cli", "subprocess", "multiprocessing", "start", "serving", "Lab"),
+    "lightning",
+}
 STARTING_PARTS = {
     "api",
     "bench",
@@ -57,6 +60,12 @@ STARTING_PARTS = {
     "report",
     "session",
 }
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make check` does not import what it would leave out: Lightning and playwright take seconds."""
+    part = collection_path.parent == ROOT / "tests" and collection_path.name in STARTING_PARTS
+    return True if part and "not processes" in config.getoption("markexpr") else None
 
 
 def _starts_processes(item: pytest.Item) -> bool:

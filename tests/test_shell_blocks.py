@@ -61,6 +61,7 @@ SHORTER = [
     (r"gpu:\d", "cpu"),
     (r"--on slurm(?!.*--print)", "--on slurm --print"),
     (r"lockstep (train|run)\b(?!.*--on slurm)", r"\g<0> --set training.max_steps=2"),
+    (r"lockstep train .*max_steps=2 har", r"\g<0> --set task.source=synthetic --set task.synthetic_samples=64"),
     (r"max_steps=2 script.py(.*)runs/mine", r"max_steps=3 script.py\1runs/loop"),
     (r"(lockstep verify)(.*?)( --steps \d+)?$", r"\1 --steps 2\2"),
     (r"lockstep bench step", r"\g<0> --steps 2 --warm-up 1"),

@@ -104,16 +104,13 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
 
     jobs = [
         address.post("/api/runs/run-00000001/export", {"checkpoint": "last", "program": False}, 202),
-        address.post("/api/runs/run-00000001/evaluate", {"checkpoint": "999"}, 202),
+        address.post("/api/runs/run-00000001/evaluate", {}, 202),
     ]
-    jobs.append(address.post("/api/runs/run-00000001/evaluate", {}, 202))
     assert address.post(f"/api/jobs/{jobs[-1]['id']}/stop")["stopping"] in {True, False}  # it may be over already
     done = [wait_for_job(address, job["id"]) for job in jobs]
-    assert [job["status"] for job in done] == ["done", "failed", "stopped"], done
-    assert done[2]["error"] is None
+    assert [job["status"] for job in done] == ["done", "stopped"], done
+    assert done[1]["error"] is None
     assert list((tmp_path / "runs" / "run-00000001" / "export").iterdir())
-    assert "999" in done[1]["error"]["message"]
-    assert done[1]["error"]["fix"]
     assert {job["id"] for job in address.get("/api/runs/run-00000001")["jobs"]} == {job["id"] for job in jobs}
 
 
@@ -289,6 +286,7 @@ def test_the_report_is_a_page_that_may_do_nothing(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     refused = wait_for_job(address, address.post("/api/runs/run-0000000a/report", None, 202)["id"])
     assert refused["status"] == "failed"
+    assert "matplotlib" in refused["error"]["message"] + refused["error"]["why"]
     assert "lockstep-train[report]" in refused["error"]["fix"]
     headers["Sec-Fetch-Dest"] = "document"  # a tab of its own, where a person reads it
     missing = httpx.get(f"{address.base}/api/jobs/{refused['id']}/report", headers=headers, trust_env=False)
