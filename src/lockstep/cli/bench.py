@@ -150,7 +150,7 @@ def scaling(
         _, mapping = to_mapping(settings, task)
         save_dir, runs_dir = places(mapping)
         del mapping["task"]
-        fork_ranks_from_here(mapping, task)
+        fork_ranks_from_here(mapping, task, script=True)
         report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
         return finish(report, save_dir, runs_dir, as_json)
     subject, done = _asked(settings, task, as_json)

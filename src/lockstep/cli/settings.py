@@ -226,13 +226,13 @@ def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: s
     return [int(name) for name in names]
 
 
-def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "") -> None:
+def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "", *, script: bool = False) -> None:
     """Let the ranks share what this process has imported; call it once that is torch, before it computes.
 
     Args:
         given: the settings or the devices of the command: several devices need ranks.
-        task: its name, or a script, which has ranks on one device, too: the libraries that its file imports are
-            shared, and the compiler, which torch imports with the first optimizer that a script makes.
+        task: its name, or a script: the libraries that its file imports are shared, too.
+        script: it has a rank on one device, too, and its first optimizer imports the compiler, which is shared.
     """
     from lockstep._compat.torch import import_compiler
     from lockstep.config import resolve
@@ -241,15 +241,15 @@ def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "") 
     from lockstep.launch.local.preload import import_libraries, source_of
 
     devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
-    file, is_script = source_of(task), task.endswith(".py")
+    file = source_of(task)
 
     def prepare() -> None:
         assert file is not None
         import_libraries(file)
-        if is_script:
+        if script:
             import_compiler()
 
-    if (is_script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
+    if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
         fork_server_here(prepare if file else None)
 
 

@@ -152,7 +152,7 @@ def resume(
         from lockstep.launch.session.script import resume_session
 
     script = script_of(found)
-    fork_ranks_from_here(devices, script.path if script else "")
+    fork_ranks_from_here(devices, script.path if script else "", script=script is not None)
     code = resume_session(found, overrides, devices)
     if code is not None:
         return code
@@ -217,7 +217,7 @@ def run(
     settings = load(sets=sets, overrides=nested(given))
     from lockstep.launch.session.script import run_script
 
-    fork_ranks_from_here(settings, str(Path(script).expanduser()))
+    fork_ranks_from_here(settings, str(Path(script).expanduser()), script=True)
     return run_script(Path(script).expanduser(), own, settings, resume=resume)[1]
 
 

@@ -78,6 +78,8 @@ def fork_server_here(prepare: Callable[[], None] | None = None) -> None:
     if asked_gpu():
         return
     with _lock:
+        if _server is not None:
+            _server.close()
         _server = ForkServer.fork()
         if prepare is None:
             return
