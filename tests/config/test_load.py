@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.config import RunConfig, dump, load, resolve
@@ -210,6 +210,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
+@example({"name": "\x85"})
 @given(CHANGES)
 def test_a_dumped_configuration_loads_as_the_same(changes: dict[str, Any]) -> None:
     config = resolve(changes)

@@ -193,8 +193,13 @@ if yaml.__with_libyaml__:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that the loaders would take for a number."""
+    """Quotes text that the loaders would take for a number, and escapes U+0085, which they would take for a space."""
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar(self.DEFAULT_SCALAR_TAG, text, style='"' if "\x85" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 for _kind in (_Loader, _FastLoader, _Dumper):
     _kind.add_implicit_resolver(_FLOAT, _CORE_FLOAT, list("-+.0123456789"))
