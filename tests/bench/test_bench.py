@@ -25,10 +25,11 @@ from lockstep.bench.tables import table_of
 from lockstep.bench.trials import Subject
 from lockstep.cli.output import deliver
 from lockstep.errors import StorageError, UsageError
+from tests import commands
 from tests.bench.greedy import Greedy
-from tests.conftest import RunCli
+from tests.conftest import RunCli, cli_environment
 from tests.dist.staged import Staged
-from tests.e2e.test_train import TOY, start
+from tests.e2e.test_train import TOY, finish, start
 from tests.toys import Toy
 
 ONE: dict[str, Any] = {"hardware": {"selected_devices": ["cpu"]}, "training": {"threads": 1}}
@@ -115,6 +116,12 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
     write_report(report, tmp_path / "bench-scaling-1")
     columns = (tmp_path / "bench-scaling-1" / "report.md").read_text()
     assert "| epoch s | speed-up | efficiency | memory MB | utilisation |" in columns
+
+
+def test_between_cases_the_compiler_is_not_imported(tmp_path: Path) -> None:
+    code = "import sys, torch; from lockstep.bench.measure import release; release(torch.device('cpu'))"
+    assert_idle = f"{code}; assert 'torch._dynamo' not in sys.modules"
+    finish(commands.start("-c", assert_idle, cwd=tmp_path, env=cli_environment(), merged=True))
 
 
 PIPELINE: dict[str, Any] = {**TWO, "hardware": {**TWO["hardware"], "strategy": "pipeline"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -103,7 +104,8 @@ def own_devices(plan: Plan, device: torch.device) -> list[torch.device]:
 def release(device: torch.device) -> None:
     """Give back what the last case has allocated."""
     gc.collect()
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # else this imports it, for longer than most cases take
+        torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
