@@ -150,7 +150,7 @@ _HAS_KERNELS = None not in (fused_adam_, fused_adamw_, *_HOOKS_OF_ALL)
 
 def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
     """``tensors``, of divided ones the parts that are here, and how often each has been written to; -1: ``None``."""
-    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    own = [t if type(t) is Tensor else getattr(t, "_local_tensor", t) for t in tensors]  # a miss is slow
     return own, [-1 if tensor is None else tensor._version for tensor in own]
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from inspect import Parameter, signature
 from typing import Any
@@ -175,6 +177,7 @@ class AdaptiveSpin:
 _spin = AdaptiveSpin()
 #: How often a rank that waits looks where the others are, seconds.
 LOOK_S = 1.0
+_LOOK = timedelta(seconds=LOOK_S)
 
 
 def wait(
@@ -190,11 +193,9 @@ def wait(
     """
     assert work is not None
     if dist.get_backend(group) == dist.Backend.GLOO and not spin.spin(work) and look is not None:
-        began, looked = time.monotonic(), 0.0
         while not work.is_completed():
-            waited = time.monotonic() - began
-            if waited - looked > LOOK_S:
-                looked = waited
-                look()
-            time.sleep(min(0.05, max(5e-5, waited / 50)))
+            with suppress(RuntimeError):  # not done in time; the error of a failed one is raised again below
+                work.wait(_LOOK)
+                return
+            look()
     work.wait()
