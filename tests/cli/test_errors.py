@@ -15,6 +15,7 @@ from tests.conftest import RunCli, cli_environment
 
 CASES: list[tuple[list[str], list[str]]] = [
     (["trian"], ["unknown command", "trian", "fix: did you mean", "train"]),
+    (["status", "run"], ["unknown command", "status", "`lockstep --help` lists"]),
     (["--foo"], ["--foo", "fix:", "lockstep --help"]),
     (["train", "har", "--epoch", "3"], ["--epoch", "fix: did you mean --epochs?"]),
     (["train", "har", "--epochs", "many"], ["--epochs", "many", "lockstep train --help"]),

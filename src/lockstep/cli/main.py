@@ -170,5 +170,6 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
 
 
 def _help_of(tokens: Sequence[str]) -> str:
-    verb = next((token for token in tokens if token in {name for name, _, _ in VERBS}), None)
-    return f"`lockstep {verb} --help` lists what is possible" if verb else "`lockstep --help` lists what is possible"
+    verb = next((token for token in tokens if not token.startswith("-")), "")
+    known = f"{verb} " if verb in {name for name, _, _ in VERBS} else ""
+    return f"`lockstep {known}--help` lists what is possible"
