@@ -21,12 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the machine brings: torch, since its build belongs to the driver, and NumPy, which is beside every torch.
 PROVIDED = ("torch", "numpy")
 #: Packages of the extra ``dev`` that no test of training needs, or without which tests are skipped, and which alone
-#: would fill the folder. Linters, browsers, loggers of other services, the documentation's, Arrow and pandas, SciPy and
-#: Matplotlib.
+#: would fill the folder. Linters, browsers, loggers of other services, the documentation's, Arrow and pandas, SciPy,
+#: Matplotlib and the packages of Hugging Face.
 LEFT_OUT = (
-    "codespell", "espeakng-loader", "ipykernel", "jiwer", "matplotlib", "mkdocs", "mkdocs-material", "mkdocstrings",
-    "mlflow-skinny", "mypy", "nbclient", "nbstripout", "pandas", "pillow", "playwright", "pre-commit", "pyarrow",
-    "pyright", "pytest-cov", "ruff", "scipy", "soundfile", "tensorboard", "types-psutil", "types-pyyaml", "wandb",
+    "codespell", "datasets", "espeakng-loader", "ipykernel", "jiwer", "matplotlib", "mkdocs", "mkdocs-material",
+    "mkdocstrings", "mlflow-skinny", "mypy", "nbclient", "nbstripout", "pandas", "peft", "pillow", "playwright",
+    "pre-commit", "pyarrow", "pyright", "pytest-cov", "ruff", "scipy", "soundfile", "tensorboard", "tokenizers",
+    "transformers", "types-psutil", "types-pyyaml", "wandb",
 )  # fmt: skip
 #: What `install.sh` builds Lockstep's own editable installation with.
 BUILD = ("hatchling>=1.26", "editables>=0.3")
