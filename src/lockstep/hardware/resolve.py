@@ -290,7 +290,8 @@ def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
     return wanted, {
-        "32": "single precision" + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""),
+        "32": "the model's own types: single precision unless it sets another"
+        + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""),
         "16-mixed": "as set: half precision with loss scaling"
         + ("" if on_gpu else "; slow on a CPU, good for a dry run"),
         "bf16-mixed": "as set: bfloat16 where it is safe, single precision elsewhere",
