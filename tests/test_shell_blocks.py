@@ -16,7 +16,6 @@ import pytest
 
 from tests import commands
 from tests.gloo import ROOT, clean_environment
-from tests.test_blocks import script
 
 #: docs/start is followed command by command, with its output, in tests/test_site.py.
 PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "start")]
@@ -108,7 +107,12 @@ for _page in PAGES:
 
 
 #: What the pages name, and the page whose first block it is.
-FILES = {"my_task.py": "README.md", "script.py": "docs/own-loop.md", "line.py": "docs/how-to/streams.md"}
+FILES = {
+    "my_task.py": "README.md",
+    "script.py": "docs/own-loop.md",
+    "line.py": "docs/how-to/streams.md",
+    "fine_tune.py": "docs/how-to/from-hugging-face.md",
+}
 #: As the command line, with ranks that are forks of it also where evaluate and predict start them.
 MAIN = """
 import os, sys
@@ -139,11 +143,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages") / "folder"
     folder.mkdir()
     for name, page in FILES.items():
-        block = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+        block = re.search(r"```python[^\n]*\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
         assert block
         (folder / name).write_text(block[1], encoding="utf-8")
-    fine_tune = script(ROOT / "docs/how-to/from-hugging-face.md")  # with the page's stand-in for transformers
-    (folder / "fine_tune.py").write_text(f"import sys\nsys.modules['transformers'] = None\n{fine_tune}")
     (folder / "two_gpu.yaml").write_text("training: {batch_size: 64}")
     (folder / "corpus.txt").write_text("One word after the other. " * 4000)
     for name in ("run-1a2b3c4d", "run-5e6f7a8b"):
