@@ -98,11 +98,17 @@ def shorter(command: str) -> str:
     return " ".join(command.split())
 
 
-#: The commands of each page that no page before it has.
+def planned(command: str) -> str:
+    """A training with other settings whose run no later command reads: ``plan`` reads these settings, too."""
+    return re.sub(r"lockstep train (?!.*(--save-dir|--resume|--profile|--on| text ))", "lockstep plan ", command)
+
+
+#: The commands of each page that no page before it has; those of README.md, the first page, train.
 RUN: dict[Path, list[str]] = {}
 for _page in PAGES:
     _seen = set(itertools.chain(*RUN.values()))
     _own = dict.fromkeys(shorter(line) for line in shell_commands(_page) if not covered(line))
+    _own = dict.fromkeys(map(planned, _own)) if RUN else _own
     RUN[_page] = [line for line in _own if line not in _seen]
 
 
