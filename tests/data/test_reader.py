@@ -306,6 +306,25 @@ class WithDefault(Drawing):
         return rng.random()
 
 
+class Behind:
+    """Whatever the data set within has."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._inner[index]
+
+
 def test_a_sample_method_is_ours_by_its_signature() -> None:
+    assert read(Behind(Buffer(float, 3)), np.arange(3), 3) == [0.0, 1.0, 2.0]
+    assert read(Behind(WithDefault(float, 3)), np.arange(3), 3) != [0.0, 1.0, 2.0]
+    assert read(Behind(Drawing(float, 3)), np.arange(3), 3) == [0.0, 1.0, 2.0]
     assert read(Buffer(float, 3), np.arange(3), 3) == [0.0, 1.0, 2.0]
     assert read(WithDefault(float, 3), np.arange(3), 3) != [0.0, 1.0, 2.0]

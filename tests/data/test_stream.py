@@ -136,6 +136,13 @@ def rank_of_process() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+class Slotted:
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
 def test_a_stream_that_looks_at_the_rank_is_named() -> None:
     class ByRank(Numbers):
         def __iter__(self) -> Iterator[int]:
@@ -149,6 +156,8 @@ def test_a_stream_that_looks_at_the_rank_is_named() -> None:
     assert "rank_of_process reads the rank" in Stream(ByRank(9), 9).remark
     assert "rank_of_process reads the rank" in Stream(InAList(), 9).remark
     assert "reads the rank" not in Stream(Numbers(9), 9).remark
+    for plain in ((number for number in range(9)), map(abs, range(9)), Slotted()):
+        assert "reads the rank" not in Stream(plain, 9).remark
 
     class Divided(Numbers):
         _distributed = SimpleNamespace(rank=1, world_size=2)  # as of split_dataset_by_node

@@ -139,6 +139,28 @@ class Wrong(Toy):
         return {"one": [1]}
 
 
+class Counted(Toy):
+    def predict(self, model: Any, batch: Any) -> Any:
+        with Path("tries").open("a") as tries:
+            print("once", file=tries)
+        raise ValueError("no prediction")
+
+
+def test_ranks_that_fail_are_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {
+        "save_dir": str(tmp_path / "run"),
+        "training": {"max_steps": 1, "threads": 1},
+        "launch": {"max_restarts": 2},
+        "hardware": {"selected_devices": "cpu"},
+        "telemetry": {"progress": "off", "system_metrics": False},
+    }
+    lockstep.train(Counted, settings)
+    with pytest.raises(LockstepError, match="no prediction"):
+        predict(RunDir(tmp_path / "run"), "val", tmp_path / "rows.jsonl", devices="cpu,cpu")
+    assert 1 <= len((tmp_path / "tries").read_text().splitlines()) <= 2, "each rank once at most"
+
+
 class Silent(Wrong):
     evaluate, predict = Task.evaluate, Task.predict
 

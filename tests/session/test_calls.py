@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
+from lockstep.engine.session.made import Made
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 from lockstep.hardware import World
 from lockstep.launch.local.signals import StopRequest
@@ -735,6 +736,14 @@ def test_what_an_epoch_makes_once_is_kept_for_a_resume(tmp_path: Path, capsys: p
     capsys.readouterr()
     trained_on_made_data(tmp_path / "numbers", 12, numbered)
     assert "session.once(make, ...) keeps it" in capsys.readouterr().err
+
+
+def test_what_an_epoch_without_batches_has_made_is_not_kept() -> None:
+    made, device = Made(), torch.device("cpu")
+    for epoch in range(3):
+        made.begin_epoch()
+        assert made.once(lambda number: number, (epoch,), device) == epoch
+        assert made.values == [(False, epoch)]
 
 
 def test_optimizers_may_share_parameters(session: lockstep.Session) -> None:

@@ -113,7 +113,7 @@ def buffers_of(layer: nn.Module) -> MutableMapping[str, Tensor | None]:
 
 
 class _ScriptedBuffers(UserDict[str, Any]):
-    """Those of a TorchScript module, whose own mapping cannot be iterated over; it takes values as attributes."""
+    """The buffers of a TorchScript module, whose own mapping cannot be iterated over; it takes values as attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -139,9 +139,9 @@ def scaling(
     as_json: AsJson = False,
 ) -> int:
     """Measure 1, 2, ... all of the chosen devices."""
+    refuse_arguments(task, arguments)
     from lockstep.bench.scaling import Mode, bench_scaling, bench_script
 
-    refuse_arguments(task, arguments)
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)

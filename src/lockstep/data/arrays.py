@@ -11,9 +11,10 @@ import mmap
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from inspect import signature
+from types import MethodType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -203,23 +204,23 @@ def _as_index(indices: Indices) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-#: By class; see :func:`draws_keyed`.
-_KEYED: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-
-
 def draws_keyed(dataset: Any) -> bool:
     """Whether ``dataset`` has our ``sample(index, rng)``, and no other method of that name, as replay buffers have."""
-    kind = type(dataset)
-    if kind not in _KEYED:
-        _KEYED[kind] = callable(getattr(dataset, "sample", None)) and (
-            not hasattr(dataset, "__getitem__") or _takes_rng(dataset.sample)
-        )
-    return _KEYED[kind]
+    method = getattr(dataset, "sample", None)
+    if not callable(method) or not hasattr(dataset, "__getitem__"):
+        return callable(method)
+    # Of the function, since reading a signature takes longer than a quick sample.
+    return _method_takes_rng(method.__func__) if isinstance(method, MethodType) else _takes_rng(method, 0)
 
 
-def _takes_rng(method: Any) -> bool:
+@lru_cache
+def _method_takes_rng(function: Any) -> bool:
+    return _takes_rng(function, 1)
+
+
+def _takes_rng(function: Any, bound: int) -> bool:
     try:
-        parameters = [*signature(method).parameters.values()]
+        parameters = [*signature(function).parameters.values()][bound:]
     except (TypeError, ValueError):
         return False
     needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]

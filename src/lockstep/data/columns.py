@@ -53,16 +53,16 @@ class ColumnFiles(FileSamples):
         if window < 1:
             raise DataError(f"a window of {window} row groups", fix="give a number from 1")
         self.shuffle_window, self._plain, self._types = window, True, dict[str, str]()
-        self._of_names: list[dict[str, Any]] = []
+        self._hive: list[dict[str, Any]] = []
         super().__init__(files, transform)
         #: Rows of each row group, in order.
         self.chunks: NDArray[np.int64] = np.diff(self._ends, prepend=0)
         self._groups = _Groups(self._load, self.chunks, window + 1)
 
     def _sizes(self, number: int) -> list[int]:
-        self._of_names = self._of_names or _of_names(self.below)
+        self._hive = self._hive or _hive_columns(self.below)
         rows, schema = self._footer(number)
-        for column, value in self._of_names[number].items():
+        for column, value in self._hive[number].items():
             if column not in schema.names:
                 schema = schema.append(_arrow().field(column, value.type))
         name, own = self.files[number], {field.name: str(field.type) for field in schema}
@@ -102,7 +102,7 @@ class ColumnFiles(FileSamples):
             what = f"rows {self._ends[chunk] - self.chunks[chunk]} to {self._ends[chunk] - 1} cannot be read"
             why = f"row group {group} of {self.files[number]}: {error}"
             raise DataError(what, why=why, fix="replace the file, or leave it out") from error
-        for column, value in self._of_names[number].items():
+        for column, value in self._hive[number].items():
             if column not in table.column_names and column in (self.columns or self._types):
                 table = table.append_column(column, _arrow().repeat(value, int(self.chunks[chunk])))
         return as_arrays(table)
@@ -207,7 +207,7 @@ class _Groups:
         return _Groups, (self._load, self._sizes, self._most)
 
 
-def _of_names(files: Sequence[str]) -> list[dict[str, Any]]:
+def _hive_columns(files: Sequence[str]) -> list[dict[str, Any]]:
     """Of each file the columns that the folders in its name have, by Hive's ``column=value``, as Arrow's scalars."""
     given = [dict(re.findall(r"([^/=]+)=([^/]*)/", name)) for name in files]
     columns = list(dict.fromkeys(chain.from_iterable(given)))

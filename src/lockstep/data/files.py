@@ -193,7 +193,11 @@ def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _below(given: Files, names: Sequence[str]) -> list[str]:
-    folders = [str(name).rstrip("/") + "/" for name in ([given] if isinstance(given, str | Path) else given)]
+    folders = [
+        f"{name}".rstrip("/") + "/"
+        for name in ([given] if isinstance(given, str | Path) else given)
+        if Path(name).is_dir()
+    ]
     return [next((name[len(start) :] for start in folders if name.startswith(start)), name) for name in names]
 
 

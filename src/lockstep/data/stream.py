@@ -348,7 +348,8 @@ def reads_rank(dataset: Any) -> str:
 
     Looked at are the names and texts in the code of its class, and of functions that it has or that are called there.
     """
-    given = [one for value in vars(dataset).values() for one in (value if type(value) in (list, tuple) else [value])]
+    attributes = getattr(dataset, "__dict__", {})  # generators and classes with __slots__ have none
+    given = [one for value in attributes.values() for one in (value if type(value) in (list, tuple) else [value])]
     members = [
         getattr(member, "fget", None) or getattr(member, "__func__", member)
         for kind in type(dataset).__mro__
@@ -368,9 +369,12 @@ def reads_rank(dataset: Any) -> str:
                 return function.__qualname__
             codes += [part for part in code.co_consts if isinstance(part, CodeType)]
             others = [function.__globals__.get(name) for name in code.co_names]
-            own = function.__module__.partition(".")[0]
-            ahead += [o for o in others if isinstance(o, FunctionType) and o.__module__.partition(".")[0] == own]
+            ahead += [o for o in others if isinstance(o, FunctionType) and _package(o) == _package(function)]
     return ""
+
+
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
 
 
 def as_stream(dataset: Any, *, epoch_samples: int | None, max_steps: int | None) -> Stream:

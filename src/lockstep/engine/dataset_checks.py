@@ -51,7 +51,8 @@ def check_dataset(dataset: Any, split: str) -> None:
 
 def remarks_of(dataset: Any) -> tuple[str, ...]:
     """What the plan should say of the data sets behind ``dataset``: their ``remark``."""
-    return tuple(leaf.remark for leaf in leaves(dataset) if isinstance(getattr(leaf, "remark", None), str))
+    found = (getattr(leaf, "remark", None) for leaf in leaves(dataset))
+    return tuple(remark for remark in found if isinstance(remark, str))
 
 
 def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:

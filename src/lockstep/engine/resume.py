@@ -262,7 +262,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
     shapes = [
         f"{key} {_shape(weights[key])} → {_shape(own[key])}"
         for key in own.keys() & weights.keys()
-        if not key.endswith("_extra_state") and _shape(own[key]) != _shape(weights[key])
+        if key.rpartition(".")[2] != "_extra_state" and _shape(own[key]) != _shape(weights[key])
     ]
     listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", sorted(shapes))
     problems = [f"{kind} {comma.join(names[:5])}" for kind, comma, names in listed if names]

@@ -23,7 +23,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import manifest_of
 from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags
-from lockstep.errors import NonFiniteError
+from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, RunEnded, RunStarted, StepLogged
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.progress_board import Activity, pulse
@@ -108,8 +108,8 @@ def report_skipped(rank: RankContext, known: int) -> int:
     files = rank.run_dir.path.glob("skipped-rank*.jsonl") if rank.world.is_main else ()
     count = len({row["index"] for file in files for row in read_jsonl(file)})
     if count != known:
-        left = f"{count} training sample{'s' * (count != 1)} left out"
-        text = f"{left}, since they could not be read: see skipped-rank*.jsonl"
+        left_out = f"{many(count, 'training sample')} left out"
+        text = f"{left_out}, since they could not be read: see skipped-rank*.jsonl"
         rank.note("samples_skipped", text, "warning")
     return count
 

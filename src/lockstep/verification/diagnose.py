@@ -64,7 +64,7 @@ def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
         "draw from `random`, `numpy.random` or torch's global generator, which Lockstep seeds for each sample, or in "
         "`sample(index, rng)` from the generator that is passed in"
     )
-    if _is_stream(lab):
+    if lab.plan.task.streams:
         keyed = OWN
     if one.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
         return Cause(
@@ -87,10 +87,6 @@ def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
         "(a sampler, a shard or padding inside it), or on the process that opened it",
         "return sample i for index i in every process; Lockstep divides the samples among the ranks",
     )
-
-
-def _is_stream(lab: Lab) -> bool:
-    return lab.plan.task.sampling is not None and lab.plan.task.sampling.stream
 
 
 def diverged(many: Trajectory) -> Cause | None:
@@ -176,7 +172,7 @@ def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
         "let the checkpoint restore it: values that training changes belong into the optimizer's state, into buffers "
         "or into Task.state_dict(), and random numbers come from torch's global generator"
     )
-    if _is_stream(lab) and whole.first_other_samples(both) is not None:
+    if lab.plan.task.streams and whole.first_other_samples(both) is not None:
         fix = "give the training stream state_dict() and load_state_dict(), which restore its position"
     return Cause("resume", f"stopped after step {step} and resumed on one device, {first}", fix)
 

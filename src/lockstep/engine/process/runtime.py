@@ -239,11 +239,6 @@ def _refuse_nondeterministic(error: BaseException) -> None:
         ) from error
 
 
-def states_of_generators() -> tuple[Any, ...]:
-    """Of Python, NumPy and torch on the CPU; equal where nothing was drawn."""
-    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
-
-
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Whatever the body draws, the generators of Python, NumPy and torch are as before afterwards."""

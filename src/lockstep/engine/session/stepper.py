@@ -79,7 +79,7 @@ class Stepper:
     Args:
         group: of all ranks, for gradients alone; ``None`` on one rank, where lanes are summed
             (``reproducibility: exact``), and of ``divided`` models.
-        left: as for :class:`GradientBuckets`.
+        look: as for :class:`GradientBuckets`.
         divided: the models, where each rank has a part of them, so that each backward pass has reduced its gradients.
         scheduler: stepped after the optimizer.
     """
@@ -92,13 +92,13 @@ class Stepper:
         optimizer: Optimizer,
         precision: SharedPrecision,
         group: dist.ProcessGroup | None,
-        left: Callable[[], None],
+        look: Callable[[], None],
         *,
         divided: Divided | None,
         scheduler: Scheduler | None,
     ) -> None:
         self.name, self.optimizer, self._rank, self._device = name, optimizer, rank, rank.device
-        self._group, self._left, self._divided, self._scheduler = group, left, divided, scheduler
+        self._group, self._look, self._divided, self._scheduler = group, look, divided, scheduler
         self._max_norm = rank.config.training.max_grad_norm
         self.update = Update(Owned(models, optimizer), optimizer, None, precision, self._max_norm, divided, scheduler)
         #: What the backward passes of a divided model have divided gradients by.
@@ -144,7 +144,7 @@ class Stepper:
         if self._group is not None:
             cap = self._rank.config.distributed.bucket_cap_mb
             cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
-            how: dict[str, Any] = {"numbers": NUMBERS, "cap_bytes": cap_bytes, "left": self._left}
+            how: dict[str, Any] = {"numbers": NUMBERS, "cap_bytes": cap_bytes, "look": self._look}
             self._buckets = GradientBuckets(self._trained, self._device, self._group, **how)
             if self._buckets.overlaps:
                 self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
@@ -401,7 +401,7 @@ def build_steppers(
     prepared: Prepared,
     module: nn.Module,
     precision: SharedPrecision,
-    left: Callable[[], None],
+    look: Callable[[], None],
     divided: Callable[[Optimizer], Divided] | None,
 ) -> dict[str, Stepper]:
     """By the names of the optimizers. Collective.
@@ -432,7 +432,7 @@ def build_steppers(
             optimizer,
             precision,
             group,
-            left,
+            look,
             divided=None if divided is None else divided(optimizer),
             scheduler=schedulers.get(id(optimizer)),
         )

@@ -54,7 +54,7 @@ class GradientBuckets:
         group: ``None``: all ranks.
         numbers: how many numbers travel with the gradients.
         cap_bytes: of a bucket; 0: one for all gradients of a type.
-        left: called now and then while gloo waits; raises when another rank will not come.
+        look: called now and then while gloo waits; raises when another rank will not come.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class GradientBuckets:
         *,
         numbers: int = 0,
         cap_bytes: int = 0,
-        left: Callable[[], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self._group, self._left, self._spin = group, left, AdaptiveSpin()
+        self._group, self._look, self._spin = group, look, AdaptiveSpin()
         self._staged = wire_device(device, group) != device
         split = _split(self.parameters, cap_bytes)
         own = bool(split) and split[-1][0].dtype in (torch.float32, torch.float64)
@@ -148,7 +148,7 @@ class GradientBuckets:
 
     def _finish(self) -> None:
         for bucket in self._buckets:
-            wait(bucket.work, self._group, self._left, self._spin)
+            wait(bucket.work, self._group, self._look, self._spin)
             if self._staged:
                 bucket.flat.copy_(bucket.sent)
         self._launched = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lockstep.config import RunConfig, resolve
+from lockstep.config import LaunchConfig, RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.task import Task
@@ -94,7 +94,7 @@ def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]
             wanted,
             folder=folder,
             ranks=int(plan.placement["world_size"]),
-            settings=config.launch.model_copy(update={"stop_grace_s": STOP_GRACE_S}),
+            settings=LaunchConfig(stop_grace_s=STOP_GRACE_S, hang_timeout_s=config.launch.hang_timeout_s),
             threads=plan.threads,
         )
         return found[0]
