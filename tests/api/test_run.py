@@ -42,7 +42,7 @@ def test_the_life_of_a_run_on_two_ranks(tmp_path: Path) -> None:
         run.load_model("999")
     assert not isinstance(caught.value, UsageError)
     shutil.rmtree(run.run_dir / "checkpoints")
-    with pytest.raises(CheckpointError, match="it is completed, and has saved none"):
+    with pytest.raises(CheckpointError, match="its status is completed, and it saved none"):
         run.load_model("best")
 
 

@@ -363,7 +363,7 @@ def _refuse_occupied(path: Path) -> None:
                 f"wait for it, or `lockstep stop {record.id}` and add --resume",
             )
         else:
-            why, fix = f"it is {status}", "add --resume to resume it, or choose another --save-dir"
+            why, fix = f"its status is {status}", "add --resume to resume it, or choose another --save-dir"
         raise RunFolderError(f"{path} contains the unfinished run {record.id}", why=why, fix=fix)
     names = sorted(names_in(path))
     if names:

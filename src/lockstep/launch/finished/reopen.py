@@ -113,7 +113,7 @@ def find_step(run: RunDir, checkpoint: str | int) -> int:
         state = run.read()
         raise CheckpointError(
             f"run {state.id} has no checkpoint {checkpoint!r}" if have else f"run {state.id} has no checkpoint",
-            why=f"its steps are: {have}" if have else f"it is {state.status}, and has saved none",
+            why=f"its steps are: {have}" if have else f"its status is {state.status}, and it saved none",
             fix="name one, or best, or last" if have else f"`lockstep show {state.id}` shows how far it came",
         )
     return step
