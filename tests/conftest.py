@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # What tests train is not for the user's own list of known tasks; workers share this with their parent.
     os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="lockstep-tests-"))
     leaks.mark_descendants()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: commands would inherit it, and go on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine is not a failure.
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("lockstep", deadline=None, print_blob=True, suppress_health_check=slow)
