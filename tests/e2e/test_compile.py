@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from tests.gloo import ROOT
+from tests.gloo import ROOT, clean_environment
 
 SCRIPT = """
 import json
@@ -79,6 +79,97 @@ def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path) -> None:
         assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert compiled["weights"] == plain["weights"]
     assert list((tmp_path / "cache").rglob("*.cpp")), "nothing was compiled"
+
+
+COMPILED_BY_THE_USER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import lockstep
+import torch
+from lockstep.checkpoint.store import CheckpointStore
+from tests.toys import Toy
+
+CALLS = []
+
+def backend(graph, inputs):
+    return lambda *given: CALLS.append(1) or graph(*given)
+
+class Compiled(Toy):
+    def model(self):
+        model = super().model()
+        model[4] = torch.compile(model[4], backend=backend)
+        model[0].weight.requires_grad_(False)
+        return torch.compile(model, backend=backend)
+
+class Plain(Toy):
+    def model(self):
+        model = super().model()
+        model[0].weight.requires_grad_(False)
+        return model
+
+def loop(folder, task, **how):
+    with lockstep.Session(global_batch_size=16, save_dir=folder, **how) as session:
+        torch.manual_seed(0)
+        model = task().model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        train = Toy().datasets().train
+        for _ in session.epochs(2):
+            for x, y in session.batches(train):
+                session.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+                session.step(optimizer)
+    return session
+
+def named_as_before(path):
+    # As checkpoints of earlier versions are.
+    def old(value):
+        if isinstance(value, dict):
+            return {f"_orig_mod.{k}" if k in names else k: old(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(f"_orig_mod.{v}" if isinstance(v, str) and v in names else old(v) for v in value)
+        return value
+    store = CheckpointStore(Path(path, "checkpoints"))
+    found = store.load(store.step_of("last"))
+    names = {*found.model}
+    saved = {"model": old(found.model), "trainer": old(found.trainer), "frozen": ()}
+    assert all(name.startswith("_orig_mod.") for name in saved["model"])
+    store.save(replace(found, **saved))
+
+quiet = {"telemetry.progress": "silent"}
+ema = {"averaging.name": "ema", "scheduler.name": "constant", "scheduler.warmup_steps": 0}
+start = {"max_steps": 5}
+plain = lockstep.train(Plain(), quiet | ema, save_dir="plain")
+lockstep.train(Compiled(), quiet | ema, save_dir="compiled", **start)
+assert CALLS
+for steps in (12, 26):
+    named_as_before("compiled")
+    lockstep.Run("compiled").resume(Compiled(), max_steps=steps)
+loop("session", Plain, config=quiet)
+loop("compiled session", Compiled, config=quiet | {"training.max_steps": 5})
+named_as_before("compiled session")
+loop("compiled session", Compiled, config=quiet | {"training.max_steps": 12}, resume=True)
+loop("compiled session", Plain, config=quiet, resume=True)  # and without the compiler
+for one, other in (("plain", "compiled"), ("session", "compiled session")):
+    saved = [CheckpointStore(Path(path, "checkpoints")).load(26).model for path in (one, other)]
+    torch.testing.assert_close(*saved)
+named_as_before("compiled")
+model = lockstep.Run("compiled").load_model("last", task=Compiled())
+other = lockstep.Run("plain").load_model("last", task=Plain())
+torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()))
+print(type(model).__name__)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_model_that_the_user_compiles_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    environment = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    (tmp_path / "script.py").write_text(COMPILED_BY_THE_USER)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=190
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "Sequential"
 
 
 def test_a_mode_without_compiling_is_refused() -> None:

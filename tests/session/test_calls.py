@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -182,9 +183,13 @@ def test_a_loop_that_stops_early(how: str, tmp_path: Path, capsys: pytest.Captur
     settings = QUIET | {"training.early_stopping_patience": 2 * (how == "patience")}
     bodies = []
     for resume in (False, True):
-        with lockstep.Session(
-            settings, resume=resume, global_batch_size=8, seed=0, save_dir=tmp_path / "run"
-        ) as session:
+        ends = pytest.raises(SystemExit, match="0") if resume and how == "patience" else contextlib.nullcontext()
+        with (
+            ends,
+            lockstep.Session(
+                settings, resume=resume, global_batch_size=8, seed=0, save_dir=tmp_path / "run"
+            ) as session,
+        ):
             model, optimizer = prepared(session)
             for epoch in session.epochs(5):
                 for x, y in session.batches(data(16)):
@@ -236,6 +241,50 @@ def test_a_resume_into_which_the_checkpoint_does_not_fit_has_failed(tmp_path: Pa
     with pytest.raises(LockstepError):
         train(2, outputs=3)
     assert run.read().status == "failed"
+
+
+@pytest.mark.parametrize("number", [33, 60])
+def test_weighted_samples_are_drawn_alike_on_any_ranks_and_after_a_resume(number: int, tmp_path: Path) -> None:
+    rows = torch.arange(33.0)[:, None].expand(33, 4)
+    train, other = TensorDataset(rows, rows.sum(1)), data(16)
+
+    def drawn(folder: str, **how: Any) -> list[list[float]]:
+        found: list[list[float]] = []
+        with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / folder, **how) as session:
+            sampler = torch.utils.data.WeightedRandomSampler([0.0] * 10 + [1.0] * 22 + [50.0], number)
+            model, optimizer = prepared(session)
+            for _ in session.epochs(2):
+                found.append([])
+                for again in (sampler, None):
+                    for x, y in session.batches(train if again else other, weights=again):
+                        found[-1] += session.gather(x[:, :1]).flatten().tolist() if again else []
+                        session.backward(0 * squares(model, x, y), len(y))
+                        session.step(optimizer)
+        return found
+
+    alone = drawn("alone")
+    assert [len(epoch) for epoch in alone] == [number, number]
+    assert alone[0] != alone[1]
+    assert min(alone[0]) >= 10
+    assert alone[0].count(32.0) > number / 3
+    first = drawn("resumed", max_steps=3)
+    rest = drawn("resumed", resume=True)
+    assert [first[0] + rest[0], *rest[1:]] == alone
+
+
+def test_settings_that_a_loop_has_no_use_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedError, match=r"averaging\.name = ema .*\n.*\nfix: average with torch"):
+        lockstep.Session(QUIET | {"averaging.name": "ema"}, save_dir=tmp_path / "refused")
+    given = QUIET | {"scheduler.name": "cosine", "validation.every_epochs": 2}
+    with lockstep.Session(given, lr=0.5, global_batch_size=8, save_dir=tmp_path / "run") as session:
+        model, optimizer = prepared(session)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 9)
+        for x, y in batches(session):
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+    said = capsys.readouterr().err
+    assert said.count("optimizer.lr, scheduler.name, validation.every_epochs have no effect on a session") == 1
+    assert RunDir(tmp_path / "run").plan()["decisions"]["lr"]["value"] == 0.1, "its own, after the warm-up"
 
 
 def test_a_frame_is_the_same_rows_in_every_epoch(tmp_path: Path) -> None:
@@ -410,6 +459,16 @@ def batches_of_a_loader(session: lockstep.Session) -> None:
         session.batches(DataLoader(data()))
 
 
+def other_weights(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for _ in session.epochs(2):
+        for x, y in session.batches(train := data(16), weights=[1.0] * 16):
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+        for _ in session.batches(train):
+            pass
+
+
 def outside_epochs(session: lockstep.Session) -> None:
     prepared(session)
     session.batches(data())
@@ -476,6 +535,7 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
         (two_streams, UnsupportedError, "iterable, and not those of the first loop"),
         (a_loader, TaskError, "DataLoader"),
         (batches_of_a_loader, TaskError, "DataLoader"),
+        (other_weights, UnsupportedError, "other weights than in the first loop"),
         (outside_epochs, TaskError, "session.epochs"),
         (new_parameters, UnsupportedError, "changed after prepare"),
         (scheduler_stepped_twice, TaskError, "stepped by the loop, too"),

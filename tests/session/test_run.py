@@ -66,6 +66,40 @@ def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     assert RunDir.open(folder / "two").read().status == "completed"
 
 
+AFTER = """
+import sys, lockstep, torch
+session = lockstep.Session(global_batch_size=16)
+model = torch.nn.Linear(1, 1)
+model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for epoch in session.epochs(2):
+    for (x,) in session.batches(torch.utils.data.TensorDataset(torch.ones(20, 1))):
+        session.backward(model(x).sum(), count=len(x))
+        session.step(optimizer)
+    seen = epoch
+session.print("last", seen)
+assert len(sys.argv) == 1
+"""
+
+
+def test_a_finished_run_ends_the_script_and_one_that_failed_after_its_loop_runs_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(AFTER)
+    command = (*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", "--save-dir", "run")
+    run(*command, "--", "fails", cwd=tmp_path, code=1)
+    assert RunDir.open(tmp_path / "run").read().status == "failed"
+    said, error = (resumed := start(*command, "--resume", cwd=tmp_path)).communicate(timeout=100)
+    assert resumed.returncode == 1
+    assert "What follows the loop runs, without the variables of the loop" in said
+    assert "NameError: name 'seen' is not defined" in error
+    (tmp_path / "script.py").write_text(AFTER.replace('session.print("last", seen)', 'print("rest")'))
+    assert "rest" in run(*command, "--resume", cwd=tmp_path)
+    assert RunDir.open(tmp_path / "run").read().status == "completed"
+    for again in ((*LOCKSTEP, "resume", "run"), (*command, "--resume"), (*command, "--resume", "--devices", "cpu")):
+        said = run(*again, cwd=tmp_path)
+        assert "The script ends here" in said
+        assert "rest" not in said
+    assert RunDir.open(tmp_path / "run").read().status == "completed"
+
+
 def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
     made = RunDir.create(folder / "task", RunConfig(), run_id="run-task", command=[])
     made.update(status="completed")
@@ -270,6 +304,7 @@ def test_what_fails_on_one_rank_is_explained(kind: str, code: int, words: tuple[
 
 @pytest.mark.parametrize(("first", "grown"), [(1, False), (3, True)])
 def test_rounding_that_grew_is_a_cause_where_the_first_steps_agree(first: int, grown: bool) -> None:
-    found = ScriptReport("script.py", ("cpu", "cpu"), 4, {"loss": 0.1, "weights": 0.1}, first, 1e-3)
+    far, noise = {"loss": 0.1, "weights": 0.1}, {"loss": 1e-7, "weights": 1e-7}
+    found = ScriptReport("script.py", ("cpu", "cpu"), 4, far, noise, first)
     print_script_report(found, text := io.StringIO())
     assert ("rounding that grew" in text.getvalue()) == grown

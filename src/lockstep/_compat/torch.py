@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from inspect import unwrap
 from itertools import repeat
 from operator import is_not
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -289,6 +289,43 @@ def check_shapes(parameters: list[Tensor]) -> None:
     assert dist.group.WORLD is not None
     if parameters:  # without any, torch 2.13 ends in a segmentation fault
         _verify_param_shape_across_processes(dist.group.WORLD, parameters)
+
+
+#: What ``torch.compile(module)`` puts before the names of the module's tensors.
+_COMPILED = "_orig_mod."
+
+
+def plain_name(name: str) -> str:
+    """Of a parameter or buffer, without the wrappers of ``torch.compile``."""
+    return name.replace(_COMPILED, "")
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """``model`` without the wrappers that ``torch.compile(module)`` returns: compiled as by ``module.compile()``.
+
+    Then names and types are those of the modules themselves. The wrappers inside are replaced.
+    """
+    inner = within_wrapper(model)
+    if inner is not model:
+
+        def call(*args: Any, **how: Any) -> Any:  # a frame that is compiled even where the module is one of torch's
+            return inner._call_impl(*args, **how)
+
+        inner._compiled_call_impl = cast(Any, model).dynamo_ctx(call)
+    for module in list(inner.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and within_wrapper(child) is not child:
+                module.add_module(name, compiled_in_place(child))
+    return cast(nn.Module, inner)
+
+
+def within_wrapper(model: nn.Module) -> Any:
+    """The module that ``torch.compile(module)`` was given, if ``model`` is what it returned; else ``model``."""
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    found: Any = model
+    while isinstance(found, wrapper):
+        found = found._orig_mod
+    return found
 
 
 def fsdp_reduce_scatter() -> Any:

@@ -206,7 +206,12 @@ class Session:
         return cast(T, self._loop.once(make, arguments))
 
     def batches(
-        self, dataset: Any, *, accumulate: int | None = None, collate: Callable[[Sequence[Any]], Any] | None = None
+        self,
+        dataset: Any,
+        *,
+        accumulate: int | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        weights: Any = None,
     ) -> Iterator[Any]:
         """This rank's part of each global batch of ``dataset``, on its device; the order is the same for any ranks.
 
@@ -219,12 +224,14 @@ class Session:
             accumulate: micro-batches of a step: the body runs once for each, and :meth:`step` acts on the last one.
                 ``None``: ``training.accumulate``, and as many as ``batch_size`` needs. Lanes, in an exact run.
             collate: samples to a batch; ``None``: torch's ``default_collate``.
+            weights: how often each sample is drawn, in proportion, in the first loop of an epoch; torch's
+                ``WeightedRandomSampler``, too. As of :class:`lockstep.Datasets`.
 
         Raises:
             TaskError: outside :meth:`epochs`, or of a ``DataLoader``. UnsupportedError: a second stream.
             SystemExit: after a checkpoint, when SIGINT or SIGTERM asked for a stop, or ``max_time_s`` is over.
         """
-        return self._loop.batches(dataset, accumulate, collate)
+        return self._loop.batches(dataset, accumulate, collate, weights)
 
     def backward(
         self,

@@ -248,6 +248,10 @@ class CheckpointStore(CheckpointReader):
         passed = max(there, default=-1)
         self._remove_all(name for name, step in aside.items() if step is not None and step <= passed)
 
+    def aside_of(self, step: int) -> Path:
+        """Where :meth:`set_aside_after` puts the checkpoint of ``step``."""
+        return self.folder / (folder_name(step) + BROKEN)
+
     def set_aside_after(self, step: int | None) -> list[int]:
         """Rename the checkpoints of later steps than ``step``, or all for ``None``, and return their steps.
 
@@ -259,8 +263,7 @@ class CheckpointStore(CheckpointReader):
         """
         later = [other for other in self.steps() if step is None or other > step]
         for other in later:
-            target = self.path_of(other)
-            aside = target.with_name(target.name + BROKEN)
+            target, aside = self.path_of(other), self.aside_of(other)
             with _stored(target):
                 self._remove(aside)
                 target.rename(aside)

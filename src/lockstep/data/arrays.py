@@ -128,15 +128,19 @@ class FrameRows:
         return {name: tensor.index_select(0, where) for name, tensor in self._tensors.items()}
 
 
-def is_loader(what: str, loader: DataLoader[Any], fix: str) -> TaskError:
-    """The error where a loader is given in place of its data set; it says what becomes of the loader's own sampler."""
+def is_loader(what: str, loader: DataLoader[Any], fix: str, place: str = "Datasets(train=…") -> TaskError:
+    """The error where a loader is given in place of its data set; it says what becomes of the loader's own sampler.
+
+    Args:
+        place: what takes the weights of samples.
+    """
     sampler = loader.sampler if type(loader.batch_sampler) in (BatchSampler, type(None)) else loader.batch_sampler
     if isinstance(sampler, WeightedRandomSampler):
-        fix += "; its sampler goes to Datasets(train=…, weights=sampler)"
+        fix += f"; its sampler goes to {place}, weights=sampler)"
     elif type(sampler).__module__.partition(".")[0] != "torch":
         fix += (
-            f". Its {type(sampler).__name__} then has no effect: give weights=… to Datasets, or an iterable data set "
-            "that yields samples in that order"
+            f". Its {type(sampler).__name__} then has no effect: write {place}, weights=…), or give an iterable data "
+            "set that yields samples in that order"
         )
     return TaskError(what, why="Lockstep makes the batches: their order must not depend on the devices", fix=fix)
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.bucketed import deal
+from lockstep.data.order import derive_key
 from lockstep.data.reader import Collate, Indices, Reader, Unreadable
 from lockstep.data.sampling import SampleOrder
 from lockstep.planning import BatchPlan
@@ -183,6 +184,37 @@ class Source:
         sizes = [len(indices) for indices in slices]
         rows = zip(*(column.split(sizes) for column in columns), strict=True)
         return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class ArrangedSource(Source):
+    """A source whose samples may be rearranged within each batch."""
+
+    arrangement: str = "on"
+
+    @classmethod
+    def of(cls, source: Source, arrangement: str, **changes: Any) -> Self:
+        """``source`` with ``changes`` of its fields."""
+        own = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+        return cls(**(own | changes), arrangement=arrangement)
+
+    def indices(self, request: Request) -> Indices:
+        return self._arranged(super().indices(request), request)
+
+    def places(self, request: Request) -> Indices:
+        return self._arranged(super().places(request), request)
+
+    def _arranged(self, values: Indices, request: Request) -> Indices:
+        if self.arrangement == "reversed":
+            return values[::-1].copy()
+        if self.arrangement == "shuffled":
+            key = derive_key("arrangement", self.seed, request.epoch, request.start)
+            return np.random.default_rng(key).permutation(values)
+        return values
+
+    @property
+    def gathers(self) -> bool:
+        return False
 
 
 class InOrder:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.checkpoint.reader import BROKEN
+from lockstep._compat.torch import plain_name
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
@@ -53,8 +53,8 @@ def load_latest(rank: Reads, *, in_pieces: bool = False) -> Snapshot | None:
         store.clean_temporary()
         step = store.newest_verified(lambda message: rank.note("checkpoint_damaged", message, "warning"))
         for broken in store.set_aside_after(step):
-            place = store.path_of(broken).with_name(store.path_of(broken).name + BROKEN)
-            rank.note("checkpoint_set_aside", f"{place} was set aside; remove it to free its space", "warning")
+            text = f"{store.aside_of(broken)} was set aside; remove it to free its space"
+            rank.note("checkpoint_set_aside", text, "warning")
     step = rank.collectives.broadcast(step)
     return None if step is None else load_shared(store, step, rank.collectives, in_pieces=in_pieces)
 
@@ -243,7 +243,8 @@ def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None
     """
     if frozen is None:
         return None
-    changed = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad == (name in frozen)]
+    frozen = {plain_name(name) for name in frozen}
+    changed = [p for name, p in model.named_parameters() if p.requires_grad == (plain_name(name) in frozen)]
     for parameter in changed:
         parameter.requires_grad_(not parameter.requires_grad)
     if not changed:
@@ -252,12 +253,14 @@ def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) -> None:
-    """Put ``weights`` into ``model``.
+    """Put ``weights`` into ``model``; one of them may have been saved with ``torch.compile`` in its names.
 
     Raises:
         CheckpointError: names or shapes differ; the model is as it was.
     """
     own = model.state_dict()
+    names = {plain_name(name): name for name in own}
+    weights = {names.get(plain_name(name), name): value for name, value in weights.items()}
     missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [
         f"{key} {_shape(weights[key])} → {_shape(own[key])}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep._compat.torch import compiled_in_place
 from lockstep.engine.task import Callback, Context, Task
 from lockstep.errors import TaskError, UnsupportedError
 
@@ -70,6 +71,7 @@ def build_model(task: Task) -> nn.Module:
                 why="Lockstep distributes the model over the selected devices; a wrapper would use others, or twice",
                 fix="return the module inside; select devices with --devices, and a strategy with --strategy",
             )
+    model, extras = compiled_in_place(model), {name: compiled_in_place(extra) for name, extra in extras.items()}
     return Trained(model, extras) if extras else model
 
 

@@ -185,11 +185,11 @@ def gap_between(one: Trajectory, other: Trajectory) -> Gap:
     losses = [(x["val_loss"], y["val_loss"]) for x, y in pairs if "val_loss" in x and "val_loss" in y]
     ours, theirs = np.array(losses, dtype=np.float64).reshape(-1, 2).T
     return {
-        "loss": _relative(one.loss[:steps], other.loss[:steps]),
-        "gradient norm": _relative(one.grad_norm[:steps], other.grad_norm[:steps]),
+        "loss": relative(one.loss[:steps], other.loss[:steps]),
+        "gradient norm": relative(one.grad_norm[:steps], other.grad_norm[:steps]),
         "weights": _apart(one.weights[: 1 + steps], other.weights[: 1 + steps]),
         **{f"{BUFFER}{name}": _buffer_gap(one, other, name) for name in one.buffers if name in other.buffers},
-        "validation loss": _relative(ours, theirs),
+        "validation loss": relative(ours, theirs),
     }
 
 
@@ -211,7 +211,7 @@ def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> Floats:
     return _ratio(apart, np.linalg.norm(a - one[0], axis=1))
 
 
-def _relative(a: Floats, b: Floats) -> Floats:
+def relative(a: Floats, b: Floats) -> Floats:
     """|a - b| / max(|a|, |b|); equal values, NaN among them, are 0 apart, a finite and a NaN infinitely far."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return np.where(same, 0.0, _ratio(np.abs(a - b), np.maximum(np.abs(a), np.abs(b))))
@@ -254,6 +254,11 @@ def floor_of(gaps: list[Gap], reference: Trajectory) -> Floor:
         **{f"{BUFFER}{name}": _resolution(values) for name, values in reference.buffers.items()},
         "validation loss": np.full(len(reference.validation), ROUNDING),
     }
+    return floor_over(gaps, least)
+
+
+def floor_over(gaps: list[Gap], least: Gap) -> Floor:
+    """The floor that ``gaps`` show, never below ``least``; it does not fall from step to step."""
     values = {}
     for name, floor in least.items():
         for gap in gaps:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,9 +39,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lockstep.config import DebugConfig
-from lockstep.data.order import derive_key
 from lockstep.data.reader import Indices
-from lockstep.data.requests import Request, Source
+from lockstep.data.requests import ArrangedSource, Request, Source
 from lockstep.engine.dataset_checks import as_array, feed
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
 from lockstep.engine.loop import StepResult
@@ -65,10 +64,8 @@ class Traced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TracedSource(Source):
-    """A source whose batches come with the hashes of their samples, which may be rearranged within each batch."""
-
-    arrangement: str = "on"
+class TracedSource(ArrangedSource):
+    """Batches come with the hashes of their samples."""
 
     def batch(self, request: Request) -> Any:
         """:class:`Traced`; () for a request without samples."""
@@ -78,24 +75,6 @@ class TracedSource(Source):
         if not isinstance(batch, Traced):
             batch = Traced(_digest_rows(batch, self.indices(request)), batch)
         return batch.batch if request.ghost else batch
-
-    def indices(self, request: Request) -> Indices:
-        return self._arranged(super().indices(request), request)
-
-    def places(self, request: Request) -> Indices:
-        return self._arranged(super().places(request), request)
-
-    def _arranged(self, values: Indices, request: Request) -> Indices:
-        if self.arrangement == "reversed":
-            return values[::-1].copy()
-        if self.arrangement == "shuffled":
-            key = derive_key("arrangement", self.seed, request.epoch, request.start)
-            return np.random.default_rng(key).permutation(values)
-        return values
-
-    @property
-    def gathers(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -143,9 +122,7 @@ class Trace:
         self._read_buffers(0)
 
     def source(self, source: Source) -> Source:
-        own = {field.name: getattr(source, field.name) for field in fields(source)}
-        own["collate"] = DigestingCollate(source.collate)
-        return TracedSource(**own, arrangement=self.settings.trace)
+        return TracedSource.of(source, self.settings.trace, collate=DigestingCollate(source.collate))
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         return map(self._unpack, batches)

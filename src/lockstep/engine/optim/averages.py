@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from lockstep._compat.torch import buffers_of
+from lockstep._compat.torch import buffers_of, plain_name
 from lockstep.config import AveragingConfig
 
 
@@ -106,7 +106,7 @@ class Averages:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Resume from ``state`` (:meth:`trained`) of a checkpoint, whose averages the model has now."""
         named = self._named()
-        saved = {} if state is None else state["trained"]
+        saved = {} if state is None else {plain_name(name): value for name, value in state["trained"].items()}
         if self._config.name != "none":
             self._updates = 0 if state is None else state["updates"]
             names = saved if self._config.name == "swa" else {**self._weights(), **saved}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep._compat.torch import has_scheduler, note_step, take_step
+from lockstep._compat.torch import has_scheduler, note_step, plain_name, take_step
 from lockstep.config import OptimizerConfig
 from lockstep.config.sections import OPTIMIZERS
 from lockstep.engine.strategies.partition import blocks_of
@@ -152,7 +152,7 @@ def fitted(
         names = [[name for name in everything if named[name].requires_grad]]
         if names_of(optimizer, named) != [everything] or len(saved["param_groups"][0]["params"]) != len(names[0]):
             return saved
-    own = names_of(optimizer, named)
+    own, names = names_of(optimizer, named), [[plain_name(name) for name in group] for group in names]
     taken = set(chain.from_iterable(own))
     for added, group in list(zip(names, saved["param_groups"], strict=True))[len(own) :]:
         if taken.isdisjoint(added):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.arrays import by_row, is_loader
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
-from lockstep.data.requests import Request, Source, Window, readable, windows
+from lockstep.data.requests import ArrangedSource, Request, Source, Window, readable, windows
 from lockstep.data.stream import is_stream
 from lockstep.engine.dataset_checks import check_dataset, examined, same_data
 from lockstep.engine.distributed.collectives import Collectives
@@ -51,7 +51,7 @@ def check_data(dataset: Any, call: str, *, streams: bool | None = None) -> None:
             "pass loader.dataset, with collate=loader.collate_fn if it has its own; the batch size is "
             "Session(global_batch_size=...)"
         )
-        raise is_loader(f"{call}() was given a DataLoader", dataset, fix)
+        raise is_loader(f"{call}() was given a DataLoader", dataset, fix, "session.batches(data")
     if streams is None or not is_stream(dataset):
         check_dataset(dataset, "val" if streams is None else "train")
     elif not streams:
@@ -95,6 +95,9 @@ class DataFeed:
     """
 
     def __init__(self, training: Training, source: Source, batch: BatchPlan) -> None:
+        arrangement = training.rank.config.debug.trace
+        if arrangement != "off":
+            source = ArrangedSource.of(source, arrangement)
         self._training, self.source, self.batch = training, source, batch
         self._loader: Any = None
         self._batches: TimedBatches | None = None

@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep._compat.torch import differ, has_scaled, has_scheduler, note_step, versions
+from lockstep._compat.torch import (
+    compiled_in_place,
+    differ,
+    has_scaled,
+    has_scheduler,
+    note_step,
+    versions,
+    within_wrapper,
+)
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.trained import Trained
@@ -84,6 +92,8 @@ class Prepared:
         kind = next((kind for kind, of in kinds.items() if isinstance(thing, of)), None)
         if kind is None:
             _refuse(thing)
+        if kind == "model":
+            thing = compiled_in_place(within_wrapper(thing))  # the loop itself calls the wrapper
         known: dict[str, Any] = getattr(self, f"{kind}s")
         if any(thing is one for one in known.values()):
             return None

@@ -29,14 +29,16 @@ from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 class LoopTask(Task):
     """The models and the data of a loop, for the plan."""
 
-    def __init__(self, models: nn.Module, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, models: nn.Module, dataset: Any, collate: Callable[[Any], Any] | None, weights: Any = None
+    ) -> None:
         super().__init__()
-        self._models, self.dataset = models, dataset
+        self._models, self.dataset, self.samples, self.weights = models, dataset, length(dataset), weights
         if collate is not None:
             self.collate = collate  # type: ignore[method-assign, assignment]
 
     def datasets(self) -> Datasets:
-        return Datasets(self.dataset)
+        return Datasets(self.dataset, weights=self.weights)
 
     def model(self) -> nn.Module:
         return self._models
@@ -46,7 +48,7 @@ class Begun(NamedTuple):
     """What trains, the data that the plan was made with, as given and as opened, and where events go."""
 
     training: Training
-    dataset: Any
+    task: LoopTask
     datasets: Datasets
     sink: Sink
 
@@ -103,4 +105,4 @@ def begin_attempt(
     batch = plan.batch.global_batch
     training.stream = begin_stream(datasets, run.path, rank.attempt, rank.world, training.items, batch, saved)
     training.checkpoints.check()
-    return Begun(training, task.dataset, datasets, sink)
+    return Begun(training, task, datasets, sink)

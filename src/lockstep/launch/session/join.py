@@ -31,6 +31,19 @@ from lockstep.telemetry.sinks import check_sinks
 
 #: Set by launchers that Lockstep does not know; each process would think that it is alone.
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+#: Settings that a loop has no use for, and what it does instead.
+_FOR_TASKS = {
+    "hardware.strategy": "leave it at auto",
+    "training.compile": "compile in the script with torch.compile(model)",
+    "averaging.name": "average with torch.optim.swa_utils.AveragedModel and session.checkpoint(average=...)",
+    "telemetry.profile": "use torch.profiler in the loop",
+    "debug.fast_dev_run": "set training.max_steps=1",
+    "debug.limit_eval_batches": "give session.evaluate() a torch.utils.data.Subset",
+    "debug.overfit_batches": "give session.batches() a torch.utils.data.Subset",
+    "debug.start_position": "give session.batches() a torch.utils.data.Subset",
+    "debug.switch_off": "set dropout to 0 in the script",
+}
+_STRATEGIES = ("single", "ddp", "fsdp")
 
 
 @dataclass
@@ -165,17 +178,16 @@ def _refuse_unknown_launcher(world: World) -> None:
 
 
 def _refuse_for_tasks_only(config: RunConfig) -> None:
-    for key, value, taken in (
-        ("hardware.strategy", config.hardware.strategy, ("auto", "single", "ddp", "fsdp")),
-        ("training.compile", config.training.compile, (False,)),
-    ):
+    defaults = RunConfig()
+    for key, instead in _FOR_TASKS.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        taken = (getattr(getattr(defaults, section), name), *(_STRATEGIES if name == "strategy" else ()))
         if value not in taken:
             raise UnsupportedError(
                 f"{key} = {value} is not for a session",
-                why="it changes how the model is called, and the loop calls it",
-                fix="compile in the script with model.compile(), or train a lockstep.Task"
-                if value is True
-                else f"leave it at {taken[0]}, or train a lockstep.Task",
+                why="it is for the loop of a lockstep.Task, and the script has its own",
+                fix=f"{instead}, or train a lockstep.Task",
             )
 
 

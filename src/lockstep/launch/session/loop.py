@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import default_collate
 
-from lockstep.config import RunConfig, resolve
+from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
 from lockstep.engine.attempt import record_failure
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
@@ -30,6 +30,12 @@ from lockstep.planning.loader import sized
 _SPLITS = ("train_", "val_", "test_")
 #: Beside the parts of a step, what is seeded before an epoch and after a loop over batches.
 _EPOCH, _AFTER = -1, -2
+#: Settings that a loop has no use for, by section.
+_UNUSED = {
+    "optimizer": OptimizerConfig.model_fields.keys(),
+    "scheduler": SchedulerConfig.model_fields.keys(),
+    "validation": {"every_epochs", "every_steps", "sanity_steps"},
+}
 
 
 class Loop:
@@ -119,9 +125,21 @@ class Loop:
             place = self._resumed.place
             self._made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
         over = self._is_over() if self.joined.found else ""
-        if over and self.joined.world.is_main:
-            print(f"Nothing is left to train: the run {over} (lockstep resume RUN --epochs N, or --set).", flush=True)
+        if over:
+            self._leave(over)
         return self._walk_epochs(0 if over else self._epochs)
+
+    def _leave(self, over: str) -> None:
+        """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
+        run, ranks = self.joined.run_dir, self.joined.collectives
+        ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
+        if self.joined.world.is_main:
+            rest = "The script ends here" if ends else "What follows the loop runs, without the variables of the loop"
+            text = f"Nothing is left to train: the run {over} (lockstep resume RUN --epochs N, or --set). {rest}."
+            print(text, flush=True)
+        if ends:
+            close_open_session(None)
+            raise Stopped(0)
 
     def _is_over(self) -> str:
         """Why a resumed run has nothing to train, and what would change that; empty: it has."""
@@ -181,9 +199,11 @@ class Loop:
             )
         return self._made.once(make, arguments, self.device)
 
-    def batches(self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
+    def batches(
+        self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None, weights: Any
+    ) -> Iterator[Any]:
         dataset = self._by_row(dataset)
-        first = self._number == 0 and (self._begun is None or dataset is self._begun.dataset)
+        first = self._number == 0 and (self._begun is None or dataset is self._begun.task.dataset)
         check_data(dataset, "batches", streams=first)
         if not self._in_epochs:
             raise TaskError(
@@ -192,11 +212,11 @@ class Loop:
                 fix="write `for epoch in session.epochs(10):` around it; epochs(1) for a loop without epochs",
             )
         if self.training is None:
-            self._start(dataset, collate, accumulate)
+            self._start(LoopTask(self.prepared.container(), dataset, collate, weights), accumulate)
         number, self._number = self._number, self._number + 1
-        return self._walk(number, dataset, accumulate, collate)
+        return self._walk(number, dataset, accumulate, collate, weights)
 
-    def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> Iterator[Any]:
+    def _walk(self, number: int, dataset: Any, *how: Any) -> Iterator[Any]:
         training = self.running("batches()")
         if number < training.stage:  # an earlier attempt has finished it
             return
@@ -209,7 +229,7 @@ class Loop:
                 why="a step belongs to one batch of one loop",
                 fix="make one data set whose samples have both parts, or run the loops one after the other",
             )
-        feed = self._feed(number, dataset, accumulate, collate)
+        feed = self._feed(number, dataset, *how)
         training.loops += 1
         try:
             yield from feed.walk(self.state.epoch, self.state.position)
@@ -228,17 +248,22 @@ class Loop:
         self.running("again()")
         return self._feeds[self._number - 1][0].again()
 
-    def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any) -> DataFeed:
+    def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
-        samples = length(dataset)
+        assert self._begun is not None
+        training, samples = self._begun.training, length(dataset)
+        planned = dataset is self._begun.task.dataset and samples == self._begun.task.samples
+        if weights is not (self._begun.task.weights if planned else None):
+            raise UnsupportedError(
+                "batches() was given other weights than in the first loop, or for other data",
+                why="the plan of the run has been made with those",
+                fix="give the same object in every epoch; weights that change are a function of the epoch, from 0",
+            )
         known, asked = self._feeds.get(number), [id(dataset), samples, accumulate, collate]
         if known is not None:
             if known[1] == asked:
                 return known[0]
             known[0].close()
-        assert self._begun is not None
-        training, planned = self._begun.training, dataset is self._begun.dataset
-        planned = planned and samples in (None, training.rank.plan.batch.samples)
         task = LoopTask(self.prepared.container(), dataset, collate)
         datasets = self._begun.datasets if planned else task.datasets()
         if not planned and self.joined.world.size > 1:
@@ -250,14 +275,23 @@ class Loop:
             training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
         return feed
 
-    def _start(self, dataset: Any, collate: Any, accumulate: int | None) -> None:
+    def _start(self, task: LoopTask, accumulate: int | None) -> None:
         """Make the plan and begin the attempt: the data are known now. Collective."""
         self._begin()
         first = next(iter(self.prepared.optimizers.values()))
         has_size = "batch_size" in self._given.get("training", {})
-        lr = next((float(group["lr"]) for group in first.param_groups if group["lr"]), 0.0)
+        rates = (float(group.get("initial_lr", group["lr"])) for group in first.param_groups)  # a warm-up is at 0 now
+        lr = next(filter(None, rates), 0.0)
         config = sized(self.config, has_batch_size=has_size, ranks=self.joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
+        unused = [f"{part}.{key}" for part, keys in _UNUSED.items() for key in keys & self._given.get(part, {}).keys()]
+        if unused:
+            self.joined.note(
+                "unused",
+                f"{', '.join(sorted(unused))} have no effect on a session: optimizers, their schedules and the times "
+                "of evaluations are those of the loop",
+                level="warning",
+            )
         if self._made.is_drawn_again:
             self.joined.note(
                 "drawn_again",
@@ -265,7 +299,7 @@ class Loop:
                 "what it makes of them and of the weights, such as rollouts, differs from what the epoch began with. "
                 "session.once(make, ...) keeps it in checkpoints.",
             )
-        task, kept = LoopTask(self.prepared.container(), dataset, collate), self._resumed.registered
+        kept = self._resumed.registered
         beside = Beside(sys._getframe(3), [task.model(), *kept.values()])  # the caller of session.batches()
         for name in self.prepared.unkept_schedules(kept.values()):
             self.joined.note(
