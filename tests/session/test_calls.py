@@ -653,6 +653,25 @@ def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: 
     assert (two["sum"], two["broadcast"], two["size"]) == ((2.0, 2.0), "from 0", 2)
 
 
+def with_second_order() -> list[float]:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        session.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.01))
+        for x, y in batches(session):
+            session.backward(squares(model, x, y), len(y), create_graph=True)
+            assert all(p.grad is not None and p.grad.requires_grad for p in model.parameters())
+            slopes = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
+            session.backward(slopes[0].square().sum(), count=0)
+            session.step(optimizer)
+        return [float(p.detach().sum()) for p in model.parameters()]
+
+
+def test_second_order_gradients_are_those_of_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_two = lockstep.Session.launch(with_second_order, devices="cpu,cpu", save_dir=tmp_path / "two")
+    assert on_two == pytest.approx(with_second_order(), abs=1e-6)
+
+
 def streamed(epochs: int, stop: int = 0) -> list[list[float]]:
     """The items of each step, over all ranks, until the run ends or the loop raises after ``stop`` steps."""
     numbers, seen = Numbers(), list[list[float]]()

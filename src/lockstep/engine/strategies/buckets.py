@@ -122,6 +122,7 @@ class GradientBuckets:
         while not self.is_launched:
             self._launch(self._buckets[self._launched])
 
+    @torch.no_grad()  # gradients may have a graph (create_graph)
     def _launch(self, bucket: _Bucket) -> None:
         gradients = [p.grad for p in bucket.parameters]
         if all(map(is_not, gradients, repeat(None))):

@@ -64,6 +64,8 @@ class Loop:
         self._by_row = ByRow()
         self._number = 0
         self._in_epochs = False
+        #: Why a resumed run has nothing to train.
+        self._over = ""
         #: Whether the loop over epochs has ended.
         self.is_done = False
         self._logged: dict[str, Any] = {}
@@ -124,10 +126,10 @@ class Loop:
         if self.training is None:
             place = self._resumed.place
             self._made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
-        over = self._is_over() if self.joined.found else ""
-        if over:
-            self._leave(over)
-        return self._walk_epochs(0 if over else self._epochs)
+        self._over = self._is_over() if self.joined.found else ""
+        if self._over:
+            self._leave(self._over)
+        return self._walk_epochs(0 if self._over else self._epochs)
 
     def _leave(self, over: str) -> None:
         """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
@@ -373,7 +375,8 @@ class Loop:
         """Save, and record how the run ended. Collective without ``error``."""
         if self._begun is None:
             run = self.joined.run_dir
-            if self.joined.keeps and (run.read().status != "completed" if error else not self.joined.found):
+            is_changed = not self.joined.found or ((error or self._over) and run.read().status != "completed")
+            if self.joined.keeps and is_changed:
                 run.update(status="failed" if error else "completed", error=error and str(error))
             return
         training = self._begun.training
