@@ -66,5 +66,7 @@ def publish(report: dict[str, Any], name: str, text: str, folder: Path | None) -
 
 
 def write_json(path: Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if path is not None:  # at once: this process may be ended at any time
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        part.replace(path)

@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _starts_processes(item):
             item.add_marker(pytest.mark.processes)
     marked = [item for item in items if item.get_closest_marker("gpu")]
+    for item in marked:  # what torch warns of depends on the card: of TF32 that is off, for one
+        item.add_marker(pytest.mark.filterwarnings("default"))
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,24 @@ def test_each_step_is_written_and_a_failure_does_not_end_the_check(tmp_path: Pat
     assert "Detection ..." not in again.stdout
     assert "| Detection | ok |" in (tmp_path / "report.md").read_text()
     assert "samples/s" in json.loads((tmp_path / "train_one.json").read_text())["detail"]
+
+
+def test_a_contest_that_is_ended_has_its_rounds_so_far(tmp_path: Path) -> None:
+    """Killed, as by the limit of its step, once the first round has been written."""
+    file = tmp_path / "har_cnn.json"
+    command = [sys.executable, "benchmarks/gpu_workloads.py", "har_cnn", "--device", "cpu", "--json", str(file)]
+    command += ["--graphs", "--sides", "none", "--folder", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            while not file.exists() and process.poll() is None:
+                time.sleep(0.1)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    report = json.loads(file.read_text())
+    assert report["rounds"] >= 1
+    assert report["sides"]["lockstep"]["per_s"] > 0
+    assert report["machine"]
+    assert "decisions" not in report, "it was not ended"
 
 
 def test_what_does_not_fit_the_time_is_named(tmp_path: Path) -> None:

@@ -128,8 +128,13 @@ class Transcribed(nn.Module):
     def forward(self, features: Tensor, symbols: Tensor) -> Tensor:
         frames = torch.full((len(features),), features.shape[1], device=features.device)
         scores = self.body(features, frames).transpose(0, 1)
-        counts = torch.full_like(frames, symbols.shape[1])
-        return F.ctc_loss(scores, symbols, frames, counts, blank=0, reduction="sum", zero_infinity=True)
+        return _ctc(scores, symbols, features.shape[1])
+
+
+@torch.compiler.disable  # it reads lengths on the host, which a CUDA graph of compiled code cannot
+def _ctc(scores: Tensor, symbols: Tensor, frames: int) -> Tensor:
+    lengths = [(number,) * len(symbols) for number in (frames, symbols.shape[1])]
+    return F.ctc_loss(scores, symbols, *lengths, blank=0, reduction="sum", zero_infinity=True)
 
 
 class Wide(nn.Module):

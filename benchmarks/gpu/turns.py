@@ -99,8 +99,10 @@ class Side(threading.Thread):
 class Turns:
     """Called by Lockstep's loop after each of its blocks: times it, and lets each side run one.
 
-    ``warm_up``: rounds that are not counted, in which things are compiled.
+    ``warm_up``: rounds that are not counted, in which things are compiled. ``counted``: called after each other one.
     """
+
+    counted: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, sides: dict[str, Callable[[Callable[[], None]], None]], block: int, warm_up: int, device: torch.device
@@ -118,6 +120,7 @@ class Turns:
             for name, seconds in found.items():
                 if seconds is not None:
                     self.seconds[name].append(seconds)
+            self.counted()
         self._rounds += 1
         finish()
         self._began = time.perf_counter()

@@ -53,6 +53,23 @@ def test_kernels_of_the_scaler() -> None:
     assert scale.item() == 4.0
 
 
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_bfloat16_is_unscaled_as_the_kernel_does(bad: float | None) -> None:
+    """The CPU has the kernel that GPUs lack."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((7, 5), (), (0, 3), (64,))]
+    if bad is not None:
+        values[0][2, 3] = bad
+    factor = torch.tensor(1 / 3)
+    found = [([value.clone() for value in values], torch.zeros(())) for _ in "ab"]
+    compat.amp_unscale_(*found[0], factor)
+    compat.unscale_bfloat16_(*found[1], factor)
+    assert found[0][1] == found[1][1] == float(bad is not None)
+    for kernel, own in zip(found[0][0], found[1][0], strict=True):
+        assert own.dtype == torch.bfloat16
+        torch.testing.assert_close(own, kernel, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_fused_kernels_step_as_the_optimizer(kind: type[torch.optim.Adam]) -> None:
     parameter = nn.Parameter(torch.ones(3))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.config import resolve
-from lockstep.engine.process.runtime import expandable_segments, float32_products
+from lockstep.engine.process.runtime import before_nccl, expandable_segments, float32_products
 from lockstep.errors import ConfigError, PrecisionError
 from lockstep.hardware import Device
 from lockstep.hardware.resolve import resolve_placement
@@ -65,6 +66,27 @@ def test_the_allocator_is_left_alone_without_a_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     with expandable_segments(torch.device("cpu")):
         assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_a_rank_with_nccl_has_its_variables_before_the_group_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads them when the group is made; what the user has set stays."""
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    ):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    before_nccl(tmp_path)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl-rank-")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    before_nccl(tmp_path / "other")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl-rank-")
 
 
 AMPERE = Device("gpu:0", "gpu", "NVIDIA A100-SXM4-40GB", 40.0, precisions=("32", "16-mixed", "bf16-mixed"))

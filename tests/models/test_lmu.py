@@ -264,3 +264,12 @@ def run(layer: LMU, *shape: int, **arguments: Any) -> Any:
 def test_what_cannot_be_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, when it is imported
+def test_compiled_it_is_one_graph() -> None:
+    """Each break would start kernels from Python again."""
+    layer = build("parallel").float()
+    x = torch.randn(2, 20, 3)
+    compiled: Any = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0])

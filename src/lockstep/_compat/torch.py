@@ -66,11 +66,30 @@ foreach_copy_ = _kernel("_foreach_copy_", _one_by_one("copy_"))
 foreach_mul_ = _kernel("_foreach_mul_", _one_by_one("mul_"))
 foreach_norm = _kernel("_foreach_norm", _norms)
 #: Those of ``torch.amp.GradScaler``.
-amp_unscale_ = _kernel("_amp_foreach_non_finite_check_and_unscale_")
+_amp_unscale_ = _kernel("_amp_foreach_non_finite_check_and_unscale_")
 amp_update_scale_ = _kernel("_amp_update_scale_")
 #: Those of ``torch.optim.Adam`` and ``AdamW`` with ``fused=True``.
 fused_adam_: Any = getattr(torch, "_fused_adam_", None)
 fused_adamw_: Any = getattr(torch, "_fused_adamw_", None)
+
+
+def amp_unscale_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Multiply by ``factor``; set ``found_inf`` to 1 where a gradient is not finite. Both: float32 of shape ()."""
+    without = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16 and gradient.is_cuda]
+    if without:
+        unscale_bfloat16_(without, found_inf, factor)
+        gradients = [gradient for gradient in gradients if gradient.dtype != torch.bfloat16]
+    if gradients:
+        _amp_unscale_(gradients, found_inf, factor)
+
+
+def unscale_bfloat16_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """As :func:`amp_unscale_` for bfloat16, for which torch has no kernel on GPUs."""
+    largest = foreach_norm([gradient for gradient in gradients if gradient.numel()], float("inf"))
+    if largest:
+        found_inf.logical_or_(~torch.stack(largest).isfinite().all())
+    for gradient in gradients:  # a factor of the same shape is not rounded to bfloat16 before
+        gradient.mul_(factor.expand_as(gradient))
 
 
 # Autograd.

@@ -17,7 +17,7 @@ from lockstep.bench.summary import OPERATIONS, Fit, bus_factor, fit_alpha_beta, 
 from lockstep.bench.trials import TIMEOUT_S, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import finish
+from lockstep.engine.distributed.staging import finish, wire_device
 from lockstep.engine.process.runtime import join, rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
@@ -170,7 +170,7 @@ def call_time(collectives: Collectives, call: Callable[[], Any], device: torch.d
 
 def _link(collectives: Collectives, one: int, other: int, device: torch.device) -> dict[str, Any]:
     """Ping-pong between two ranks while the others wait; half of the quickest round trip counts."""
-    message = torch.zeros(LINK_BYTES // 4, device=device)
+    message = torch.zeros(LINK_BYTES // 4, device=wire_device(device, None))
     times = []
     if collectives.rank in (one, other):
         for _ in range(ROUND_TRIPS):

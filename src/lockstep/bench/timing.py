@@ -46,7 +46,9 @@ class Stopwatch:
         self._marks: list[tuple[str, Any]] = []
 
     def enter(self, part: str) -> None:
-        """From now on time belongs to ``part``."""
+        """From now on time belongs to ``part``. A CUDA graph that is recorded now is one part when it is replayed."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         self._marks.append((part, moment(self._device)))
 
     def next_step(self) -> None:

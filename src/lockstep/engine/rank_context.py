@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,12 +15,12 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives, collectives, shared
-from lockstep.engine.process.runtime import rank_device, runtime
+from lockstep.engine.process.runtime import before_nccl, rank_device, runtime
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import NCCL_DUMP, Heartbeat, RunDir
+from lockstep.telemetry.rundir import Heartbeat, RunDir
 from lockstep.telemetry.system import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that
@@ -134,9 +133,8 @@ def joined(
     watches = config.telemetry.system_metrics and world.local_rank == 0
     heartbeat = Heartbeat()
     ending.callback(heartbeat.stop)
-    if plan.placement["backend"] == "nccl":  # its flight recorder; read by launch/failure/collectives.py
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.logs / NCCL_DUMP))
+    if plan.placement["backend"] == "nccl":
+        before_nccl(run_dir.logs)
     with (
         runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
         shared(world, timeout_s),

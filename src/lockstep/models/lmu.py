@@ -248,7 +248,8 @@ class LMU(ConvertedModule):
             state = LMUState(*(zeros(x.shape[0], size) for size in (self.hidden_size, self.memory_size)))
         state = LMUState(*(part.to(self.transition.dtype) for part in state))
         kind = x.device.type
-        is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        # Not is_autocast_available(), where torch.compile would end its graph.
+        is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if is_autocast else x.dtype
         go = self._recurrent if self.form == "recurrent" else self._parallel
         with torch.autocast(kind, enabled=False) if is_autocast else nullcontext():

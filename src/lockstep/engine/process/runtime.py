@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from lockstep._compat.torch import choose_gpu_again, use_deterministic_algorithm
 from lockstep.errors import CheckpointError, DeviceError, UnsupportedError, many
 from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
+from lockstep.telemetry.rundir import NCCL_DUMP
 
 #: The second is the name before torch 2.9, still read.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
 
 
 @contextmanager
@@ -74,12 +77,24 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
     """
     sets = device.type == "cuda" and not torch.cuda.is_initialized() and not any(map(os.environ.get, _ALLOCATOR))
     if sets:
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+        os.environ[_ALLOCATOR[0]] = _EXPANDABLE
     try:
         yield
     finally:
         if sets:
             os.environ.pop(_ALLOCATOR[0], None)
+
+
+def before_nccl(logs: Path) -> None:
+    """In a rank that will use NCCL, before its process group is made: that already uses the GPU.
+
+    Args:
+        logs: where the flight recorder writes what ``launch/failure/collectives.py`` reads.
+    """
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / NCCL_DUMP))
+    if not any(map(os.environ.get, _ALLOCATOR)):
+        os.environ[_ALLOCATOR[0]] = _EXPANDABLE
 
 
 def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
@@ -147,7 +162,8 @@ def kept_memory() -> Iterator[None]:
 
 
 #: What cuBLAS, and torch's compiler when it is imported, read in exact mode.
-_EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_EXACT = {_CUBLAS: ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
 
 
 def rank_device(devices: Sequence[str], world: World) -> torch.device:
@@ -181,6 +197,8 @@ def runtime(
         torch.set_num_threads(plan.threads)
         if on_gpu:
             torch.cuda.set_device(device)
+            # torch 2.9 looks once a process, at the first product, whether exact mode may follow.
+            os.environ.setdefault(_CUBLAS, _EXACT[_CUBLAS])
         kept.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
         if exact:
             kept.enter_context(_deterministic())

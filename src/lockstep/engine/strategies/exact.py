@@ -180,7 +180,9 @@ class LaneSums:
         sums = self._zeros()
         for place, number in enumerate(numbers):
             sums[place] = number
-        sums[self._numbers : -1], sums[-1] = torch.tensor(used), request.size
+        # To copy a tensor to a GPU, the host would wait for all that the GPU has to do.
+        sums[self._numbers : -1] = 1.0 if all(used) else torch.tensor(used)
+        sums[-1] = request.size
         return [*gradients, *statistics, *counters, sums]
 
     def total(self, *last: float) -> Leaf:
@@ -190,7 +192,8 @@ class LaneSums:
             last: of this rank, added to the last numbers.
         """
         total = self._tree.result() or self._nothing()
-        total[-1][self._numbers - len(last) : self._numbers] += torch.tensor(last).to(total[-1])
+        if any(last):
+            total[-1][self._numbers - len(last) : self._numbers] += torch.tensor(last).to(total[-1])
         self._all_reduce(total)
         return total
 

@@ -12,6 +12,7 @@ from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.process.recording import Recording
+from lockstep.engine.process.runtime import states_of_generators
 from lockstep.engine.strategies.base import Replica, Strategy
 
 #: Steps of a shape before it is recorded: libraries choose their kernels and allocate workspaces in the first ones.
@@ -113,13 +114,20 @@ class GraphedStrategy(Strategy):
 
         def body() -> list[Tensor]:
             self._clear()
+            drawn = self._host_generators()
             total, items = self._computed(kept)
+            if self._host_generators() != drawn:
+                raise RuntimeError("the loss draws random numbers on the host, which replays would repeat")
             self._backward(total)
             count[:] = [] if isinstance(items, Tensor) else [items]
             counted = [items.detach()] if isinstance(items, Tensor) else []
             return [total.detach(), *counted, *(p.grad for p in trained if p.grad is not None)]
 
         return _Graph(Recording(body, self._device), kept, trained, count, gradients)
+
+    def _host_generators(self) -> tuple[Any, ...]:
+        """States of those whose numbers a recording keeps: Python's, NumPy's, and torch's where the GPU has another."""
+        return states_of_generators()[: 2 if self._device.type == "cpu" else 3]
 
     def _differs(self, graph: _Graph, batch: Any, step: int, before: list[tuple[Tensor, Tensor]], total: Tensor) -> str:
         """Replay the step that Python has computed; what is not the same, or nothing.

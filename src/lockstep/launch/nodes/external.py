@@ -53,7 +53,7 @@ def train_as_rank(
         start = prepare_together(team, world, task, config, request, claim)
         begun(start)
         if store is not None and start.placement.backend == "nccl":
-            join(store, "nccl", world, config.distributed.timeout_s, start.placement.devices)
+            join(store, "nccl", world, config.distributed.timeout_s, start.placement.devices, start.run.logs)
         timeout_s = start.config.launch.hang_timeout_s
         with contextlib.ExitStack() as training:
             if world.launcher != "--nodes":  # Lockstep's own launcher detects hangs; elsewhere the rank does

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous as find_store
 
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.runtime import rank_device
+from lockstep.engine.process.runtime import before_nccl, rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
@@ -140,8 +140,17 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
             dist.destroy_process_group()
 
 
-def join(store: Store, backend: str, world: World, timeout_s: float, devices: Sequence[str] = ()) -> None:
-    """Make the default process group, in place of one that is there; ``devices`` of the ranks, for NCCL."""
+def join(
+    store: Store,
+    backend: str,
+    world: World,
+    timeout_s: float,
+    devices: Sequence[str] = (),
+    logs: Path | None = None,
+) -> None:
+    """Make the default process group, in place of one that is there; ``devices`` and ``logs`` of the run, for NCCL."""
+    if logs is not None:
+        before_nccl(logs)
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(

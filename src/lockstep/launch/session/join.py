@@ -147,7 +147,7 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
         _refuse_other_number(placement, world)
         run, found = _folder(config, resume, ending)
     if placement.backend == "nccl" and store is not None:
-        join(store, "nccl", world, config.distributed.timeout_s, placement.devices)
+        join(store, "nccl", world, config.distributed.timeout_s, placement.devices, run.logs)
     if world.from_outside:  # elsewhere the launcher detects hangs and keeps the output
         ending.enter_context(watched(run, world, store, timeout_s=config.launch.hang_timeout_s, keeps=keeps))
         ending.enter_context(rank_output(run.logs, world.rank))
