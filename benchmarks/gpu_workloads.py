@@ -56,7 +56,7 @@ def settings(folder: str, devices: list[str], **training: Any) -> dict[str, Any]
     return {
         "save_dir": f"{folder}/run",
         "hardware": {"selected_devices": devices},
-        "training": {"epochs": 1, "max_grad_norm": 1.0, **training},
+        "training": {"epochs": 1, "max_grad_norm": 1.0, "on_oom": "fail", **training},
         "optimizer": {"lr": 3e-4},
         "scheduler": {"name": "constant", "warmup_steps": 0},
         "telemetry": {"progress": "off", "tensorboard": "off"},
@@ -323,7 +323,9 @@ def main() -> None:
         options.start["gpu"] = torch.cuda.get_device_name(torch_device(options.device))
     try:
         report = MODES[options.workload](options)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, lockstep.LockstepError) as error:
+        if getattr(error, "code", "OUT_OF_MEMORY") != "OUT_OF_MEMORY":
+            raise
         batch = (options.batch or SPECS[options.workload].batch) // 2 if options.workload in SPECS else 0
         if batch < 1:
             raise

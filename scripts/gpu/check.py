@@ -99,7 +99,7 @@ def steps_for_one(device: str, quick: bool, out: Path) -> list[Step]:
         Step("devices", "Detection", (*lockstep, "devices", "--json"), 60),
         Step("doctor", "Doctor", (*lockstep, "doctor", "--devices", two, "--json", *quickly), 90),
         # 5: nothing was collected, as where all of a file is skipped
-        Step("tests", "Tests with a GPU", pytest_of("tests/gpu"), 300, allowed=(0, 5)),
+        Step("tests", "Tests with a GPU", pytest_of_gpu(), 300, allowed=(0, 5)),
         train("train_one", f"make train on {device}", device, out, *short),
         train("train_two", f"make train on {two}", two, out, *short),
         Step("verify", "verify, fast", (*lockstep, *verify), 120),
@@ -131,7 +131,7 @@ def steps_for_many(devices: str, quick: bool, out: Path) -> list[Step]:
         Step("devices", "Detection", (*lockstep, "devices", "--json"), 60),
         Step("doctor", "Doctor", (*lockstep, "doctor", "--devices", devices, "--json", *(("--quick",) * quick)), 120),
         Step("comm", "Collectives and links", (*lockstep, "bench", "comm", "--devices", devices, "--json", *few), 120),
-        Step("tests", "Tests with GPUs", pytest_of("tests/gpu"), 300, allowed=(0, 5)),
+        Step("tests", "Tests with GPUs", pytest_of_gpu(), 300, allowed=(0, 5)),
         train("train_ddp", f"DDP on {devices}", devices, out, *short),
         *(
             train(f"train_{name}", f"{name} on {devices}", devices, out, *short, "--strategy", name)
@@ -147,7 +147,11 @@ def steps_for_many(devices: str, quick: bool, out: Path) -> list[Step]:
     ]
 
 
-def pytest_of(*paths: str) -> tuple[str, ...]:
+def pytest_of_gpu() -> tuple[str, ...]:
+    """Every test marked gpu; those of parts, which take seconds, before whole runs in ``tests/gpu``."""
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
+    marked = sorted(marked, key=lambda path: (path.parent.name == "gpu", path))
+    paths = [str(path.relative_to(ROOT)) for path in marked]
     # -v: what an interruption leaves says which tests have passed.
     return (sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", *paths)
 

@@ -119,6 +119,7 @@ def test_memory_of_a_process() -> None:
 @pytest.mark.gpu
 def test_memory_and_own_time_of_a_gpu() -> None:
     device = torch.device("cuda", 0)
+    torch.cuda.reset_peak_memory_stats(device)  # of tests before, whose memory may have gone back
     model = nn.Linear(1024, 1024, device=device)
     own = OwnTime(model.parameters, device)
     own.start()
