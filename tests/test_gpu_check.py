@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.gloo import ROOT
@@ -58,6 +59,19 @@ def test_a_contest_that_is_ended_has_its_rounds_so_far(tmp_path: Path) -> None:
     assert report["sides"]["lockstep"]["per_s"] > 0
     assert report["machine"]
     assert "decisions" not in report, "it was not ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_check_that_is_ended_leaves_no_step(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu" / "check.py"), "--device", "cpu", "--quick"]
+    with subprocess.Popen([*command, "--out", str(tmp_path), "--only", "devices,verify"]) as process:
+        while not (tmp_path / "verify.log").exists():
+            time.sleep(0.1)
+        while not (steps := psutil.Process(process.pid).children(recursive=True)):
+            time.sleep(0.1)
+        process.send_signal(number)
+    assert psutil.wait_procs(steps, timeout=60)[1] == []
+    assert "| Detection | ok |" in (tmp_path / "report.md").read_text()
 
 
 def test_what_does_not_fit_the_time_is_named(tmp_path: Path) -> None:

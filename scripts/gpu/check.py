@@ -15,6 +15,7 @@ Exit code: 0 all steps that ran are ok, 1 one failed, 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -178,7 +179,13 @@ def run_step(step: Step, out: Path, limit_s: float) -> Result:
     started = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_check,
         )
         try:
             result.returncode = process.wait(timeout=limit_s)
@@ -197,6 +204,11 @@ def run_step(step: Step, out: Path, limit_s: float) -> Result:
     found = detail_of(result, text)
     result.detail = f"{result.detail}: {found}" if result.detail and found else result.detail or found
     return result
+
+
+def end_with_check() -> None:
+    """In a step: it is asked to end when the check is killed, so that nothing is left on the card (prctl(2))."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -330,6 +342,7 @@ def chosen_steps(options: argparse.Namespace) -> list[Step]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through what ends the step
     steps, out = chosen_steps(options), options.out
     if options.list:
         print("\n".join(f"{step.name:20} {step.seconds:4.0f} s  {shlex.join(step.command)}" for step in steps))
