@@ -88,8 +88,12 @@ class LossMeter:
                 self._count += float(count)
             return
         finite = torch.isfinite(total)
-        pair = torch.stack((total.double(), torch.as_tensor(count, dtype=torch.float64, device=total.device)))
-        self._device_sums += torch.where(finite, pair, 0.0)
+        # Filled in there: to copy a number from the host, it would wait for all that the GPU has to do.
+        if isinstance(count, Tensor):
+            items = count.to(total.device, torch.float64)
+        else:
+            items = torch.full_like(total, count, dtype=torch.float64)
+        self._device_sums += torch.where(finite, torch.stack((total.double(), items)), 0.0)
 
     def read(self) -> tuple[float, float]:
         """Sum and count so far; synchronises with a GPU."""

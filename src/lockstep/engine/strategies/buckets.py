@@ -116,7 +116,9 @@ class GradientBuckets:
         if self._tail.device.type != "cpu":  # where reading a tensor would wait
             unread = {place: number for place, number in enumerate(numbers) if isinstance(number, Tensor)}
         known = [0.0 if place in unread else number for place, number in enumerate(numbers)] if unread else numbers
-        self._tail.copy_(torch.tensor(known, dtype=self._tail.dtype))
+        sent = torch.tensor(known, dtype=self._tail.dtype)
+        # From other memory than page-locked, the host would wait for all that the GPU has to do.
+        self._tail.copy_(sent.pin_memory() if self._tail.is_cuda else sent, non_blocking=True)
         for place, number in unread.items():
             self._tail[place].copy_(number)
         while not self.is_launched:
