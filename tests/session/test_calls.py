@@ -666,6 +666,7 @@ def with_second_order() -> list[float]:
         return [float(p.detach().sum()) for p in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch says once a process that this makes a cycle
 def test_second_order_gradients_are_those_of_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     on_two = lockstep.Session.launch(with_second_order, devices="cpu,cpu", save_dir=tmp_path / "two")
