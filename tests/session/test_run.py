@@ -143,6 +143,20 @@ def test_verify_compares_one_device_with_two(folder: Path) -> None:
     assert "could not convert string to float: '--none'" in said, "what follows -- is the script's"
 
 
+def test_verify_finds_means_that_weigh_the_same_by_the_noise_of_the_script(folder: Path) -> None:
+    mean = "F.cross_entropy(model(x), y), weight=1.0)"
+    (folder / "mean.py").write_text(
+        CLASSIFIER.replace('F.cross_entropy(model(x), y, reduction="sum"), count=len(y))', mean)
+    )
+    command = ("--devices", "cpu,cpu", "--steps", "8", "--json")
+    found = json.loads(run(*LOCKSTEP, "verify", "script.py", *command, cwd=folder))
+    assert (found["verdict"], found["notes"]) == ("equal to rounding", [])
+    assert 0 < max(found["differences"].values()) < found["factor"] * max(found["noise"].values()) < 1e-3
+    said, _ = (ended := start(*LOCKSTEP, "verify", "mean.py", *command, cwd=folder)).communicate(timeout=100)
+    assert ended.returncode == 1
+    assert json.loads(said)["first_step"] == 6, "the last batch of the epoch has 3 samples: 2 and 1"
+
+
 def test_bench_scaling_measures_a_script(folder: Path) -> None:
     lengths = ("--steps", "4", "--warm-up", "2", "--repeats", "1", "--strong")
     command = ("bench", "scaling", "script.py", "--devices", "cpu,cpu", *lengths, "--save-dir", "scaling", "--json")

@@ -187,6 +187,9 @@ class Session:
 
         Args:
             number: how many; ``None``: ``training.epochs``. ``--set training.epochs=N`` overrides it.
+
+        Raises:
+            SystemExit: a completed run is resumed, and nothing is left to train; with status 0.
         """
         return self._loop.epochs(number)
 
@@ -433,7 +436,7 @@ class Session:
             settings: ``devices="gpu:0,gpu:1"`` says how many ranks there are.
 
         Returns:
-            What it returned on rank 0.
+            What it returned on rank 0; ``None`` where :meth:`epochs` has ended it.
 
         Raises:
             LockstepError: a rank failed; which one and why. KeyboardInterrupt: the run was stopped.
