@@ -159,6 +159,31 @@ def test_averaged_weights_are_validated_and_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(found, watch.average)
 
 
+class Counted(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        Counted.calls += self.training
+        return super().forward(values)
+
+
+def test_activations_are_computed_again_for_the_same_weights(tmp_path: Path) -> None:
+    found, calls = [], []
+    for recompute in (False, True):
+        folder, Counted.calls = tmp_path / str(recompute), 0
+        torch.manual_seed(0)
+        module = own.Classifier(str(noted(tmp_path)))
+        module.net = torch.nn.Sequential(torch.nn.Linear(4, 8), Counted(8, 8), torch.nn.Linear(8, 2))
+        training = {"epochs": 1, "activation_checkpointing": recompute, "on_oom": "retry"}
+        result = fit(module, own.Numbered(), hardware=ONE, config=settings(folder, **training))
+        found.append(weights(folder / "run"))
+        calls.append(Counted.calls)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert calls[1] == 2 * calls[0] > 0
+    texts = [note["text"] for note in RunDir.open(result.run_dir).plan()["notes"] if note["key"] == "settings_unused"]
+    assert any("training.on_oom" in text for text in texts)
+
+
 def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: Path) -> None:
     task = {"datamodule": f"{FILE}:Ragged", "model": {"batchnorm": True}, "data": {"samples": 51}}
     lockstep.train(MODULE, settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.session.made import Made
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 from lockstep.hardware import World
@@ -225,6 +226,72 @@ def test_a_run_that_max_steps_ends_within_an_epoch_resumes_there(tmp_path: Path)
     assert len(seen) == 33 + 3 * 8
 
 
+def averaging(name: str, folder: str, steps: int) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Outputs of the evaluations, with torch's own averages and with the model; the weights at the end."""
+    how = {"averaging.warmup": False, "averaging.decay": 0.8} if name == "ema" else {"averaging.start_share": 0.4}
+    given = QUIET | {"averaging.name": name} | how
+    options: dict[str, Any] = {"resume": True, "global_batch_size": 8, "seed": 0, "save_dir": folder}
+    found = []
+    with lockstep.Session(given | {"training.max_steps": steps}, **options) as session:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        multi_avg_fn = torch.optim.swa_utils.get_ema_multi_avg_fn(0.8) if name == "ema" else None
+        own = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi_avg_fn, use_buffers=True)
+        if name == "ema":
+            own.n_averaged += 1  # as of the first weights
+        session.checkpoint(own=own)
+        for _ in session.epochs(4):
+            for x, y in session.batches(data()):
+                session.backward(squares(model, x, y), len(y))
+                session.step(optimizer)
+                if name == "ema" or session.step_count >= 0.4 * 20:
+                    own.update_parameters(model)
+            before = [value.clone() for value in model.state_dict().values()]
+            rows = list(session.evaluate(data(), lambda batch: (own(batch[0]), model(batch[0]))))
+            assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+            found.append([torch.cat(column) for column in zip(*rows, strict=True)])
+            session.log(loss=float(found[-1][1].mean()))
+        return found, [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", ["ema", "swa"])
+def test_averaged_weights_are_evaluated_saved_and_resumed(name: str, tmp_path: Path) -> None:
+    evaluated, weights = averaging(name, str(tmp_path / "whole"), 20)
+    for own, averaged in evaluated[2:]:
+        torch.testing.assert_close(averaged, own)
+        assert averaged.std() > 0
+    store = CheckpointStore(RunDir(tmp_path / "whole").checkpoints)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+    saved = store.load(store.step_of("last") or 0).model
+    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    torch.testing.assert_close(model(data().tensors[0]), evaluated[-1][1])
+    averaging(name, str(tmp_path / "parts"), 12)
+    again, resumed = averaging(name, str(tmp_path / "parts"), 20)
+    assert all(torch.equal(a, b) for a, b in zip(weights, resumed, strict=True))
+    assert torch.equal(again[-1][1], evaluated[-1][1])
+
+
+def test_activations_are_computed_again_for_the_same_weights(tmp_path: Path) -> None:
+    weights, calls = [], []
+
+    class Block(nn.Linear):
+        def forward(self, values: Tensor) -> Tensor:
+            calls.append(self.training)
+            return super().forward(values).tanh()
+
+    for recompute in (False, True):
+        given = QUIET | {"training.activation_checkpointing": recompute}
+        with lockstep.Session(given, global_batch_size=8, seed=0, save_dir=tmp_path / str(recompute)) as session:
+            model = nn.Sequential(nn.Sequential(*(nn.ModuleList(Block(4, 4) for _ in range(2)))), nn.Linear(4, 1))
+            model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for x, y in batches(session):
+                session.backward(squares(model, x, y), len(y))
+                session.step(optimizer)
+            weights.append(model[1].weight.detach().clone())
+    assert torch.equal(*weights)
+    assert len(calls) == 5 * 2 * (1 + 2)
+
+
 def test_a_resume_into_which_the_checkpoint_does_not_fit_has_failed(tmp_path: Path) -> None:
     def train(steps: int, outputs: int) -> None:
         given = QUIET | {"training.max_steps": steps}
@@ -273,9 +340,9 @@ def test_weighted_samples_are_drawn_alike_on_any_ranks_and_after_a_resume(number
 
 
 def test_settings_that_a_loop_has_no_use_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsupportedError, match=r"averaging\.name = ema .*\n.*\nfix: average with torch"):
-        lockstep.Session(QUIET | {"averaging.name": "ema"}, save_dir=tmp_path / "refused")
-    given = QUIET | {"scheduler.name": "cosine", "validation.every_epochs": 2}
+    with pytest.raises(UnsupportedError, match=r"training\.compile = True .*\n.*\nfix: compile in the script"):
+        lockstep.Session(QUIET | {"training.compile": True}, save_dir=tmp_path / "refused")
+    given = QUIET | {"scheduler.name": "cosine", "validation.every_epochs": 2, "training.on_oom": "retry"}
     with lockstep.Session(given, lr=0.5, global_batch_size=8, save_dir=tmp_path / "run") as session:
         model, optimizer = prepared(session)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 9)
@@ -283,7 +350,7 @@ def test_settings_that_a_loop_has_no_use_for(tmp_path: Path, capsys: pytest.Capt
             session.backward(squares(model, x, y), len(y))
             session.step(optimizer)
     said = capsys.readouterr().err
-    assert said.count("optimizer.lr, scheduler.name, validation.every_epochs have no effect on a session") == 1
+    assert said.count("optimizer.lr, scheduler.name, training.on_oom, validation.every_epochs have no effect on a session") == 1
     assert RunDir(tmp_path / "run").plan()["decisions"]["lr"]["value"] == 0.1, "its own, after the warm-up"
 
 

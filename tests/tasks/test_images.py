@@ -66,6 +66,61 @@ def test_grey_palette_transparent_and_deep_images_are_read(tmp_path: Path) -> No
     assert read_image(tmp_path / "clear.png", 3, 4).min() == 1.0
 
 
+def test_photos_are_turned_as_their_exif_orientation_says(tmp_path: Path) -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[:, :4] = 255  # the left half
+    image = Image.fromarray(pixels)
+    exif = image.getexif()
+    exif[0x0112] = 6  # is shown turned to the right: the upper half
+    image.save(tmp_path / "turned.png", exif=exif)
+    image.save(tmp_path / "damaged.png", exif=b"Exif\0\0MM\0\x2a\xff\xff\xff\xff" + b"\xff" * 20)
+    assert read_image(tmp_path / "turned.png", 1, 8)[0].mean(1).tolist() == [1] * 4 + [0] * 4
+    assert read_image(tmp_path / "damaged.png", 1, 8)[0].mean(0).tolist() == [1] * 4 + [0] * 4
+
+
+def test_films_print_colours_and_palettes_are_read(tmp_path: Path) -> None:
+    red, blue = (Image.new("RGB", (8, 8), name) for name in ("red", "blue"))
+    red.save(tmp_path / "film.gif", save_all=True, append_images=[blue])
+    red.convert("CMYK").save(tmp_path / "print.jpg")
+    palette = red.convert("P")
+    palette.save(tmp_path / "clear.png", transparency=palette.getpixel((0, 0)))
+    np.testing.assert_allclose(read_image(tmp_path / "film.gif", 3, 8)[:, 0, 0], [1, 0, 0], atol=0.02)
+    np.testing.assert_allclose(read_image(tmp_path / "print.jpg", 3, 8)[:, 0, 0], [1, 0, 0], atol=0.02)
+    assert read_image(tmp_path / "clear.png", 3, 8).min() == 1
+
+
+def test_hidden_files_are_left_out_and_links_are_followed(tmp_path: Path) -> None:
+    folders(tmp_path / "data")
+    cat = (tmp_path / "data" / "class0").rename(tmp_path / "data" / "große Katze, „rot“")
+    for file in ("._0.png", ".ipynb_checkpoints/0.png", "../__MACOSX/cat/._0.png"):
+        (cat / file).parent.mkdir(parents=True, exist_ok=True)
+        (cat / file).write_bytes(b"\0\5\x16\7")
+    (cat / "folder.png").mkdir()
+    (cat / "link.PNG").symlink_to(tmp_path / "data" / "class1" / "0.png")
+    made = task(tmp_path / "data")
+    data = made.datasets()
+    assert made.class_names == ("class1", "große Katze, „rot“")
+    assert sum(len([split[index] for index in range(len(split))]) for split in (data.train, data.val)) == 25
+    (cat / "link.PNG").unlink()
+    (cat / "link.PNG").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"cannot read the image .*link\.PNG"):
+        [split[index] for split in (data.train, data.val) for index in range(len(split))]
+
+
+@pytest.mark.parametrize(("train", "val"), [("train", "valid"), ("Train", "Validation"), ("training", "val")])
+def test_usual_names_of_splits(tmp_path: Path, train: str, val: str) -> None:
+    folders(tmp_path / train)
+    folders(tmp_path / val, number=3)
+    found = list_images(tmp_path, 0.2)
+    assert {name: len(listed.files) for name, listed in found.items()} == {"train": 24, "val": 6}
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
+    folders(tmp_path)
+    (tmp_path / "class0").rename(tmp_path / "train")
+    assert list_images(tmp_path, 0.2)["train"].classes == ("class1", "train")
+
+
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
 def test_a_sample_is_changed_and_mixed_by_its_generator_alone(tmp_path: Path, mixup: float, cutmix: float) -> None:
     listed = list_images(folders(tmp_path), 0.2)["train"]
@@ -185,9 +240,32 @@ def single(folder: Path) -> None:
         file.unlink()
 
 
+def without_train(folder: Path) -> None:
+    (folder / "class0").rename(folder / "val")
+    (folder / "class1").rename(folder / "test")
+
+
+def twice(folder: Path) -> None:
+    folders(folder / "train"), folders(folder / "val"), folders(folder / "valid")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "junk.safetensors").write_bytes(b"junk")
+
+
+def all_spoilt(folder: Path) -> None:
+    for file in folder.rglob("*.png"):
+        file.write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     ("change", "more", "error", "text"),
     [
+        (lambda folder: (folder / "class2").mkdir(), {}, DataError, "class2 has no images"),
+        (without_train, {}, DataError, "has test and val, but not train"),
+        (twice, {}, DataError, "has both val and valid"),
+        (no_weights, {"weights": "junk.safetensors"}, ConfigError, "not a .safetensors file"),
+        (all_spoilt, {"skip_broken": True}, DataError, "none of 20 images can be read"),
         (spoil, {}, DataError, "cannot read the image .*0.png"),
         (loose, {}, DataError, "0 class folder"),
         (single, {}, DataError, "1 class folder"),
@@ -195,8 +273,16 @@ def single(folder: Path) -> None:
         (lambda folder: None, {"weights": "none.safetensors"}, ConfigError, "there is no file"),
     ],
 )
-def test_bad_input(tmp_path: Path, change: Any, more: dict[str, Any], error: type[LockstepError], text: str) -> None:
+def test_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    more: dict[str, Any],
+    error: type[LockstepError],
+    text: str,
+) -> None:
     change(folders(tmp_path))
+    monkeypatch.chdir(tmp_path)
     made = task(tmp_path, **more)
     with pytest.raises(error, match=text):
         data = made.datasets()

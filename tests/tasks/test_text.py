@@ -187,11 +187,76 @@ def test_a_model_of_transformers_is_saved_in_its_format_and_as_a_program(tmp_pat
     torch.testing.assert_close(program.module()(ids), model(ids))
 
 
+def test_a_model_of_a_config_file_has_float32_weights_and_that_of_a_folder_its_own(tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = library.LlamaConfig(vocab_size=257, dtype="bfloat16", **sizes)
+    config.save_pretrained(tmp_path / "llama")
+    made = task(written(tmp_path), model=tmp_path / "llama" / "config.json").model()
+    assert {parameter.dtype for parameter in made.parameters()} == {torch.float32}
+    weights = {name: value.bfloat16() for name, value in made.state_dict().items()}
+    torch.save(weights, tmp_path / "llama" / "pytorch_model.bin")
+    again = task(written(tmp_path), model=tmp_path / "llama").model()
+    assert all(torch.equal(value, weights[name].float()) for name, value in again.state_dict().items())
+
+
+def test_a_text_model_with_pictures_is_trained_on_texts(tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    library.Gemma3Config(text_config={"vocab_size": 257, "head_dim": 8, **sizes}).save_pretrained(tmp_path / "both")
+    made = task(written(tmp_path), model=tmp_path / "both")
+    total, count = made.loss(made.model().train(), made.datasets().train.__getitems__([0, 1]))
+    assert total.item() == pytest.approx(int(count) * math.log(257), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        ("Bert", {}, "sees the tokens that it predicts"),
+        ("XLNet", {}, "sees the tokens that it predicts"),
+        ("Bloom", {"pack": True}, "cannot be called on tokens with task.pack"),
+        ("Mamba", {"lora": 2}, "peft has no adapters"),
+        ("T5", {}, "cannot make a causal language model"),
+    ],
+)
+def test_models_of_transformers_that_cannot_be_trained_so(
+    tmp_path: Path, kind: str, settings: dict[str, Any], text: str
+) -> None:
+    library = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = {
+        "XLNet": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16},
+        "Bloom": {"hidden_size": 16, "n_layer": 1, "n_head": 2},
+        "Mamba": {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+        "T5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+    }.get(kind, sizes)
+    getattr(library, f"{kind}Config")(vocab_size=257, **small).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=text):
+        task(written(tmp_path), model=tmp_path / "model", **settings).model()
+
+
+def test_texts_of_any_machine_are_the_same_corpus(tmp_path: Path) -> None:
+    """A byte order mark, line ends of Windows, capitals in suffixes; hidden files are left out."""
+    folder = tmp_path / "folder"
+    written(folder, "a.TXT", "one\n")
+    (folder / "._a.TXT").write_bytes(b"\0\5\x16\7\xff")
+    (folder / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}\r\n\r\n{"text": "three"}\r\n')
+    (folder / "c d.txt").write_bytes("\ufefffour\r\n".encode())
+    assert task(folder)._documents == ["one\n", "two", "three", "four\n"]
+
+
 BAD: list[tuple[dict[str, str], dict[str, Any], type[LockstepError], str]] = [
     ({"corpus.txt": ""}, {}, DataError, "has no text"),
     ({"corpus.txt": "short"}, {}, DataError, "the corpus has 6 tokens"),
     ({"corpus.jsonl": '{"other": 1}'}, {}, DataError, "line 1 of .* has no text"),
+    ({"corpus.jsonl": '{"text": null}'}, {}, DataError, "text is null, not a text"),
+    ({"corpus.jsonl": '{"text": {"a": 1}}'}, {}, DataError, "not a text"),
+    ({"corpus.jsonl": '{"text": "\\ud83d"}'}, {}, DataError, "line 1 of .* has no text"),
+    ({"corpus.json": '[{"text": "one"}]'}, {}, DataError, "line 1 of .* has no text"),
     ({"corpus.bin": "ÿÿÿÿ"}, {}, DataError, "the tokenizer has 257"),
+    ({"corpus.bin": "abc"}, {}, DataError, r"(?s)no tokens of 16 bits.*3 bytes"),
+    ({"corpus.bin": ""}, {}, DataError, "no tokens of 16 bits"),
     ({"corpus.txt": TEXT}, {"tokenizer": "nothing.json"}, ConfigError, "there is no tokenizer"),
     ({"corpus.txt": TEXT}, {"lora": 4}, ConfigError, "task.lora needs task.model"),
     ({"corpus.txt": TEXT}, {"width": 15}, ConfigError, "task.width and task.heads do not fit"),

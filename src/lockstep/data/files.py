@@ -180,16 +180,20 @@ def _expanded(file: str | Path) -> list[str]:
 
 
 def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
-    """The files in ``folder`` and the folders in it, without what is hidden."""
+    """The files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without what is hidden."""
     names, looked_at = list[str](), 0
     for place, folders, files in os.walk(folder.rstrip("/") or "/"):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [f"{place}/{name}" for name in files if name.endswith(suffixes) and not name.startswith(".")]
+        names += [f"{place}/{name}" for name in files if _ends(name, suffixes) and not name.startswith(".")]
         looked_at += len(folders) + len(files)
         if looked_at > MOST_ENTRIES:
             what, why = f"{folder} has more than {MOST_ENTRIES:,} files", "a folder is searched with all folders in it"
             raise DataError(what, why=why, fix=f"give a pattern, such as {folder}/*{suffixes[0]}")
     return sorted(names)
+
+
+def _ends(name: str, suffixes: tuple[str, ...]) -> bool:
+    return name.lower().endswith(suffixes)
 
 
 def _below(given: Files, names: Sequence[str]) -> list[str]:
@@ -206,7 +210,7 @@ def _remote(url: str, suffixes: tuple[str, ...]) -> list[str]:
     if system.isdir(path):
         path = f"{path.rstrip('/')}/**"
     names = system.glob(path) if glob.has_magic(path) else [path]
-    return [system.unstrip_protocol(name) for name in sorted(names) if name.endswith(suffixes) or name == path]
+    return [system.unstrip_protocol(name) for name in sorted(names) if _ends(name, suffixes) or name == path]
 
 
 def _fsspec() -> Any:

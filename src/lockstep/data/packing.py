@@ -150,3 +150,11 @@ def document_mask(documents: Tensor) -> Tensor:
     """
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     return same & (documents > 0).unsqueeze(-1)
+
+
+def causal_mask(documents: Tensor) -> Tensor:
+    """As models take it: shape ``[batch, window]`` to ``[batch, 1, window, window]``, each position to those before it.
+
+    Padding attends to padding: a position that attends to nothing has no finite result.
+    """
+    return document_mask(documents + 1).tril().unsqueeze(1)

@@ -71,6 +71,7 @@ def module_notes(config: RunConfig, placement: Placement) -> Iterator[Note]:
     yield from _unused(names, "the module's configure_optimizers() decides", " on a LightningModule")
     names = [
         *_changed("training", config.training, "batch_size"),
+        *["training.on_oom"] * (config.training.on_oom == "retry"),
         *_changed("data", config.data),
         *_changed("validation", config.validation, "batch_size"),
     ]

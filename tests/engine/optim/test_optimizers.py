@@ -107,6 +107,7 @@ def test_lion_as_its_paper_writes_it() -> None:
     ("settings", "error", "text"),
     [
         ({"name": "torch.optim.LBFGS"}, UnsupportedError, "needs a closure"),
+        ({"name": "torch.optim.LBFGS", "weight_decay_on": "matrices"}, UnsupportedError, "needs a closure"),
         ({"name": "no_such.package:Best"}, ConfigError, "there is no optimizer"),
         ({"name": "torch.nn:Linear"}, ConfigError, "not an optimizer"),
         ({"options": {"wrong": 1}}, ConfigError, "wrong"),

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.data.arrays import ArrayDataset
+from lockstep.engine.task import Datasets, Loss
 from lockstep.errors import UnsupportedError
 from tests.attempts import attempt
-from tests.toys import CLASSES, FEATURES, Toy
+from tests.toys import CLASSES, FEATURES, Toy, arrays
 
 
 class Block(nn.Module):
@@ -67,3 +69,42 @@ def test_batchnorm_is_refused(tmp_path: Path) -> None:
     training = {"max_steps": 1, "activation_checkpointing": True}
     with pytest.raises(UnsupportedError, match="incompatible with the BatchNorm1d"):
         attempt(Normed, tmp_path / "run", training=training)
+
+
+class Sentences(Toy):
+    """Models of transformers with their own settings: a cache is on."""
+
+    def datasets(self) -> Datasets:
+        inputs, labels = arrays(64, 1)
+        return Datasets(ArrayDataset((inputs * 10).long().clamp(0, 49), labels))
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        ids = batch[0]
+        return Loss(model(input_ids=ids, labels=ids).loss * len(ids), len(ids))
+
+
+class Translates(Sentences):
+    def model(self) -> nn.Module:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+        return T5ForConditionalGeneration(T5Config(vocab_size=50, decoder_start_token_id=0, **sizes))
+
+
+class Continues(Sentences):
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+
+
+@pytest.mark.parametrize("kind", [Translates, Continues])
+def test_models_with_a_cache_train_without_it(tmp_path: Path, kind: type[Toy]) -> None:
+    pytest.importorskip("transformers")
+    found = []
+    for recompute in (False, True):
+        training = {"max_steps": 3, "activation_checkpointing": recompute}
+        found.append(attempt(kind, tmp_path / str(recompute), training=training)[0])
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())

@@ -30,6 +30,8 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import EndedBy, TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
+from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
+from lockstep.engine.task import Task
 from lockstep.planning import BatchPlan
 from lockstep.telemetry.progress_board import Activity, pulse
 from lockstep.telemetry.scalars import as_row, monitored, row_name
@@ -165,6 +167,8 @@ class RunLogCallback(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
+        if self._rank.config.training.activation_checkpointing:
+            checkpoint_activations(pl_module, blocks_of(Task(), pl_module))
         self.averages = Averages(self._rank.config.averaging, pl_module, self._rank.plan.total_steps)
         self.averages.restore(self._averaged)
         pulse.at(Activity.FIRST_STEP, self._state.step)

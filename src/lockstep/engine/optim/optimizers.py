@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             why="the run's schedule would overwrite the learning rates that it sets, and its state would not be saved",
             fix="return it from Task.scheduler(optimizer)",
         )
-    refuse_closure(optimizer)
+    refuse_closure(type(optimizer))
     if hasattr(optimizer, "second_step"):
         raise UnsupportedError(
             f"{kind} evaluates the loss several times in a step",
@@ -69,12 +69,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
-def refuse_closure(optimizer: Optimizer) -> None:
+def refuse_closure(kind: type[Optimizer]) -> None:
     """Raise :class:`UnsupportedError` for an optimizer like L-BFGS, whose step itself calls the loss."""
-    closure = signature(type(optimizer).step).parameters.get("closure")
+    closure = signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise UnsupportedError(
-            f"the step() of {type(optimizer).__name__} needs a closure",
+            f"the step() of {kind.__name__} needs a closure",
             why="it evaluates the loss as often as it likes, and Lockstep sums the gradients of one forward and one "
             "backward pass for each micro-batch",
             fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
@@ -281,7 +281,7 @@ def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter], lr: float,
     ]
 
 
-def _find(path: str) -> Callable[..., Optimizer]:
+def _find(path: str) -> type[Optimizer]:
     place, _, name = path.replace(":", ".").rpartition(".")
     try:
         found: Any = getattr(import_module(place), name)
@@ -291,6 +291,7 @@ def _find(path: str) -> Callable[..., Optimizer]:
         ) from None
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ConfigError(f"{path} is not an optimizer", fix="name a subclass of torch.optim.Optimizer")
+    refuse_closure(found)
     return found
 
 

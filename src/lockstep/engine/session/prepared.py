@@ -25,6 +25,8 @@ from lockstep._compat.torch import (
 )
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import cast
+from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
+from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained
 from lockstep.errors import TaskError, many
 
@@ -102,7 +104,7 @@ class Prepared:
             thing = cast(thing.to(self._device), self._precision)
             self._container = None
         elif kind == "optimizer":
-            refuse_closure(thing)
+            refuse_closure(type(thing))
             note_step(thing)
         known[self._name(kind, name)] = thing
         return thing if kind == "model" else None
@@ -132,6 +134,12 @@ class Prepared:
     def prefix(self) -> str:
         """Of a module's name in the container, for a name in the script."""
         return f"{next(iter(self.models))}." if len(self.models) == 1 else ""
+
+    def recompute(self, rank: RankContext) -> None:
+        """Compute activations again in the backward pass, where that is asked for."""
+        if rank.config.training.activation_checkpointing:
+            for model in self.models.values():
+                checkpoint_activations(model, blocks_of(Task(), model))
 
     def divided(self, rank: RankContext) -> Shards | None:
         """Divide the models among the ranks, where the plan's strategy does that. Collective."""

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import (
@@ -60,6 +61,9 @@ class SessionCheckpoints(Saves):
         super().__init__(rank, log, module)
         self._steppers, self._buffers, self._draws = steppers, buffers, draws
         self._registered, self._place = registered, place
+        #: Of all models; the first optimizer's update saves and restores them.
+        self.averages = Averages(rank.config.averaging, module, rank.plan.total_steps)
+        next(iter(self._updates())).averages = self.averages
 
     def _updates(self) -> Collection[Update]:
         return [stepper.update for stepper in self._steppers.values()]

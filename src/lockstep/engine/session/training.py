@@ -67,6 +67,7 @@ class Training:
         plan, size = rank.plan, rank.collectives.size
         if plan.sync_batchnorm:
             convert(self.module, None)
+        prepared.recompute(rank)
         self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         divided = None if self._shards is None else self._shards.of
@@ -184,6 +185,7 @@ class Training:
         state, log = self.state, self.log
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
         self.precision.settle()
+        self.checkpoints.averages.update(state.step)
         self._checked += 1
         if self._lanes is not None:
             self._lanes.take(self._lanes.total())

@@ -136,7 +136,10 @@ def compiled(called: Any, mode: str) -> Any:
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Keep only the inputs of each block, and compute what is inside again in the backward pass."""
+    """Keep only the inputs of each block, and compute what is inside again in the backward pass.
+
+    A second call changes nothing.
+    """
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and module.track_running_stats:
             raise UnsupportedError(
@@ -144,5 +147,9 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> Non
                 why="computing it again in the backward pass would count each batch twice in its running statistics",
                 fix="set activation_checkpointing to false, or use a normalisation without running statistics",
             )
+        settings: Any = getattr(module, "config", None)
+        if getattr(settings, "use_cache", False):  # transformers: keys would be added to the cache a second time
+            settings.use_cache = False
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if getattr(block.forward, "func", None) is not checkpoint:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -35,7 +35,6 @@ _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _FOR_TASKS = {
     "hardware.strategy": "leave it at auto",
     "training.compile": "compile in the script with torch.compile(model)",
-    "averaging.name": "average with torch.optim.swa_utils.AveragedModel and session.checkpoint(average=...)",
     "telemetry.profile": "use torch.profiler in the loop",
     "debug.fast_dev_run": "set training.max_steps=1",
     "debug.limit_eval_batches": "give session.evaluate() a torch.utils.data.Subset",

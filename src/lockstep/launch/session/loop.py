@@ -34,6 +34,7 @@ _EPOCH, _AFTER = -1, -2
 _UNUSED = {
     "optimizer": OptimizerConfig.model_fields.keys(),
     "scheduler": SchedulerConfig.model_fields.keys(),
+    "training": {"on_oom"},
     "validation": {"every_epochs", "every_steps", "sanity_steps"},
 }
 
@@ -290,8 +291,8 @@ class Loop:
         if unused:
             self.joined.note(
                 "unused",
-                f"{', '.join(sorted(unused))} have no effect on a session: optimizers, their schedules and the times "
-                "of evaluations are those of the loop",
+                f"{', '.join(sorted(unused))} have no effect on a session: optimizers, their schedules, the times of "
+                "evaluations and micro-batches are those of the loop",
                 level="warning",
             )
         if self._made.is_drawn_again:
@@ -346,7 +347,10 @@ class Loop:
         size = batch_size or config.validation.batch_size or self._evaluated_together()
         place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
         evaluator = evaluator_of(plan, self.joined.collectives, self.device, **place)
-        with contextlib.nullcontext() if training is None else training.paused():
+        with contextlib.ExitStack() as around:
+            if training is not None:
+                around.enter_context(training.paused())
+                around.enter_context(training.checkpoints.averages.in_use())
             if self.joined.world.size > 1:
                 check_alike(f"{len(dataset)}", self.ranks, "evaluate")
             model, collate = self.prepared.container(), collate or cast(Any, default_collate)

@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.files import cache_folder
+from lockstep.data.files import cache_folder, inside
 from lockstep.errors import DataError, StorageError, UnsupportedError, many
 from lockstep.tasks.autoencoder.digits import load_digits
 from lockstep.telemetry.creation import make_folder
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SPLITS = ("train", "val", "test")
+#: Other usual names of them, in any case.
+_ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+#: What a Mac adds to an archive.
+_NO_CLASS = "__MACOSX"
 Pixels = NDArray[np.float32]
 
 
@@ -57,17 +61,18 @@ def _write_digits(folder: Path) -> None:
 def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     """The images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
 
-    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
+    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names. Hidden files
+    and folders are left out.
 
     Raises:
-        DataError: no folder, no class folders, no images, or a class that is not in ``train``.
+        DataError: no folder, no class folders, a class without images, or one that is not in ``train``.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", fix="check task.data: a folder with a folder for each class")
-    split = [name for name in SPLITS if (folder / name).is_dir()]
-    roots = {name: folder / name for name in split} if "train" in split else {"train": folder}
+    roots = _splits(folder)
     found = {name: _by_class(root) for name, root in roots.items()}
-    classes = tuple(sorted(found["train"]))
+    empty = sorted(name for name, files in found["train"].items() if not files)
+    classes = tuple(sorted(found["train"].keys() - set(empty)))
     if len(classes) < 2:
         loose = any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir())
         raise DataError(
@@ -77,8 +82,14 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
             else "a classifier needs at least two classes",
             fix="sort the images into a folder for each class",
         )
+    if empty:
+        raise DataError(
+            f"the class folder {roots['train'] / empty[0]} has no images",
+            why=f"none of its files ends in {', '.join(SUFFIXES)}",
+            fix="add or convert its images, or remove the folder",
+        )
     for name, those in found.items():
-        strange = sorted(those.keys() - set(classes))
+        strange = sorted(label for label, files in those.items() if files and label not in classes)
         if strange:
             raise DataError(
                 f"{roots[name]} has the class {strange[0]!r}, which train does not have",
@@ -86,7 +97,7 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
             )
     if "val" not in found:
         found["train"], found["val"] = _divided(found["train"], folder, val_share)
-    if not any(found["val"].values()) or not any(found["train"].values()):
+    if not any(found["val"].values()):
         raise DataError(f"{folder} has too few images to validate on", fix="add images, or raise task.val_share")
     return {
         name: Listed(
@@ -98,10 +109,37 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     }
 
 
+def _folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != _NO_CLASS)
+
+
+def _splits(folder: Path) -> dict[str, Path]:
+    """The folder of each split; that of ``train`` is ``folder`` where there are none. Raises :class:`DataError`."""
+    found: dict[str, Path] = {}
+    names = {place: _ALSO.get(place.name.lower(), place.name.lower()) for place in _folders(folder)}
+    has_classes = any(name not in SPLITS for name in names.values())
+    for place, name in names.items():
+        if name not in SPLITS or (has_classes and not _folders(place)):
+            continue  # a class, perhaps of pictures of trains
+        if name in found:
+            fix = "remove or rename one of them"
+            raise DataError(f"{folder} has both {found[name].name} and {place.name}", fix=fix)
+        found[name] = place
+    if found and "train" not in found:
+        raise DataError(
+            f"{folder} has {' and '.join(place.name for place in found.values())}, but not train",
+            why="these are names of splits, not of classes",
+            fix="add a folder train with a folder for each class, or name another folder in task.data",
+        )
+    return found or {"train": folder}
+
+
 def _by_class(root: Path) -> dict[str, list[Path]]:
-    folders = sorted(place for place in root.iterdir() if place.is_dir() and not place.name.startswith("."))
-    found = {f.name: sorted(p for p in f.rglob("*") if p.suffix.lower() in SUFFIXES) for f in folders}
-    return {name: files for name, files in found.items() if files}
+    return {folder.name: _images_in(folder) for folder in _folders(root)}
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(map(Path, inside(str(folder), SUFFIXES)))
 
 
 def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[Any, Any]:
@@ -127,7 +165,8 @@ _BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pixels:
     """Pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
 
-    Grey, palette, 16-bit and transparent images are converted (transparent pixels on white).
+    Grey, palette, 16-bit and transparent images are converted (transparent pixels on white), and turned as their EXIF
+    orientation says.
 
     Raises:
         DataError: it cannot be read; with the advice ``fix``.
@@ -136,6 +175,8 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
     try:
         with image.open(file) as opened:
             opened.load()
+            with contextlib.suppress(Exception):  # a damaged EXIF block leaves the image as it is
+                _operations().exif_transpose(opened, in_place=True)
             if opened.mode in ("I", "I;16", "I;16B", "I;16L", "F"):
                 values = np.asarray(opened, dtype=np.float32)
                 # Floating-point numbers have no range of their own, and older versions of Pillow read 16 bits as "I".
@@ -167,14 +208,17 @@ def is_grey(files: Sequence[Path]) -> bool:
 
 
 def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Path]]:
-    """The images that can be read, and the others."""
+    """The images that can be read, and the others. Raises :class:`DataError`: none can."""
     broken = []
     for file in listed.files:
         try:
             read_image(file, channels, size)
         except DataError:
             broken.append(file)
-    kept = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in set(broken)]
+    if broken and len(broken) == len(listed.files):
+        raise DataError(f"none of {many(len(broken), 'image')} can be read", why=f"as {broken[0]}", fix=_REPLACE)
+    lost = set(broken)
+    kept = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in lost]
     return Listed(tuple(f for f, _ in kept), tuple(n for _, n in kept), listed.classes), broken
 
 
@@ -279,9 +323,15 @@ def _pillow() -> Any:
     return Image
 
 
+def _operations() -> Any:
+    from PIL import ImageOps
+
+    return ImageOps
+
+
 def images_below(path: Path) -> tuple[Path, ...]:
     """A file, or the images below a folder in the order of their paths. Raises :class:`DataError`: there is none."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+    files = [path] if path.is_file() else _images_in(path)
     if not files:
-        raise DataError(f"{path} has no images", fix=f"name a folder of images ({', '.join(sorted(SUFFIXES))})")
+        raise DataError(f"{path} has no images", fix=f"name a folder of images ({', '.join(SUFFIXES)})")
     return tuple(files)

@@ -276,11 +276,16 @@ def _of_timm(name: str, channels: int, classes: int, size: int) -> nn.Module:
 
 
 def _begin_with(model: nn.Module, file: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not file.is_file():
         raise ConfigError(f"there is no file {file}", fix="check task.weights")
-    own, given = model.state_dict(), load_file(file)
+    try:
+        own, given = model.state_dict(), load_file(file)
+    except (SafetensorError, OSError) as error:
+        fix = "save the weights with safetensors.torch.save_file"
+        raise ConfigError(f"{file} is not a .safetensors file", why=str(error), fix=fix) from None
     fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
     if not fitting:
         raise ConfigError(f"{file} has no parameter of this model", fix="check task.model and task.weights")

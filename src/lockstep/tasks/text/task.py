@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.data.files import cache_folder
-from lockstep.data.packing import Packed, document_mask
+from lockstep.data.packing import Packed, causal_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, many
 from lockstep.models.gpt import Gpt, Positions, generate
 from lockstep.tasks.text.corpus import read_documents, read_tokens, standard_library
 from lockstep.tasks.text.tokens import Tokenizer, read_tokenizer, tokenizer_of, train_bpe
@@ -182,7 +182,7 @@ class TextTask(Task):
         held = max(context + 1, round(len(stream) * self.config.val_share))
         if len(stream) < 2 * held:
             raise DataError(
-                f"the corpus has {len(stream)} tokens",
+                f"the corpus has {many(len(stream), 'token')}",
                 why=f"training and validation need at least {2 * (context + 1)} for a context of {context}",
                 fix="use a longer text, or a smaller task.context",
             )
@@ -206,7 +206,7 @@ class TextTask(Task):
         if config.model is not None:
             from lockstep.tasks.text.transformers_models import build
 
-            return build(config.model, self._vocabulary, config.context, config.lora)
+            return build(config.model, self._vocabulary, config.context, config.lora, packs=config.pack)
         try:
             return Gpt(
                 self._vocabulary,
@@ -227,9 +227,7 @@ class TextTask(Task):
         ids, targets, *packed = batch
         if packed:
             documents, positions = packed
-            # Padding attends to padding: a position that attends to nothing has no finite result.
-            mask = document_mask(documents + 1).tril().unsqueeze(1)
-            logits = model(ids, attention_mask=mask, position_ids=positions)
+            logits = model(ids, attention_mask=causal_mask(documents), position_ids=positions)
         else:
             logits = model(ids)
         rows = logits.float().flatten(0, 1)

@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lockstep.data.packing import causal_mask
 from lockstep.errors import ConfigError, UnsupportedError
 
 
-def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
-    """The model of a config.json (with new weights), or of a folder (with its weights, where it has some).
+def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) -> nn.Module:
+    """The model of a config.json (with new weights), or of a folder (with its weights, where it has some), in float32.
 
     Raises:
-        UnsupportedError: a library is not installed. ConfigError: no such model, or it is too small for the tokens.
+        UnsupportedError: a library is not installed. ConfigError: no such model, it is too small for the tokens, or
+            its tokens see others than those before them (``packs``: in their document).
     """
     library = _import("transformers")
     if not path.exists():
         raise ConfigError(f"there is no {path}", fix="name a config.json, or a folder with one, in task.model")
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = library.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        config.use_cache = False
-        weights = path.is_dir() and any(path.glob("*.safetensors"))
+        config = library.AutoConfig.from_pretrained(str(path), **local)
         auto = library.AutoModelForCausalLM
-        if weights:
-            model = auto.from_pretrained(str(path), config=config, local_files_only=True, dtype="float32")
+        if path.is_dir() and any(chain(path.glob("*.safetensors"), path.glob("pytorch_model*.bin"))):
+            model = auto.from_pretrained(str(path), config=config, dtype="float32", **local)
         else:
-            model = auto.from_config(config)
+            model = auto.from_config(config.get_text_config(decoder=True), dtype=torch.float32)
+        model.config.use_cache = False
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"transformers cannot make a causal language model of {path}", why=str(error)[:300], fix="check task.model"
         ) from None
-    _check(path, config, vocabulary, context)
+    _check_sizes(path, config.get_text_config(decoder=True), vocabulary, context)
     if lora:
-        model = _with_adapters(model, lora)
+        model = _with_adapters(path, model, lora)
     model.register_forward_hook(_logits)
+    if not next(model.parameters()).is_meta:
+        _check_attention(path, model, vocabulary, packs=packs)
     return model  # type: ignore[no-any-return]
 
 
@@ -45,15 +51,19 @@ def _logits(model: nn.Module, args: Any, output: Any) -> Any:
     return output.logits
 
 
-def _with_adapters(model: nn.Module, lora: int) -> Any:
+def _with_adapters(path: Path, model: Any, lora: int) -> Any:
     peft = _import("peft")
     settings = peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers 5 has renamed
-        return peft.get_peft_model(model, settings)
+        try:
+            return peft.get_peft_model(model, settings)
+        except ValueError as error:
+            what, fix = f"peft has no adapters for the model of {path}", "leave task.lora out, or use another model"
+            raise ConfigError(what, why=str(error)[:300], fix=fix) from None
 
 
-def _check(path: Path, config: Any, vocabulary: int, context: int) -> None:
+def _check_sizes(path: Path, config: Any, vocabulary: int, context: int) -> None:
     if config.vocab_size < vocabulary:
         raise ConfigError(
             f"the model of {path} has {config.vocab_size} tokens, and the tokenizer {vocabulary}",
@@ -61,10 +71,49 @@ def _check(path: Path, config: Any, vocabulary: int, context: int) -> None:
             fix="use the model's own tokenizer (task.tokenizer=tokenizer.json), or a smaller task.vocabulary",
         )
     longest = getattr(config, "max_position_embeddings", context)
-    if longest < context:
+    if 0 < longest < context:  # -1: any number
         raise ConfigError(
             f"the model of {path} takes {longest} tokens, and task.context is {context}", fix="lower task.context"
         )
+
+
+@torch.no_grad()
+def _check_attention(path: Path, model: Any, vocabulary: int, *, packs: bool) -> None:
+    """Compare what the model says of tokens whose later tokens, or whose other documents, are changed."""
+    device = next(model.parameters()).device
+    ids = torch.full((1, 8), vocabulary - 1, device=device)
+    later, other = ids.clone(), ids.clone()
+    later[:, 4:], other[:, :4] = vocabulary - 2, vocabulary - 2
+    trains = model.training
+    model.eval()
+    try:
+        sees_later = _differ(model(ids)[:, :4], model(later)[:, :4])
+        if packs:
+            documents = torch.tensor([[1] * 4 + [2] * 4], device=device)
+            mask, places = causal_mask(documents), torch.tensor([[0, 1, 2, 3] * 2], device=device)
+            packed = {"attention_mask": mask, "position_ids": places}
+            sees_other = _differ(model(ids, **packed)[:, 4:], model(other, **packed)[:, 4:])
+    except Exception as error:  # each model has its own
+        why, fix = f"{type(error).__name__}: {str(error)[:300]}", "use another model"
+        with_mask = " with task.pack" if packs else ""
+        raise ConfigError(f"the model of {path} cannot be called on tokens{with_mask}", why=why, fix=fix) from None
+    model.train(trains)
+    if sees_later:
+        raise ConfigError(
+            f"the model of {path} sees the tokens that it predicts",
+            why="its attention is not limited to earlier tokens",
+            fix='set "is_decoder": true in its config.json, or use a model that generates text',
+        )
+    if packs and sees_other:
+        raise ConfigError(
+            f"the model of {path} cannot be trained with task.pack",
+            why="it does not keep the documents of a window apart",
+            fix="leave task.pack out, or use another model",
+        )
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() > 1e-5 * one.abs().max())
 
 
 def _import(name: str) -> Any:
