@@ -61,7 +61,7 @@ def _texts(file: Path, field: str) -> Iterator[str]:
             found = json.loads(line)[field]
             if not isinstance(found, str):
                 raise TypeError(f"{field} is {json.dumps(found)[:40]}, not a text")
-            found.encode()  # half of a surrogate pair is no character
+            found.encode()  # half of a surrogate pair cannot be encoded
             yield found
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
