@@ -265,7 +265,7 @@ def all_spoilt(folder: Path) -> None:
         (without_train, {}, DataError, "has test and val, but not train"),
         (twice, {}, DataError, "has both val and valid"),
         (no_weights, {"weights": "junk.safetensors"}, ConfigError, "not a .safetensors file"),
-        (all_spoilt, {"skip_broken": True}, DataError, "none of 20 images can be read"),
+        (all_spoilt, {"skip_broken": True}, DataError, "none of 22 images can be read"),
         (spoil, {}, DataError, "cannot read the image .*0.png"),
         (loose, {}, DataError, "0 class folder"),
         (single, {}, DataError, "1 class folder"),

@@ -106,5 +106,4 @@ def test_models_with_a_cache_train_without_it(tmp_path: Path, kind: type[Toy]) -
     for recompute in (False, True):
         training = {"max_steps": 3, "activation_checkpointing": recompute}
         found.append(attempt(kind, tmp_path / str(recompute), training=training)[0])
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    torch.testing.assert_close(found[0], found[1])  # gradients of what several blocks read are added in another order
