@@ -203,7 +203,8 @@ def test_a_model_of_a_config_file_has_float32_weights_and_that_of_a_folder_its_o
 def test_a_text_model_with_pictures_is_trained_on_texts(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    library.Gemma3Config(text_config={"vocab_size": 257, "head_dim": 8, "num_key_value_heads": 1, **sizes}).save_pretrained(tmp_path / "both")
+    text = {"vocab_size": 257, "head_dim": 8, "num_key_value_heads": 1, **sizes}
+    library.Gemma3Config(text_config=text).save_pretrained(tmp_path / "both")
     made = task(written(tmp_path), model=tmp_path / "both")
     total, count = made.loss(made.model().train(), made.datasets().train.__getitems__([0, 1]))
     assert total.item() == pytest.approx(int(count) * math.log(257), rel=0.1)

@@ -26,7 +26,7 @@ def standard_library() -> list[str]:
 def read_documents(path: Path, field: str) -> list[str]:
     """The texts of a file, or of the files below a folder in the order of their names.
 
-    A ``.jsonl``, ``.ndjson`` or ``.json`` file has a document on each line, in ``field``. Hidden files of a folder are left out.
+    A ``.jsonl``, ``.ndjson`` or ``.json`` file has a document on each line, in ``field``. Hidden files are left out.
 
     Raises:
         DataError: there is none, or one cannot be read.
