@@ -159,6 +159,18 @@ def test_averaged_weights_are_validated_and_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(found, watch.average)
 
 
+class Large(own.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_the_advice_on_memory_is_on_the_modules_loader(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="out of memory") as found:
+        fit(Large(), own.Numbered(), hardware=ONE, config=settings(tmp_path))
+    assert "a smaller batch_size in the module's DataLoader" in found.value.fix
+    assert "training.batch_size" not in found.value.fix
+
+
 class Counted(torch.nn.Linear):
     calls = 0
 

@@ -283,6 +283,8 @@ def _smaller(run_dir: RunDir, evaluating: bool) -> str:
     try:
         plan, run = run_dir.plan(), run_dir.read().id
         batch = BatchPlan.model_validate(plan["batch"])
+        if plan["task"].get("loader") is not None:
+            return f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
         if evaluating:
             return evaluation_advice(int(plan["eval_batch_size"]), run)
         return advice(batch, run)
