@@ -352,7 +352,10 @@ def test_settings_that_a_loop_has_no_use_for(tmp_path: Path, capsys: pytest.Capt
             session.backward(squares(model, x, y), len(y))
             session.step(optimizer)
     said = capsys.readouterr().err
-    assert said.count("optimizer.lr, scheduler.name, training.on_oom, validation.every_epochs have no effect on a session") == 1
+    assert (
+        said.count("optimizer.lr, scheduler.name, training.on_oom, validation.every_epochs have no effect on a session")
+        == 1
+    )
     assert RunDir(tmp_path / "run").plan()["decisions"]["lr"]["value"] == 0.1, "its own, after the warm-up"
 
 
