@@ -1,7 +1,7 @@
 """Refuse the words that the vocabulary of CONTRIBUTING.md replaces: ``python scripts/words.py [PATH...]``.
 
-Of a Python file, the comments and string literals are checked. Default: README, CONTRIBUTING, benchmarks/README,
-``docs`` and ``src/lockstep``.
+Of a Python file, the comments and string literals are checked, of the page's scripts and templates everything but
+vendored files. Default: README, CONTRIBUTING, benchmarks/README, ``docs`` and ``src/lockstep``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,17 @@ def prose(path: Path) -> str:
     return "\n".join(" ".join(parts) for parts in lines)
 
 
+def written_in(folder: Path) -> list[Path]:
+    """The files of a folder that are checked."""
+    kinds = {".py", ".js", ".html"}
+    return sorted(file for file in folder.rglob("*") if file.suffix in kinds and "vendor" not in file.parts)
+
+
 def findings(paths: list[Path]) -> Iterator[str]:
     words = vocabulary()
     for path in paths:
-        code = "|".join(filter(None, [r"```.*?```|`[^`\n]+`", SKIPPED.get(path.name)]))
+        quoted = r"```.*?```|`[^`\n]+`" if path.suffix != ".js" else r"\Z"  # a script's templates are what users read
+        code = "|".join(filter(None, [quoted, SKIPPED.get(path.name)]))
         text = re.sub(code, lambda part: "\n" * part[0].count("\n"), prose(path), flags=re.S)
         for pattern, use in words.items():
             for found in re.finditer(pattern, text, re.I):
@@ -62,7 +69,7 @@ def main() -> int:
     pages += (ROOT / "docs").rglob("*.md")
     pages += [ROOT / "src" / "lockstep"]
     paths = [Path(name) for name in sys.argv[1:]] or pages
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    files = [file for path in paths for file in (written_in(path) if path.is_dir() else [path])]
     found = sorted(findings(files))
     print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from playwright.sync_api import Browser, Page, ViewportSize, WebSocketRoute, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, WebSocketRoute, expect
 
 from lockstep.studio.home import Home
 from lockstep.telemetry.files import write_json
@@ -368,8 +368,22 @@ def zoom_and_back(page: Page) -> None:
     page.mouse.up()
     plot = figure.locator(".plot")
     expect(plot).not_to_have_attribute("data-shown", whole)
+    part = [float(end) for end in (plot.get_attribute("data-shown") or "").split()]
+    page.reload()  # the link keeps it
+    expect(plot).to_have_attribute("data-shown", re.compile(r"\d"))
+    assert [float(end) for end in (plot.get_attribute("data-shown") or "").split()] == pytest.approx(part)
+    page.get_by_role("combobox", name="X axis").select_option("epoch")  # steps are no epochs
+    expect(figure).to_contain_text("Loss")
+    page.get_by_role("combobox", name="X axis").select_option("step")
+    expect(plot).to_have_attribute("data-shown", whole)
+    assert "zoom" not in page.url
+    figure.scroll_into_view_if_needed()
+    plot.focus()
+    page.keyboard.press("+")
+    expect(plot).not_to_have_attribute("data-shown", whole)
     over.dblclick()
     expect(plot).to_have_attribute("data-shown", whole)
+    assert "zoom" not in page.url
 
 
 @pytest.mark.drill
@@ -472,6 +486,37 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     page.evaluate("id => { location.hash = `#/run/${id}` }", failed.path.name)
     ended = page.get_by_role("region", name="How it ended")
     expect(ended.get_by_role("strong")).to_have_text(["RuntimeError: no data", "fix: add some"])
+
+
+def test_the_log_follows_its_end_and_another_file_shows_nothing_of_the_first(
+    server: Address, open_page: OpenPage
+) -> None:
+    run = make_run(runs_of(server), "talks", "running")
+    me = psutil.Process()
+    alive = {"host": socket.gethostname(), "updated": time.time() + 3600, "pid": me.pid, "created": me.create_time()}
+    write_json(run.heartbeat_file, {"step": 1, "total": 9, "counter": 1, **alive})
+    for rank in (0, 1):
+        (run.logs / f"rank-{rank}.log").write_text("".join(f"rank {rank} line {n}\n" for n in range(200)))
+    page = open_page(server.url)
+    page.get_by_role("link", name="talks").click()
+    page.get_by_role("tab", name="Log").click()
+    log = page.get_by_label("Log", exact=True)
+    expect(log).to_contain_text("rank 0 line 199")
+    end = "it => it.scrollHeight - it.scrollTop - it.clientHeight < 2"
+    page.wait_for_function(f"({end})(document.querySelector('pre.log'))")
+    with (run.logs / "rank-0.log").open("a") as file:
+        file.write("rank 0 has written more\n" * 50)
+    expect(log).to_contain_text("rank 0 has written more")
+    page.wait_for_function(f"({end})(document.querySelector('pre.log'))")
+    waiting: list[Route] = []
+    page.route(re.compile("name=rank-1"), waiting.append)
+    page.get_by_label("File").select_option("rank-1.log")
+    expect(log).to_have_text("loading…")
+    expect(page.get_by_text("0 lines", exact=True)).to_be_visible()
+    page.unroute(re.compile("name=rank-1"))
+    for route in waiting:
+        route.continue_()
+    expect(log).to_contain_text("rank 1 line 199")
 
 
 def test_a_job_shows_what_it_does_and_is_stopped(server: Address, open_page: OpenPage) -> None:
@@ -646,7 +691,18 @@ def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: Ope
     expect(ended.get_by_role("strong").last).to_have_text("fix: find the operator with “Detect anomaly”: true")
     ended.get_by_role("button", name="New run with “Detect anomaly”: true…").click()
     page.get_by_label("Search settings").fill("anomaly")
-    expect(page.get_by_role("region", name="Configuration").get_by_label("Detect anomaly")).to_be_checked()
+    form = page.get_by_role("region", name="Configuration")
+    expect(form.get_by_label("Detect anomaly")).to_be_checked()
+    # Its values are JSON, or texts that only look like numbers.
+    advice = "fix: take --set optimizer.lr=1e-3 --set training.max_time_s=1.5e3 --set hardware.precision=32 or --set checkpoint.monitor=.5"
+    failed.update(error=f"RuntimeError: too fast\n{advice}")
+    page.get_by_role("button", name="Close the form").click()
+    page.get_by_role("button", name=re.compile("^New run with “Learning rate”: 1e-3, ")).click()
+    for setting, value in (("Learning rate", "0.001"), ("Maximum time (s)", "1500"), ("Monitor", ".5")):
+        page.get_by_label("Search settings").fill(setting)
+        expect(form.get_by_label(setting, exact=True)).to_have_value(value)
+    page.get_by_label("Search settings").fill("")
+    expect(form.get_by_label("Precision", exact=True)).to_have_value("32")
 
 
 def tab_to(page: Page, name: str) -> None:

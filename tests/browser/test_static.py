@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import lockstep.studio
+from tests.gloo import ROOT
 
 STATIC = Path(lockstep.studio.__file__).parent / "static"
 VENDOR = STATIC / "vendor"
@@ -35,6 +38,16 @@ def test_our_files_ask_no_other_host_and_need_no_eval(file: Path) -> None:
     assert not re.search(r"\beval\(|new Function\(|innerHTML|document\.write", text)
     if file.suffix == ".html":
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text)
+
+
+def test_the_words_of_the_page_are_checked(tmp_path: Path) -> None:
+    for name in ("page.js", "page.html"):
+        (tmp_path / name).write_text("// fine\nconst title = `It goes on without ${name}`;\n")
+    words = [sys.executable, str(ROOT / "scripts" / "words.py")]
+    found = subprocess.run([*words, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr.count(":2: 'goes on', use: resume, continue") == 2, found.stderr
+    assert subprocess.run([*words, str(STATIC / "app")], check=False).returncode == 0
 
 
 def test_every_import_of_the_page_leads_to_a_file_that_exports_the_name() -> None:

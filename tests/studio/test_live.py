@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import struct
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from starlette.websockets import WebSocket
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from lockstep.config import resolve
 from lockstep.studio.columns import FULL_ROWS, POINTS
+from lockstep.studio.live import MAX_BAD_MESSAGES
 from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import WAIT_S, Address, studio
@@ -296,3 +299,23 @@ def test_a_tab_that_cannot_be_sent_to_is_closed_and_connects_again(
         tab.send(json.dumps({"type": "watch", "runs": True}))
         while json.loads(tab.recv(timeout=WAIT_S))["type"] != "runs":
             pass
+
+
+def test_a_tab_that_has_been_closed_is_not_reported(
+    address: Address, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = WebSocket.close
+
+    async def slowly(self: WebSocket, code: int = 1000, reason: str | None = None) -> None:
+        await close(self, code, reason)
+        await asyncio.sleep(1.0)  # meanwhile, there is something to send
+
+    monkeypatch.setattr(WebSocket, "close", slowly)
+    with address.live() as tab, pytest.raises(ConnectionClosed) as closed:
+        for _ in range(MAX_BAD_MESSAGES + 1):
+            tab.send("{")
+        while True:
+            tab.recv(timeout=WAIT_S)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
+    time.sleep(1.0)
+    assert not caplog.records

@@ -108,6 +108,13 @@ def test_a_damaged_record_hides_only_its_own_run(address: Address, tmp_path: Pat
     assert address.get("/api/runs/run-0")["devices"] == ["gpu:7"], "mended by hand, it is back"
 
 
+def test_a_run_without_a_configuration_leaves_the_settings_of_the_others(address: Address, tmp_path: Path) -> None:
+    make_run(tmp_path, "run-a").config_file.unlink()
+    make_run(tmp_path, "run-b")
+    for _ in range(2):
+        assert list(address.get("/api/settings")["runs"]) == ["run-b"]
+
+
 def test_what_nobody_foresaw_in_one_run_hides_only_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is put in by hand: one that is known of would have been mended."""
     here = Studio(options(tmp_path), lambda refresh=False: machine(0))

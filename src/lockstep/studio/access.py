@@ -17,9 +17,9 @@ from starlette.websockets import WebSocketClose
 
 from lockstep.errors import RunFolderError
 from lockstep.report.page import render
-from lockstep.studio.home import Home, write_private
+from lockstep.studio.home import PRIVATE, Home
 from lockstep.studio.schemas import ApiError, body_of
-from lockstep.telemetry.files import read_json
+from lockstep.telemetry.files import read_json, write_json
 
 MAX_BODY_BYTES = 1 << 20
 #: Other pages can neither read nor frame the studio, and no text is run as a script.
@@ -66,7 +66,7 @@ class Sessions:
         """The id of a new session. Raises :class:`StorageError`."""
         name = secrets.token_urlsafe(32)
         kept = sorted(self._read().items(), key=lambda one: one[1])[1 - _MAX_SESSIONS :]
-        write_private(self._file, json.dumps({**dict(kept), self._hash(name): time.time() + SESSION_S}))
+        write_json(self._file, {**dict(kept), self._hash(name): time.time() + SESSION_S}, mode=PRIVATE)
         return name
 
     def knows(self, name: str) -> bool:

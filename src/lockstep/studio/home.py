@@ -12,8 +12,10 @@ from pathlib import Path
 from lockstep.errors import StorageError
 from lockstep.report.page import render
 from lockstep.studio.schemas import ApiError, run_not_found
-from lockstep.telemetry.files import absolute, storage_error
+from lockstep.telemetry.files import absolute, storage_error, write_text
 
+#: Permissions of a file that only this user may read.
+PRIVATE = 0o600
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
 _CONFIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}")
 _JOB = re.compile(r"job-[0-9a-f]{8}")
@@ -79,7 +81,7 @@ class Home:
         except OSError as error:  # such as too many open files: a new token would end every session
             raise storage_error(error, file) from error
         text = secrets.token_urlsafe(32)
-        write_private(file, text)
+        write_text(file, text, mode=PRIVATE)
         return text
 
     def write_door(self, url: str) -> Path:
@@ -89,20 +91,8 @@ class Home:
             StorageError: it cannot be written.
         """
         file = self.path / "open.html"
-        write_private(file, render(__package__, "message.html", lines=[], url=url))
+        write_text(file, render(__package__, "message.html", lines=[], url=url), mode=PRIVATE)
         return file
-
-
-def write_private(file: Path, text: str) -> None:
-    """Replace a file that only this user may read: others see its old content or the new. Raises StorageError."""
-    new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as stream:
-            stream.write(text)
-        new.replace(file)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise storage_error(error, file) from error
 
 
 def iso(seconds: float) -> str:

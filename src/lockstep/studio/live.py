@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketState
 
 from lockstep.errors import LockstepError
 from lockstep.studio.columns import FULL_ROWS
@@ -253,8 +253,8 @@ class Hub:
                         await tab.socket.send_json(message)
                 # A slow tab gets fewer, larger messages; nothing queues up for it.
                 await asyncio.sleep(TICK_S / 2)
-        except Exception as error:
-            if not isinstance(error, WebSocketDisconnect | OSError):
+        except Exception:
+            if WebSocketState.DISCONNECTED not in (tab.socket.client_state, tab.socket.application_state):
                 _log.exception("a tab cannot be sent to")
         with contextlib.suppress(RuntimeError, OSError):
             await tab.socket.close(1011)  # a tab that gets nothing more would wait; this one connects again

@@ -250,7 +250,7 @@ class Runs:
         for summary in self._index.summaries():
             file, name = self._home.run(summary["location"]) / "config.yaml", summary["id"]
             with contextlib.suppress(RunFolderError):
-                if self._settings.get(name, (0, {}))[0] != (stamp := modified_ns(file)):
+                if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(file)):
                     self._settings[name] = (stamp, details.settings_of(file))
                 found[name] = self._settings[name][1]
         keys = {key for one in found.values() for key in one}

@@ -105,7 +105,6 @@ class Studio:
                 "id": folder.name,
                 "title": str(report.get("title") or folder.name),
                 "created_at": iso(modified_ns(folder / "report.json") / 1e9),
-                "path": str(folder / "report.json"),
                 "report": report,
             }
             for folder, report in found

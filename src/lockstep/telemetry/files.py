@@ -40,7 +40,7 @@ _NO_PERMISSION = {errno.EACCES, errno.EPERM}
 # --- writing -------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, obj: Any, *, durable: bool = True) -> None:
+def write_json(path: Path, obj: Any, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace ``path`` by ``obj`` as JSON: readers see the old content or the new, never a part.
 
     ``durable=False`` leaves out the fsync, for files whose loss at a power cut does not matter.
@@ -48,20 +48,24 @@ def write_json(path: Path, obj: Any, *, durable: bool = True) -> None:
     Raises:
         StorageError: the file cannot be written; the old content is still there.
     """
-    write_text(path, json.dumps(plain(obj), ensure_ascii=False, indent=2) + "\n", durable=durable)
+    write_text(path, json.dumps(plain(obj), ensure_ascii=False, indent=2) + "\n", durable=durable, mode=mode)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+def write_text(path: Path, text: str, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace ``path`` by ``text`` (UTF-8), atomically. Raises :class:`StorageError`."""
-    write_bytes(path, text.encode("utf-8"), durable=durable)
+    write_bytes(path, text.encode("utf-8"), durable=durable, mode=mode)
 
 
-def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace ``path`` by ``content``, atomically. Raises :class:`StorageError`."""
+def write_bytes(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace ``path`` by ``content``, atomically. Raises :class:`StorageError`.
+
+    Args:
+        mode: the file's permissions, less those that the umask takes.
+    """
     temporary = path.with_name(temporary_name(path.name))
     with storing(path):
         try:
-            with temporary.open("xb") as file:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(content)
                 if durable:
                     file.flush()

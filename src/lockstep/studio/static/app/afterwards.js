@@ -6,7 +6,7 @@ import { devices, usable } from "./catalogue.js";
 import { DeviceChoice } from "./hardware.js";
 import { duration, heading, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
-import { Badge, Button, Dialog, Problem, Select, tellError, Tick } from "./ui.js";
+import { Badge, Button, Dialog, Problem, Select, showError, Tick } from "./ui.js";
 
 export function ResumeDialog({ run, onClose }) {
   const still = (run.devices ?? []).filter((id) => usable().includes(id));
@@ -65,7 +65,7 @@ export function Job({ job }) {
   const rows = job.result && typeof job.result === "object" ? Object.entries(job.result.metrics ?? job.result) : [];
   const doing = job.output.split("\n").at(-1);
   const [, done, all] = /([\d,]+) of ([\d,]+)/.exec(doing)?.map((text) => Number(text.replaceAll(",", ""))) ?? [];
-  const stop = () => post(`/jobs/${job.id}/stop`).then(takeJob, tellError);
+  const stop = () => post(`/jobs/${job.id}/stop`).then(takeJob, showError);
   return html`<section class="card stack" aria-label=${`${job.kind} ${job.status}`}>
     <div class="row">
       <h2 class="grow">${heading(job.kind)}</h2>

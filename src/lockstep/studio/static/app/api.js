@@ -34,15 +34,15 @@ export const patch = (path, body) => call("PATCH", path, body);
 export const remove = (path) => call("DELETE", path);
 
 /**
- * {found, error}: what `path` answers, to `body` if there is one; asked again when one of `when` changes, and `every`
- * so many milliseconds. Nothing without a path.
+ * {found, error}: what `path` answers, to `body` if there is one; requested again when one of `when` changes, and every
+ * `every` milliseconds. Nothing without a path, and until a new path has answered.
  */
 export function useAnswer(path, when, { body, every } = {}) {
   const [answer, setAnswer] = useState({});
   useEffect(() => {
     if (!path) return undefined;
     const abort = new AbortController();
-    const take = (one) => abort.signal.aborted || setAnswer(one);
+    const take = (one) => abort.signal.aborted || setAnswer({ path, ...one });
     const ask = () => call(body ? "POST" : "GET", path, body, abort.signal).then((found) => take({ found }), (error) => take({ error }));
     ask();
     const timer = every && setInterval(ask, every);
@@ -51,7 +51,7 @@ export function useAnswer(path, when, { body, every } = {}) {
       abort.abort();
     };
   }, [path, every, ...when]);
-  return path ? answer : {};
+  return path && answer.path === path ? answer : {};
 }
 
 export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;

@@ -1,6 +1,6 @@
 // Devices, tasks and the schema of the settings.
 
-import { batch, signal } from "./html.js";
+import { batch, parsed, signal } from "./html.js";
 import { get } from "./api.js";
 import { titleOf } from "./format.js";
 
@@ -45,7 +45,7 @@ export const forPage = (text) =>
 export const advised = (text) =>
   [...(text ?? "").matchAll(SET)]
     .filter(([, section, name]) => name in (schema.value?.defaults[section] ?? {}) && !schema.value.refused.includes(`${section}.${name}`))
-    .map(([, section, name, value]) => [[section, name], /^(true|false|[\d.e+-]+)$/.test(value) ? JSON.parse(value) : value]);
+    .map(([, section, name, value]) => [[section, name], typeof schema.value.defaults[section][name] === "string" ? value : parsed(value, value)]);
 
 /** The ids of the devices that can be selected, in their order. */
 export const usable = () => (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);

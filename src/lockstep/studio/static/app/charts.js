@@ -11,7 +11,7 @@ export const AXES = { __proto__: null, step: "step", samples: "samples", epoch: 
 /** Options of all charts, kept in the link. */
 export const drawing = computed(() => {
   const { query } = route.value;
-  return { log: query.has("log"), smoothing: Number(query.get("smooth") ?? 0), x: query.get("x") in AXES ? query.get("x") : "step", text: query.get("charts") ?? "" };
+  return { log: query.has("log"), smoothing: Number(query.get("smooth") ?? 0), x: query.get("x") in AXES ? query.get("x") : "step", text: query.get("charts") ?? "", zoom: query.get("zoom") ?? "" };
 });
 
 /** Counts up when every chart should show all of its points again. */
@@ -21,7 +21,7 @@ export function ChartTools({ notes = [], axes = false, search = false }) {
   const { log, smoothing, x, text } = drawing.value;
   return html`<div class="chart-tools" role="group" aria-label="Chart tools">
     ${search && html`<${Search} label="Search charts" text=${text} onSearch=${(one) => keep("charts", one)} />`}
-    ${axes && html`<${Select} label="X axis" kind="" value=${x} options=${Object.entries(AXES)} onChange=${(one) => keep("x", one === "step" ? null : one)} />`}
+    ${axes && html`<${Select} label="X axis" kind="" value=${x} options=${Object.entries(AXES)} onChange=${(one) => (keep("zoom", null), keep("x", one === "step" ? null : one))} />`}
     <${Tick} on=${log} onTick=${(on) => keep("log", on ? "1" : null)}>Log scale<//>
     <label>
       Smoothing
@@ -43,10 +43,8 @@ const Swatch = ({ colour, dash }) => html`<i class=${dash ? "dash" : ""} style=$
 
 /** The last finite value of a series, with its place. */
 function last({ x, y }, at = y.length - 1) {
-  for (let i = Math.min(at, y.length - 1); i >= 0; i -= 1) {
-    if (!isGap(y[i])) return [x[i], y[i]];
-  }
-  return null;
+  const place = y.findLastIndex((value, index) => index <= at && !isGap(value));
+  return place < 0 ? null : [x[place], y[place]];
 }
 
 /**
@@ -81,7 +79,14 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   }, []);
   useEffect(() => {
     const point = (index, data) => setCursor(data[0][index] ?? null);
-    plot.current = new Plot(host.current, point, (from, to) => zoomed.current?.(from, to));
+    const linked = () => /^(\S+) (\S+) (.*)$/.exec(drawing.peek().zoom) ?? [];
+    const zoom = (from, to) => {
+      if (from !== null) keep("zoom", `${Number(from.toPrecision(8))} ${Number(to.toPrecision(8))} ${title}`);
+      else if (linked()[3] === title) keep("zoom", null);
+      zoomed.current?.(from, to);
+    };
+    const [min, max] = linked().slice(1, 3).map(Number);
+    plot.current = new Plot(host.current, point, zoom, linked()[3] === title && min < max ? { min, max } : null);
     return () => plot.current.destroy();
   }, []);
   const theme = themes.value;
@@ -158,12 +163,10 @@ function save(title, kind, blob) {
 
 /** The last index whose x is at most `limit`; x ascends. */
 export function lastIndexAtMost(x, limit) {
-  let low = 0;
-  let high = x.length;
+  let [low, high] = [0, x.length];
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (x[middle] <= limit) low = middle + 1;
-    else high = middle;
+    [low, high] = x[middle] <= limit ? [middle + 1, high] : [low, middle];
   }
   return low - 1;
 }

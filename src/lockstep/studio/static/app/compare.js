@@ -12,7 +12,7 @@ import { Problem, Select, Table } from "./ui.js";
 
 /** The lines of a run by kind and name; `evaluation` if it was evaluated between epochs. */
 function linesOf(data) {
-  const [steps, between, epochs] = [data.version.value >= 0 && data.stream("steps"), data.stream("evaluations"), data.epochs.value];
+  const [steps, between, epochs] = [data.stream("steps"), data.stream("evaluations"), data.epochs.value];
   const step = STEP_CHARTS.map(([, name]) => [name, steps?.line(name)]).filter(([, line]) => line);
   return { step: new Map(step), epoch: epochLines(epochs), evaluation: linesOverSteps(epochs, between), evaluated: Boolean(between?.rows) };
 }

@@ -9,7 +9,7 @@ import { number, titleOf } from "./format.js";
 import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
 import { drawer, go } from "./route.js";
-import { Button, Code, Decisions, Dialog, Fold, Labelled, Menu, Problem, Search, Select, tell, tellError, TextDialog } from "./ui.js";
+import { Button, Code, Decisions, Dialog, Fold, Labelled, Menu, Problem, Search, Select, showError, showMessage, TextDialog } from "./ui.js";
 
 /** Settings of a task that define its model, not its data. */
 const NETWORK = new Set(
@@ -128,7 +128,7 @@ function Preview() {
 }
 
 function SaveDialog({ onClose }) {
-  const save = (name) => put(`/configs/${encodeURIComponent(name)}`, body.value).then(() => tell(`Saved as ${name}`));
+  const save = (name) => put(`/configs/${encodeURIComponent(name)}`, body.value).then(() => showMessage(`Saved as ${name}`));
   return html`<${TextDialog} title="Save configuration" name="Name" before=${draft.value.name} most=${64} required onClose=${onClose} onSubmit=${save}>
     <p class="muted">An existing configuration with this name is replaced.</p>
   <//>`;
@@ -138,8 +138,8 @@ function LoadDialog({ onClose }) {
   const [yaml, setYaml] = useState("");
   const [deleted, setDeleted] = useState(0);
   const { found, error } = useAnswer("/configs", [deleted]);
-  const take = (name) => get(`/configs/${encodeURIComponent(name)}`).then((config) => (replaceDraft(config), onClose()), tellError);
-  const drop = (name) => remove(`/configs/${encodeURIComponent(name)}`).then(() => setDeleted(deleted + 1), tellError);
+  const take = (name) => get(`/configs/${encodeURIComponent(name)}`).then((config) => (replaceDraft(config), onClose()), showError);
+  const drop = (name) => remove(`/configs/${encodeURIComponent(name)}`).then(() => setDeleted(deleted + 1), showError);
   const parse = async () => replaceDraft(await post("/configs/parse", { yaml }));
   return html`<${Dialog} title="Load configuration" submit="Load YAML" onClose=${onClose} onSubmit=${parse} why=${yaml.trim() ? "" : "paste YAML, or choose a saved configuration"}>
     <div class="stack">
@@ -179,7 +179,7 @@ function RunButton() {
       go("run", [run.id]);
     } catch (error) {
       if (error.code !== "OFFLINE") id.current = newId();
-      tellError(error);
+      showError(error);
     } finally {
       setBusy(false);
     }

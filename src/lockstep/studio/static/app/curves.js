@@ -3,17 +3,17 @@
 import { html, useEffect, useRef, useState } from "./html.js";
 import { AXES, Chart, ChartTools, drawing, lastIndexAtMost } from "./charts.js";
 import { gigabytes, heading, number, percent, words } from "./format.js";
-import { followAgain, look, range, runs } from "./live.js";
+import { follow, range, runs, subscribe } from "./live.js";
 import { Button, Fold, Problem } from "./ui.js";
 
-/** The data of runs that are followed while the component is shown; reading `version` draws it again with new rows. */
+/** The data of runs that are followed while the component is shown. */
 export function useRuns(ids) {
   const [all, setAll] = useState([]);
   useEffect(() => {
-    const looks = ids.map(look);
-    setAll(looks.map(([data]) => data));
+    const followed = ids.map(follow);
+    setAll(followed.map(([data]) => data));
     // Those that are still shown keep what they have.
-    return () => void setTimeout(() => looks.forEach(([, leave]) => leave()));
+    return () => void setTimeout(() => followed.forEach(([, leave]) => leave()));
   }, [ids.join()]);
   return all.filter(({ id }) => ids.includes(id));
 }
@@ -43,16 +43,10 @@ function merged(...lines) {
 }
 
 /** Metrics of metrics.json grouped for charts: training and validation of one quantity share one. */
-export function epochCharts(lines) {
-  const groups = new Map();
-  const skipped = /^(lr|samples_per_s|duration_s|data_wait|.*_s|.*_share|samples_seen|skipped_steps)$/;
-  for (const [name, line] of lines) {
-    if (skipped.test(name)) continue;
-    const quantity = name.replace(/^(train|val|test)_/, "");
-    if (!groups.has(quantity)) groups.set(quantity, []);
-    groups.get(quantity).push({ label: words(name), name, ...line });
-  }
-  return [...groups];
+function epochCharts(lines) {
+  const shown = [...lines].filter(([name]) => !/^(lr|data_wait|.*_s|.*_share|samples_seen|skipped_steps)$/.test(name));
+  const series = shown.map(([name, line]) => ({ label: words(name), name, ...line }));
+  return [...Map.groupBy(series, ({ name }) => name.replace(/^(train|val|test)_/, ""))];
 }
 
 const axesOf = new WeakMap();
@@ -212,10 +206,11 @@ function RankCharts({ data }) {
 }
 
 /** Numbers of the task, grouped by what comes before the first `/` or `.` of their names. */
-function Scalars({ run, steps, text }) {
-  const names = steps.names().filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
+function Scalars({ data, text }) {
+  const steps = data.stream("steps");
+  const names = (steps?.names() ?? []).filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
   const groups = Map.groupBy(names, (name) => /^scalars\.([^/.]+)[/.]/.exec(name)?.[1] ?? "");
-  return [...groups].map(([group, columns], at) => html`<${ScalarGroup} key=${group} unfolded=${at === 0 || Boolean(text)} run=${run} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
+  return [...groups].map(([group, columns], at) => html`<${ScalarGroup} key=${group} unfolded=${at === 0 || Boolean(text)} run=${data.id} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
 }
 
 function ScalarGroup({ run, steps, title, columns, unfolded }) {
@@ -227,48 +222,55 @@ function ScalarGroup({ run, steps, title, columns, unfolded }) {
   <//>`;
 }
 
-/** The charts of one run, live; with `few`, those that show at a glance how it is going. */
-export function Curves({ id, few = false }) {
-  const [data] = useRuns([id]);
-  if (!data || data.version.value < 0) return null;
+function StepCharts({ data, text, few }) {
   const steps = data.stream("steps");
+  return STEP_CHARTS.filter(([title, column]) => steps && title.toLowerCase().includes(text) && (!few || column !== "grad_norm")).map(
+    ([title, column, options]) => html`<${StreamChart} key=${title} run=${data.id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
+  );
+}
+
+/** What was measured at the ends of epochs, or at evaluations; the steps are needed for another x axis only. */
+function MetricCharts({ data, text, few }) {
   const between = data.stream("evaluations");
-  const { x: kind, text: typed } = drawing.value;
-  const text = few ? "" : typed.toLowerCase();
-  const own = kind === "step" || !steps?.rows;
-  const against = between?.rows || !own ? "step" : "epoch";
+  const kind = drawing.value.x;
+  const steps = kind === "step" ? null : data.stream("steps");
+  const against = between?.rows || steps?.rows ? "step" : "epoch";
   const lines = between?.rows ? linesOverSteps(data.epochs.value, between) : epochLines(data.epochs.value, against);
   const moved = (series) => {
-    if (own) return series;
-    const [from, to] = [steps.column(steps.x), axis(steps, id, kind)];
+    if (!steps?.rows) return series;
+    const [from, to] = [steps.column(steps.x), axis(steps, data.id, kind)];
     return series.map((one) => ({ ...one, x: Array.from(one.x, (step) => placeOf(step, from, to)) }));
   };
-  const metrics = epochCharts(lines);
+  return epochCharts(lines)
+    .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
+    .filter(([title]) => title.toLowerCase().includes(text))
+    .slice(0, few ? 4 : undefined)
+    .map(([title, quantity, series]) => html`<${Chart} key=${`${against} ${quantity}`} title=${title} series=${moved(series)} against=${steps?.rows ? AXES[kind] : against} fraction=${kind === "time"} />`);
+}
+
+function Tools({ data, few }) {
+  const steps = data.stream("steps");
   const notes = [
     steps?.preview && "a first sample; the whole file is being read",
     steps?.downsampled && !steps.preview && `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`,
     ...data.named("").map(([name, { cut }]) => cut && `${name} has more columns than the page can show; the first ones are shown`),
   ].filter(Boolean);
-  const trouble = data.error.value;
-  const problem = trouble && html`<${Problem} error=${trouble} /><div class="row"><${Button} onClick=${() => followAgain(id)}>Try again<//></div>`;
-  if (!metrics.length && !data.named("").some(([, { rows }]) => rows)) return problem ?? html`<p class="muted" role="status">No measurements yet.</p>`;
-  const shows = (title) => title.toLowerCase().includes(text);
-  const stepCharts = STEP_CHARTS.filter(([title, column]) => steps && shows(title) && (!few || column !== "grad_norm"));
-  const shown = metrics
-    .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
-    .filter(([title]) => shows(title))
-    .slice(0, few ? 4 : metrics.length);
-  if (few && !shown.length && !stepCharts.length) return problem || null;
+  return html`<${ChartTools} notes=${notes} axes search=${!few} />`;
+}
+
+/** The charts of one run, live; with `few`, those that show at a glance how it is going. Each part is drawn with its rows. */
+export function Curves({ id, few = false }) {
+  const [data] = useRuns([id]);
+  if (!data) return null;
+  const text = few ? "" : drawing.value.text.toLowerCase();
+  const problem = data.error.value && html`<${Problem} error=${data.error.value} /><div class="row"><${Button} onClick=${() => subscribe(id)}>Try again<//></div>`;
+  const measured = data.epochs.value.length > 0 || data.names.value.some((name) => !few || name === "steps" || name === "evaluations");
+  if (!measured) return problem ?? html`<p class="muted" role="status">No measurements yet.</p>`;
   return html`
     ${problem}
-    <${ChartTools} notes=${notes} axes search=${!few} />
-    <div class="charts" role="group" aria-label="Charts">
-      ${stepCharts.map(
-        ([title, column, options]) => html`<${StreamChart} key=${title} run=${id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
-      )}
-      ${shown.map(([title, quantity, series]) => html`<${Chart} key=${`${against} ${quantity}`} title=${title} series=${moved(series)} against=${own ? against : AXES[kind]} fraction=${kind === "time"} />`)}
-    </div>
-    ${!few && steps && html`<${Scalars} run=${id} steps=${steps} text=${text} />`}
+    <${Tools} data=${data} few=${few} />
+    <div class="charts" role="group" aria-label="Charts"><${StepCharts} data=${data} text=${text} few=${few} /><${MetricCharts} data=${data} text=${text} few=${few} /></div>
+    ${!few && html`<${Scalars} data=${data} text=${text} />`}
     ${!few && !text && html`<${RankCharts} data=${data} /><${DeviceCharts} data=${data} />`}
   `;
 }

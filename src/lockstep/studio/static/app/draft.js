@@ -41,7 +41,7 @@ export const ticked = computed(() => {
 export const mistakes = signal({});
 
 /** The value that a setting has without the form: the task's default, else the general one. */
-export function defaultOf(path) {
+function defaultOf(path) {
   if (path[0] === "task") return task.value?.schema.properties?.[path[1]]?.default ?? null;
   const own = getAt(task.value?.defaults, path);
   return own === undefined ? (getAt(schema.value?.defaults, path) ?? null) : own;

@@ -4,16 +4,24 @@ import { signal } from "./html.js";
 
 const DASH = "–";
 
+const formats = new Map();
+
+/** A number with commas and this many decimals. To make a format takes longer than to use it. */
+export function grouped(value, digits = 0) {
+  if (!formats.has(digits)) formats.set(digits, new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+  return formats.get(digits).format(value);
+}
+
 /** A metric: four significant digits, exponents only where they help. */
 export function number(value, digits = 4) {
   if (value === null || value === undefined || value === "") return DASH;
   if (typeof value !== "number") return String(value);
   if (Number.isNaN(value)) return "not finite";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
-  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en-US");
+  if (Number.isInteger(value) && Math.abs(value) < 1e15) return grouped(value);
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
-  if (size >= 1e3) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
+  if (size >= 1e3) return grouped(value);
   return String(Number(value.toPrecision(digits)));
 }
 
@@ -41,7 +49,7 @@ export function duration(seconds) {
 }
 
 /** The server's time in milliseconds, at least every half minute; the browser's clock may differ. */
-const clockNow = signal(Date.now());
+export const clockNow = signal(Date.now());
 let ahead = 0;
 export const setClock = (seconds) => {
   ahead = seconds * 1000 - Date.now();
@@ -75,13 +83,15 @@ export function words(name) {
   return known[name] ?? name.replaceAll("_", " ").replace(/\bf1\b/, "F1");
 }
 
-const WRITTEN_OUT = { __proto__: null, lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder", selected: "" };
+const WRITTEN_OUT = {
+  __proto__: null, lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder", eval: "evaluation", oom: "out of memory", sync: "synchronised", mb: "(MB)", selected: "", batchnorm: "BatchNorm", cpu: "CPU", csv: "CSV", cuda: "CUDA", cudnn: "cuDNN", mlflow: "MLflow", rdzv: "rendezvous", tensorboard: "TensorBoard", uri: "URI", wandb: "W&B",
+};
 
 /** A setting as the form calls it: `max_grad_norm` → `Maximum gradient norm`. */
 export const titleOf = (name) => {
   const parts = name.replace(/_s$/, "_(s)").split("_");
   const text = parts.map((part) => WRITTEN_OUT[part] ?? part).join(" ").trim();
-  return text[0].toUpperCase() + text.slice(1);
+  return /^cu[A-Z]/.test(text) ? text : text[0].toUpperCase() + text.slice(1);
 };
 
 /** As the heading of a column or chart. */

@@ -7,11 +7,11 @@ import { change, draft, isOld, planned, tick, ticked, valueOf } from "./draft.js
 import { note } from "./fields.js";
 import { deviceWords, gigabytes, many } from "./format.js";
 import { isGoing, runs } from "./live.js";
-import { Button, Labelled, Select, tellError } from "./ui.js";
+import { Button, Labelled, Select, showError } from "./ui.js";
 
 const MOST_RANKS = 64;
 
-export const titleOf = (id) => (id === "cpu" ? "CPU" : id.replace("gpu:", "GPU "));
+export const deviceTitle = (id) => (id === "cpu" ? "CPU" : id.replace("gpu:", "GPU "));
 /** How much there is of a device. */
 export const coresOf = ({ cores }) => (cores ? many(cores, "core") : "");
 
@@ -61,7 +61,7 @@ export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null
         ${(devices.value?.devices ?? []).map(
           (device) => html`<label key=${device.id} class="device">
             <input type="checkbox" name="device" value=${device.id} checked=${chosen.includes(device.id)} disabled=${!device.supported} onChange=${(event) => toggle(device.id, event.currentTarget.checked)} />
-            <span><span class="title">${titleOf(device.id)}</span> ${device.name} ${detailed && html`<${About} device=${device} />`}</span>
+            <span><span class="title">${deviceTitle(device.id)}</span> ${device.name} ${detailed && html`<${About} device=${device} />`}</span>
           </label>`,
         )}
       </div>
@@ -114,7 +114,7 @@ function Notes() {
 
 export function Hardware() {
   if (!devices.value) return null;
-  const refresh = html`<${Button} kind="quiet small" onClick=${() => refreshDevices().catch(tellError)} aria-label="Refresh the devices">Refresh<//>`;
+  const refresh = html`<${Button} kind="quiet small" onClick=${() => refreshDevices().catch(showError)} aria-label="Refresh the devices">Refresh<//>`;
   return html`<div class="stack">
     <${DeviceChoice} key=${draft.value.task} chosen=${ticked.value} onChoose=${tick} detailed beside=${refresh} onWrong=${(message) => note("ranks", message)}><${Absent} /><${Free} /><//>
     <${Precision} />

@@ -10,12 +10,18 @@ export { batch, computed, effect, signal };
 
 export const html = htm.bind(h);
 
+/** JSON text as its value; `fallback` for other text, such as an older page may have stored. */
+export function parsed(text, fallback) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return fallback;
+  }
+}
+
 /** A signal whose value `storage` keeps as text. */
 export function stored(storage, key, fallback) {
-  const kept = signal(fallback);
-  try {
-    kept.value = JSON.parse(storage.getItem(key)) ?? fallback;
-  } catch {} // written by an older page
+  const kept = signal(parsed(storage.getItem(key), null) ?? fallback);
   effect(() => storage.setItem(key, JSON.stringify(kept.value)));
   return kept;
 }

@@ -4,11 +4,14 @@ import { batch, signal } from "./html.js";
 import { API, get, locked } from "./api.js";
 import { decode, Stream } from "./columns.js";
 import { setClock } from "./format.js";
-import { tellError } from "./ui.js";
+import { showError } from "./ui.js";
 
 const LONGEST_WAIT_MS = 5000;
-/** Rows arrive up to ten times a second; charts are drawn less often. */
-const DRAW_MS = 400;
+/**
+ * Rows arrive up to ten times a second. Charts are drawn again when these move a line of so many PIXELS by one, at most
+ * every DRAW_MS, and in any case after LATEST_MS.
+ */
+const [DRAW_MS, LATEST_MS, PIXELS] = [500, 2000, 400];
 
 /** connecting | open | lost */
 export const connection = signal("connecting");
@@ -29,27 +32,35 @@ export const takeJob = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
 
 /** The data of one run while it is shown. */
 class RunData {
+  watchers = 0;
+  epochs = signal([]);
+  /** Why the server does not send it, or null. */
+  error = signal(null);
+  streams = new Map();
+  /** The names of the streams that have rows. */
+  names = signal([]);
+  drawings = new Map();
+
   constructor(id) {
     this.id = id;
-    this.watchers = 0;
-    this.epochs = signal([]);
-    /** Why the server does not send it, or null. */
-    this.error = signal(null);
-    this.streams = new Map();
-    /** Counts up, at most once in DRAW_MS, when rows have arrived. */
-    this.version = signal(0);
-    this.waits = false;
-    this.drawn = 0;
   }
 
-  changed() {
-    if (this.waits) return;
-    this.waits = true;
+  /** When a stream was drawn, at how many rows; `version` counts up when it is to be drawn again. */
+  drawing(name) {
+    return this.drawings.get(name) ?? this.drawings.set(name, { version: signal(0), rows: 0, at: 0, timer: 0, frame: 0 }).get(name);
+  }
+
+  changed(name) {
+    const [drawn, { rows }] = [this.drawing(name), this.streams.get(name)];
+    if (rows && !this.names.peek().includes(name)) this.names.value = [...this.names.peek(), name];
+    if (drawn.frame) return;
     const draw = () => {
-      [this.waits, this.drawn] = [false, performance.now()];
-      this.version.value += 1;
+      Object.assign(drawn, { rows: this.streams.get(name).rows, at: performance.now(), frame: 0 });
+      drawn.version.value += 1;
     };
-    setTimeout(() => requestAnimationFrame(draw), Math.max(0, this.drawn + DRAW_MS - performance.now()));
+    const pause = Math.abs(rows - drawn.rows) * PIXELS < rows ? LATEST_MS : DRAW_MS;
+    clearTimeout(drawn.timer);
+    drawn.timer = setTimeout(() => (drawn.frame = requestAnimationFrame(draw)), drawn.at + pause - performance.now());
   }
 
   take(header, columns) {
@@ -57,20 +68,21 @@ class RunData {
       this.streams.set(header.stream, new Stream(header, columns));
       this.error.value = null;
     } else if (!this.streams.get(header.stream)?.append(header, columns)) return;
-    this.changed();
+    this.changed(header.stream);
   }
 
+  /** The stream or null; what calls it is drawn again with new rows. */
   stream(name) {
-    return this.streams.get(name) ?? null;
+    return this.drawing(name).version.value >= 0 ? (this.streams.get(name) ?? null) : null;
   }
 
   /** Streams of this kind: `system` means one for each node. */
   named(prefix) {
-    return [...this.streams].filter(([name]) => name.startsWith(prefix));
+    return this.names.value.filter((name) => name.startsWith(prefix)).map((name) => [name, this.stream(name)]);
   }
 }
 
-const looked = new Map();
+const followed = new Map();
 const ranges = new Map();
 let socket = null;
 let failures = 0;
@@ -78,23 +90,15 @@ let requests = 0;
 
 const send = (message) => socket?.readyState === WebSocket.OPEN && socket.send(JSON.stringify(message));
 
-/** Asks for a run once more, after an error. */
-export const followAgain = (id) => send(subscription(id));
-
-const subscription = (id) => ({ type: "subscribe", run: id });
+/** Asks for the data of a run, once more after an error. */
+export const subscribe = (id) => send({ type: "subscribe", run: id });
 
 /** Starts watching a run; the second value ends it. */
-export function look(id) {
-  if (!looked.has(id)) looked.set(id, new RunData(id));
-  const data = looked.get(id);
-  if (data.watchers++ === 0) send(subscription(id));
-  const leave = () => {
-    data.watchers -= 1;
-    if (data.watchers === 0) {
-      looked.delete(id);
-      send({ type: "unsubscribe", run: id });
-    }
-  };
+export function follow(id) {
+  if (!followed.has(id)) followed.set(id, new RunData(id));
+  const data = followed.get(id);
+  if (data.watchers++ === 0) subscribe(id);
+  const leave = () => --data.watchers === 0 && followed.delete(id) && send({ type: "unsubscribe", run: id });
   return [data, leave];
 }
 
@@ -117,7 +121,7 @@ export function connect() {
     failures = 0;
     connection.value = "open";
     send({ type: "watch", runs: true });
-    for (const id of looked.keys()) send(subscription(id));
+    for (const id of followed.keys()) subscribe(id);
   };
   socket.onmessage = ({ data }) => batch(() => (typeof data === "string" ? onText(JSON.parse(data)) : onFrame(decode(data))));
   socket.onclose = () => {
@@ -132,7 +136,7 @@ export function connect() {
 
 function onFrame({ header, columns }) {
   if (header.kind === "range") settle(header.request, new Stream(header, columns));
-  else looked.get(header.run)?.take(header, columns);
+  else followed.get(header.run)?.take(header, columns);
 }
 
 function settle(request, part) {
@@ -154,13 +158,13 @@ const handlers = {
     problems.value = message.problems;
   },
   epochs: ({ run, epochs }) => {
-    const data = looked.get(run);
+    const data = followed.get(run);
     if (data) data.epochs.value = epochs;
   },
   error: ({ request, run, ...error }) => {
     if (request !== undefined) settle(request, null);
-    else if (looked.has(run)) looked.get(run).error.value = error;
-    else if (!run) tellError(error); // errors about a run that is no longer shown are dropped
+    else if (followed.has(run)) followed.get(run).error.value = error;
+    else if (!run) showError(error); // errors about a run that is no longer shown are dropped
   },
   job: ({ job }) => takeJob(job),
 };
@@ -169,8 +173,7 @@ const onText = (message) => handlers[message.type]?.(message);
 
 /** Takes summaries from the server into the list, whose order is by creation. */
 export function merge(changed, removed) {
-  const byId = new Map((runs.value ?? []).map((run) => [run.id, run]));
-  for (const run of changed) byId.set(run.id, run);
+  const byId = new Map([...(runs.value ?? []), ...changed].map((run) => [run.id, run]));
   for (const id of removed) byId.delete(id);
   runs.value = [...byId.values()].sort((a, b) => (a.created_at < b.created_at ? 1 : -1));
 }

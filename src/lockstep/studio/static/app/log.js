@@ -55,6 +55,6 @@ export function Log({ run, names }) {
       <span class="muted number">${many(lines.length, "line")}</span>
       ${log?.truncated && tail < 5000 && html`<button type="button" class="button small" onClick=${() => setTail(5000)}>Load more</button>`}
     </div>
-    <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? html`<${Coloured} text=${lines.join("\n")} />` : "the log is empty"}</pre>
+    <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? html`<${Coloured} text=${lines.join("\n")} />` : log ? "the log is empty" : "loading…"}</pre>
   </div>`;
 }

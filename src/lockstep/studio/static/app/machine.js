@@ -3,14 +3,14 @@
 import { html, useEffect, useState } from "./html.js";
 import { post, useAnswer } from "./api.js";
 import { Job, newestJobs } from "./afterwards.js";
-import { coresOf, DeviceChoice, processText, runsOn, titleOf } from "./hardware.js";
+import { coresOf, DeviceChoice, deviceTitle, processText, runsOn } from "./hardware.js";
 import { devices, freeDevices, refreshDevices, studio } from "./catalogue.js";
 import { tick } from "./draft.js";
 import { clock, deviceWords, gigabytes, number, percent } from "./format.js";
 import { isGoing, runs, takeJob } from "./live.js";
 import { address, drawer } from "./route.js";
 import { label } from "./runs.js";
-import { Badge, Button, Problem, tellError, Tick } from "./ui.js";
+import { Badge, Button, Problem, showError, Tick } from "./ui.js";
 
 const WORST_FIRST = ["fail", "warn", "ok", "skip"];
 
@@ -28,7 +28,7 @@ function Doctor() {
   const [quick, setQuick] = useState(true);
   const { found, error } = useAnswer("/jobs", []);
   const job = newestJobs(found?.jobs, () => true).find(({ kind }) => kind === "doctor");
-  const start = () => post("/doctor", { devices: chosen.length ? chosen : null, quick }).then(takeJob, tellError);
+  const start = () => post("/doctor", { devices: chosen.length ? chosen : null, quick }).then(takeJob, showError);
   const findings = [...(job?.result?.findings ?? [])].sort((a, b) => WORST_FIRST.indexOf(a.status) - WORST_FIRST.indexOf(b.status));
   return html`<h1>Doctor</h1>
     <section class="card stack measure" aria-label="Check">
@@ -65,7 +65,7 @@ function Devices() {
       const load = id === "cpu" ? (host && { utilisation: host.cpu }) : gpus.find((one) => one.id === id);
       const ours = runsOn(id);
       return html`<section key=${id} class="card stack" aria-label=${id}>
-        <div class="row between"><h2>${titleOf(id)}</h2><span class="muted">${coresOf(device)}</span></div>
+        <div class="row between"><h2>${deviceTitle(id)}</h2><span class="muted">${coresOf(device)}</span></div>
         <p class="muted clip" title=${name}>${name}</p>
         ${Number.isFinite(load?.utilisation) && html`<${Meter} name="Utilisation" share=${load.utilisation} text=${[`${percent(load.utilisation)} busy`, load.power_w && `${number(load.power_w, 3)} W`, load.temperature_c && `${load.temperature_c} °C`].filter(Boolean).join(" · ")} />`}
         ${share !== null && html`<${Meter} name="Memory in use" share=${share} text=${`${gigabytes((memory - free) * 1e9)} of ${gigabytes(memory * 1e9)} in use`} />`}

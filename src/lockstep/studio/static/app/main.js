@@ -14,7 +14,7 @@ import { address, drawer, go, route } from "./route.js";
 import { compared, label, monitored, Runs } from "./runs.js";
 import { Run } from "./run.js";
 import { Scaling } from "./scaling.js";
-import { Boundary, Button, Problem, tell, Toasts } from "./ui.js";
+import { Boundary, Button, Problem, showMessage, Toasts } from "./ui.js";
 
 const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
 
@@ -29,7 +29,7 @@ const notifies = stored(localStorage, "lockstep-notify", false);
 if (globalThis.Notification?.permission !== "granted") notifies.value = false;
 async function toggleNotifications() {
   if (!notifies.value && (await globalThis.Notification?.requestPermission()) !== "granted") {
-    tell("The browser does not allow notifications of this page", { bad: true });
+    showMessage("The browser does not allow notifications of this page", { bad: true });
     return;
   }
   notifies.value = !notifies.value;

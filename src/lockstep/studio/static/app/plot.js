@@ -1,8 +1,11 @@
 // The only module that uses uPlot: a canvas with lines, zoom by dragging, at most one setData per frame.
 
 import uPlot from "../vendor/uplot.js";
-import { percent } from "./format.js";
+import { grouped, percent } from "./format.js";
 import { signal } from "./html.js";
+
+/** Above this number of points a line is as thin as what a browser without a GPU draws at a fifth of the cost. */
+const DENSE = 100;
 
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
@@ -38,14 +41,8 @@ function smooth(values, weight) {
   let sum = 0;
   let mass = 0;
   for (let i = 0; i < values.length; i += 1) {
-    const value = values[i];
-    if (isGap(value)) {
-      result[i] = NaN;
-      continue;
-    }
-    sum = sum * weight + value * (1 - weight);
-    mass = mass * weight + (1 - weight);
-    result[i] = sum / mass;
+    if (!isGap(values[i])) [sum, mass] = [sum * weight + values[i] * (1 - weight), mass * weight + (1 - weight)];
+    result[i] = isGap(values[i]) ? NaN : sum / mass;
   }
   return result;
 }
@@ -68,8 +65,9 @@ function align(series, log) {
 
 /** A chart in `host`. `draw` may be called at any rate; the canvas changes once a frame. */
 export class Plot {
-  constructor(host, onCursor, onZoom) {
-    Object.assign(this, { host, onCursor, onZoom, last: null, frame: 0, shape: "", chart: null, zoomed: false });
+  /** `wanted`: the range of x, {min, max}, to begin with; else all. */
+  constructor(host, onCursor, onZoom, wanted) {
+    Object.assign(this, { host, onCursor, onZoom, wanted, last: null, frame: 0, shape: "", chart: null, zoomed: false });
     this.resizer = new ResizeObserver(() => this.resize());
     this.resizer.observe(host);
   }
@@ -89,7 +87,7 @@ export class Plot {
     const { series: given, smoothing: weight, log, against, height, theme } = this.last;
     // The raw line stays visible, faint, behind a smoothed one.
     const series = weight ? [...given.map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given;
-    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw])]);
+    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw, one.x.length > DENSE])]);
     const data = align(series, log);
     if (shape !== this.shape) this.build({ ...this.last, series }, data, shape);
     else this.chart.setData(data, !this.zoomed);
@@ -97,9 +95,10 @@ export class Plot {
   }
 
   build(spec, data, shape) {
-    const shown = this.zoomed ? { ...this.chart.scales.x } : null;
+    // Another scale or colour keeps the zoom, another axis does not.
+    const shown = this.wanted ?? (this.zoomed && this.against === spec.against ? { ...this.chart.scales.x } : null);
     this.chart?.destroy();
-    this.shape = shape;
+    Object.assign(this, { shape, against: spec.against });
     const grid = { stroke: css("--line"), width: 1 };
     const axis = { stroke: css("--muted"), grid, ticks: { show: false }, font: '11px "Inter", sans-serif' };
     const options = {
@@ -109,17 +108,17 @@ export class Plot {
       padding: [8, 18, 0, 0],
       // One cursor for all charts with this x axis.
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, sync: { key: spec.against, scales: ["x", null] } },
-      scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: spec.unit === percent.axis ? ofWhole : withRoom } },
+      scales: { x: { time: false, range: spec.series.some(({ points }) => points) ? withRoom : undefined }, y: spec.log ? { distr: 3, range: logRange } : { range: spec.unit === percent.axis ? ofWhole : withRoom } },
       axes: [
         { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => tickTexts(ticks) },
-        { ...axis, size: wide, ...(spec.log ? { filter: (_, ticks) => (ticks.length < 14 ? ticks : ticks.map((tick) => (Number.isInteger(Math.log10(tick)) ? tick : null))) } : {}), values: (_, ticks) => tickTexts(ticks, spec) },
+        { ...axis, size: wide, ...(spec.log ? { filter: apart } : {}), values: (_, ticks) => tickTexts(ticks, spec) },
       ],
       series: [
         {},
         ...spec.series.map((one) => ({
           label: one.label,
           stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgb($1 / 0.35)" : "$&"),
-          width: one.raw ? 1 : 1.5,
+          width: one.raw || (!one.weight && one.x.length > DENSE) ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: !one.everyRow && !one.gaps,
           points: { show: (chart) => !one.raw && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
@@ -134,8 +133,9 @@ export class Plot {
     };
     this.chart = new uPlot(options, data, this.host);
     this.chart.over.addEventListener("dblclick", () => this.resetZoom());
-    // Another scale or colour keeps the zoom.
     if (shown) this.chart.setScale("x", { min: shown.min, max: shown.max });
+    if (Boolean(shown) !== this.zoomed) this.onZoom(shown?.min ?? null, shown?.max ?? null);
+    Object.assign(this, { zoomed: Boolean(shown), wanted: null });
   }
 
   dragged(chart) {
@@ -157,6 +157,7 @@ export class Plot {
   }
 
   resetZoom() {
+    if (!this.zoomed) return;
     this.zoomed = false;
     this.onZoom(null, null);
     if (this.chart) this.chart.setData(this.chart.data, true);
@@ -176,6 +177,17 @@ export class Plot {
 
 /** A logarithmic axis that ends close to the values, not at the next power of ten. */
 const logRange = (_, low, high) => (low === null || high === null ? [0.1, 1] : [low / 1.15, high * 1.15]);
+
+/** Of the ticks of a logarithmic axis, those that are written: powers of ten first, then others of one digit, as far apart as text is high. */
+function apart(chart, ticks) {
+  const digits = (tick) => (Number.isInteger(Math.log10(tick)) ? 0 : tick.toExponential().split("e")[0].length);
+  const written = [];
+  for (const tick of ticks.toSorted((a, b) => digits(a) - digits(b))) {
+    const far = written.every((other) => Math.abs(chart.valToPos(other, "y") - chart.valToPos(tick, "y")) > 14);
+    if (far && (digits(tick) < 2 || written.length < 2)) written.push(tick);
+  }
+  return ticks.map((tick) => (written.includes(tick) ? tick : null));
+}
 
 /** Five per cent of space above and below, and a range around a constant value. */
 function withRoom(_, low, high) {
@@ -221,5 +233,5 @@ export function tickTexts(ticks, { log = false, unit: [scale, unit] = [1, ""] } 
   }
   const [, suffix, by] = decimalsOf(step / suffixOf(most)[2]) < 3 ? suffixOf(most) : suffixOf(0);
   const digits = decimalsOf(step / by);
-  return write((value) => `${(value / by).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${suffix}`);
+  return write((value) => `${grouped(value / by, digits)}${suffix}`);
 }

@@ -12,23 +12,14 @@ addEventListener("hashchange", () => (hash.value = location.hash));
 /** Whether the form of a new run is open. */
 export const drawer = signal(false);
 
-const OLD = { __proto__: null, train: "run", doctor: "machine" };
-
-/** A part of an address that someone may have cut. */
-function decoded(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return text;
-  }
-}
+/** A part of an address, which someone may have cut: `decodeURIComponent` would throw. */
+const decoded = (text) => new URLSearchParams(`id=${text.replaceAll("+", "%2B")}`).get("id");
 
 export const route = computed(() => {
   const [path, query = ""] = hash.value.replace(/^#\/?/, "").split("?");
   const [first = "", argument = "", tab = ""] = path.split("/");
   const ids = argument.split(",").filter(Boolean).map(decoded);
-  const named = OLD[first] ?? first;
-  const view = named === "run" && !ids.length ? "runs" : named || "runs";
+  const view = first === "run" && !ids.length ? "runs" : first || "runs";
   return { view, run: view === "run" ? ids[0] : null, ids, tab, query: new URLSearchParams(query) };
 });
 

@@ -10,8 +10,8 @@ import { findRun, isGoing, runs, takeJob } from "./live.js";
 import { Coloured, Log } from "./log.js";
 import { EvaluateDialog, ExportDialog, Job, newestJobs, ResumeDialog } from "./afterwards.js";
 import { go, route } from "./route.js";
-import { actionsFor, duplicate, LABEL_DIALOGS, label, monitored } from "./runs.js";
-import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, Table, Tabs, tell, tellError } from "./ui.js";
+import { actionsFor, duplicate, LABEL_DIALOGS, label, monitored, took } from "./runs.js";
+import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, showError, showMessage, Table, Tabs } from "./ui.js";
 
 /** `entries`: [[name, value], …], without those that are false. */
 const Metrics = ({ entries }) =>
@@ -36,12 +36,11 @@ function Progress({ run }) {
 
 function Finished({ run }) {
   const final = run.final_metrics ?? {};
-  const took = (Date.parse(run.completed_at) - Date.parse(run.started_at)) / 1000;
   const best = Object.entries(run.best_metric ?? {}).filter(([name, value]) => value !== final[name]).map(([name, value]) => [`Best ${words(name)}`, number(value)]);
   const early = run.step < run.total_steps;
   return html`<section class="stack" aria-label="Final metrics">
     ${early && html`<p class="note info">Early stopping: it ended at step ${number(run.step)} of ${number(run.total_steps)}${run.epochs ? `, epoch ${number(run.epoch)} of ${number(run.epochs)}` : ""}.</p>`}
-    <${Metrics} entries=${[...Object.entries(final).map(([name, value]) => [heading(name), number(value)]), ...best, run.best_epoch !== null && ["Best epoch", number(run.best_epoch)], took >= 0 && ["Took", duration(took)]]} />
+    <${Metrics} entries=${[...Object.entries(final).map(([name, value]) => [heading(name), number(value)]), ...best, run.best_epoch !== null && ["Best epoch", number(run.best_epoch)], took(run) >= 0 && ["Took", duration(took(run))]]} />
   </section>`;
 }
 
@@ -113,8 +112,8 @@ function Facts({ run }) {
 }
 
 function Stop({ run }) {
-  const said = ({ kill_after_s: limit }) => tell(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
-  const stop = () => post(runPath(run.id, "/stop")).then(said, tellError);
+  const said = ({ kill_after_s: limit }) => showMessage(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
+  const stop = () => post(runPath(run.id, "/stop")).then(said, showError);
   const why = run.stopping ? `stopping: a checkpoint first, ended after ${duration(studio.value?.kill_after_s)} at the latest` : "";
   return html`<${Button} kind="danger" why=${why} onClick=${stop}>${run.stopping ? "Stopping…" : "Stop"}<//>`;
 }
@@ -125,7 +124,7 @@ function Actions({ run, detail, onDialog }) {
   const saved = detail?.checkpoints.length > 0;
   return html`
     ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : "Resume…"}<//>`}
-    ${detail && html`<${Button} title="Curves, settings and plan on one page" onClick=${() => post(runPath(run.id, "/report")).then(takeJob, tellError)}>Report<//>`}
+    ${detail && html`<${Button} title="Curves, settings and plan on one page" onClick=${() => post(runPath(run.id, "/report")).then(takeJob, showError)}>Report<//>`}
     ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
   `;
 }

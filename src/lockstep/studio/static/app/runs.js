@@ -4,10 +4,10 @@ import { computed, effect, html, signal, useEffect, useMemo, useState } from "./
 import { get, patch, post, remove, runPath } from "./api.js";
 import { change, replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
-import { ago, clock, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
+import { ago, clock, clockNow, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
 import { isGoing, merge, problems, runs } from "./live.js";
 import { address, drawer, go, keep, route } from "./route.js";
-import { Badge, Button, Dialog, Menu, Search, Select, tell, tellError, TextDialog } from "./ui.js";
+import { Badge, Button, Dialog, Menu, Search, Select, showError, showMessage, TextDialog } from "./ui.js";
 
 const PAGE = 100;
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
@@ -28,7 +28,8 @@ export const label = (run) => run.name || run.id;
 /** What words of a filter are looked for in. */
 const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, run.notes, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
 
-const took = (run) => (Date.parse(run.completed_at) - Date.parse(run.started_at)) / 1000;
+/** Seconds from the first start to the end, or to now. */
+export const took = (run) => ((run.status === "running" ? clockNow.value : Date.parse(run.completed_at)) - Date.parse(run.started_at)) / 1000;
 
 /** The metric that decides which checkpoint is best, else the first of the best ones. */
 export function monitored(run) {
@@ -70,7 +71,7 @@ function valueOf(run, name) {
 }
 
 const cellOf = (run, name) => (COLUMNS[name]?.[2] ? COLUMNS[name][2](run) : plain(valueOf(run, name)));
-const titleOf = (name) => COLUMNS[name]?.[0] ?? (name.includes(".") ? name : heading(name));
+const columnTitle = (name) => COLUMNS[name]?.[0] ?? (name.includes(".") ? name : heading(name));
 
 function compareValues(a, b) {
   if (a === b) return 0;
@@ -86,7 +87,7 @@ const table = computed(() => {
   return { text: query.get("filter") ?? "", status: query.get("status") ?? "", order, group: query.get("group") ?? "", columns: query.get("columns")?.split(",").filter(Boolean) ?? SHOWN };
 });
 
-const fetchSettings = () => get("/settings").then((found) => (settings.value = found), tellError);
+const fetchSettings = () => get("/settings").then((found) => (settings.value = found), showError);
 
 function useSettings(wanted) {
   useEffect(() => void (wanted && fetchSettings()), [wanted, runs.value?.length]);
@@ -111,8 +112,8 @@ function ColumnsDialog({ all, onClose }) {
       ([title, list]) => html`<fieldset key=${title} class="stack">
         <legend class="eyebrow">${title}</legend>
         <div class="options">
-          ${list.filter((name) => `${name} ${titleOf(name)}`.toLowerCase().includes(text.toLowerCase())).map(
-            (name) => html`<label key=${name} class="row"><input type="checkbox" checked=${columns.includes(name)} onChange=${(event) => toggle(name, event.currentTarget.checked)} /><span class="clip" title=${name}>${titleOf(name)}</span></label>`,
+          ${list.filter((name) => `${name} ${columnTitle(name)}`.toLowerCase().includes(text.toLowerCase())).map(
+            (name) => html`<label key=${name} class="row"><input type="checkbox" checked=${columns.includes(name)} onChange=${(event) => toggle(name, event.currentTarget.checked)} /><span class="clip" title=${name}>${columnTitle(name)}</span></label>`,
           )}
         </div>
       </fieldset>`,
@@ -126,7 +127,7 @@ function Filters({ shown, all, onDialog }) {
   return html`<div class="filters" role="search" aria-label="Runs">
     <${Search} label="Search runs" hint="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" grow="grow" text=${text} onSearch=${(one) => keep("filter", one)} />
     <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
-    <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${titleOf(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
+    <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${columnTitle(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
     <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? many(shown, "run") : `${number(shown)} of ${many(all.length, "run")}`}</span>
   </div>`;
@@ -139,10 +140,10 @@ export async function duplicate(run, changes = []) {
     replaceDraft(copy);
     for (const [path, value] of changes) change(path, value);
     drawer.value = true;
-    tell("The form has the configuration of this run");
-    if (copy.left_out.length) tell(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
+    showMessage("The form has the configuration of this run");
+    if (copy.left_out.length) showMessage(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
   } catch (error) {
-    tellError(error);
+    showError(error);
   }
 }
 
@@ -158,7 +159,7 @@ export function actionsFor(run, onDialog) {
   ];
 }
 
-const mark = (run, change) => patch(runPath(run.id), change).then((marked) => merge([marked], []), tellError);
+const mark = (run, change) => patch(runPath(run.id), change).then((marked) => merge([marked], []), showError);
 
 function Row({ run, columns, numeric, onDialog }) {
   const ticked = compared.value.includes(run.id);
@@ -202,7 +203,7 @@ function Group({ name, value, rows, columns, ...rest }) {
   const [open, setOpen] = useState(false);
   return html`<tr class="group-row">
       <td></td>
-      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${open ? "true" : "false"} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"} ${titleOf(name)} ${plain(value)}</button> <span class="muted">${many(rows.length, "run")}</span></th>
+      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${open ? "true" : "false"} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"} ${columnTitle(name)} ${plain(value)}</button> <span class="muted">${many(rows.length, "run")}</span></th>
       ${columns.map((column) => html`<td key=${column} class="number">${FIXED.has(column) ? "" : spread(rows, column)}</td>`)}
       <td></td>
     </tr>
@@ -214,7 +215,7 @@ function Selected({ all, onDialog }) {
   const chosen = all.filter(({ id }) => compared.value.includes(id));
   if (!chosen.length) return null;
   const going = chosen.filter(isGoing);
-  const stop = () => Promise.allSettled(going.map((run) => post(runPath(run.id, "/stop")))).then((done) => tell(`${done.filter(({ status }) => status === "fulfilled").length} of ${going.length} runs are stopping`));
+  const stop = () => Promise.allSettled(going.map((run) => post(runPath(run.id, "/stop")))).then((done) => showMessage(`${done.filter(({ status }) => status === "fulfilled").length} of ${going.length} runs are stopping`));
   const why = chosen.length < 2 ? "select two runs or more" : chosen.length > MOST_COMPARED ? `${MOST_COMPARED} runs at most` : "";
   return html`<div class="selected row" role="group" aria-label="Selected runs">
     <strong>${chosen.length} selected</strong>
@@ -270,7 +271,7 @@ function Heads({ columns, numeric, order }) {
   const head = (name, title) => html`<th key=${name} scope="col" class=${numeric.has(name) ? "number" : ""} aria-sort=${name === by ? (descending ? "descending" : "ascending") : undefined}>
     <button type="button" class="sort" onClick=${() => keep("sort", name === by && !descending ? `-${name}` : name)}>${title}${name === by ? (descending ? " ↓" : " ↑") : ""}</button>
   </th>`;
-  return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, titleOf(name)))}<th><span class="unseen">Actions</span></th></tr>`;
+  return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, columnTitle(name)))}<th><span class="unseen">Actions</span></th></tr>`;
 }
 
 export function Runs() {

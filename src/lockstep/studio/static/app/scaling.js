@@ -8,7 +8,7 @@ import { devices, tasks } from "./catalogue.js";
 import { Chart } from "./charts.js";
 import { clock, gigabytes, number, percent } from "./format.js";
 import { jobs, takeJob } from "./live.js";
-import { Button, Problem, Select, Table, tellError } from "./ui.js";
+import { Button, Problem, Select, Table, showError } from "./ui.js";
 
 const CHARTS = [
   ["Speed-up", "speed_up", (ranks) => ranks, {}],
@@ -65,7 +65,7 @@ function Start({ busy, onStart }) {
   const [task, setTask] = useState("har");
   const [chosen, setChosen] = useState(devices.value.default);
   const why = chosen.length < 2 ? "two devices or ranks are needed to compare" : "";
-  const start = () => post("/scaling", { task, devices: chosen, config: {} }).then(onStart, tellError);
+  const start = () => post("/scaling", { task, devices: chosen, config: {} }).then(onStart, showError);
   return html`<section class="card stack measure" aria-label="Measure">
     <${Select} label="Task" value=${task} options=${tasks.value.map(({ name }) => name)} onChange=${setTask} />
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />

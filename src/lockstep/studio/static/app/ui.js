@@ -33,13 +33,13 @@ const toasts = signal([]);
 let nextToast = 1;
 
 /** Shows a message for some seconds; errors stay until they are closed. */
-export function tell(text, { bad = false } = {}) {
+export function showMessage(text, { bad = false } = {}) {
   const id = nextToast++;
   toasts.value = [...toasts.value.slice(-3), { id, text, bad }];
   if (!bad) setTimeout(() => dismiss(id), 5000);
 }
 
-export const tellError = ({ message, why, fix }) => tell([message, why, fix && `Fix: ${fix}`].filter(Boolean).map(forPage).join(" – "), { bad: true });
+export const showError = ({ message, why, fix }) => showMessage([message, why, fix && `Fix: ${fix}`].filter(Boolean).map(forPage).join(" – "), { bad: true });
 
 const dismiss = (id) => (toasts.value = toasts.value.filter((toast) => toast.id !== id));
 
@@ -54,14 +54,8 @@ export function Toasts() {
   </div>`;
 }
 
-const copies = async (text) => {
-  try {
-    await navigator.clipboard.writeText(text);
-    tell("Copied");
-  } catch {
-    tell("The browser does not allow access to the clipboard; select the text instead", { bad: true });
-  }
-};
+const refused = () => showMessage("The browser does not allow access to the clipboard; select the text instead", { bad: true });
+const copies = (text) => (navigator.clipboard?.writeText(text) ?? Promise.reject()).then(() => showMessage("Copied"), refused);
 
 /** Text to read and to copy; `of`: whose it is. `empty` is shown where there is none. */
 export const Code = ({ title, text, of = "", wrap = false, empty = "" }) =>
@@ -110,14 +104,8 @@ export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false
     if (busy || why) return;
     setBusy(true);
     setError(null);
-    try {
-      await onSubmit();
-      onClose();
-    } catch (error) {
-      setError(error);
-    } finally {
-      setBusy(false);
-    }
+    await (async () => onSubmit())().then(() => onClose(), setError);
+    setBusy(false);
   };
   return html`<dialog ref=${dialog} aria-labelledby=${heading} onClose=${onClose}>
     <form onSubmit=${send}>
