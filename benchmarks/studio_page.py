@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,14 @@ TALL = {"width": 1280, "height": 2600}
 USUAL = {"width": 1280, "height": 800}
 CHARTS = 17
 WAIT_MS = 120_000
+COUNT_DRAWINGS = """() => {
+    const clear = CanvasRenderingContext2D.prototype.clearRect;
+    window.drawn = 0;
+    CanvasRenderingContext2D.prototype.clearRect = function (...box) {
+        drawn += 1;
+        return clear.apply(this, box);
+    };
+}"""
 COUNTERS = {"ThreadTime": "all", "ScriptDuration": "script", "LayoutDuration": "layout", "RecalcStyleDuration": "style"}
 
 
@@ -48,8 +56,18 @@ def live_row(step: int) -> dict[str, Any]:
     """A step with eleven numbers of the task: with the usual five and that of the epochs they are 17 charts."""
     noise = lambda n: math.sin(12.9898 * (step + 17 * n)) * 43758.5453 % 1  # noqa: E731 - the same in every run
     scalars = {f"head{n}": 2 / (1 + step / 300) + noise(n) / 5 for n in range(CHARTS - 6)}
-    usual = {"loss": 2 / (1 + step / 300) + noise(20) / 5, "grad_norm": 1 + noise(21), "samples_per_s": 900 + 50 * noise(22)}
-    return {**step_row(step), **usual, "lr": 1e-3 * math.cos(step / 9000), "data_wait_share": noise(23) / 9, "scalars": scalars}
+    usual = {
+        "loss": 2 / (1 + step / 300) + noise(20) / 5,
+        "grad_norm": 1 + noise(21),
+        "samples_per_s": 900 + 50 * noise(22),
+    }
+    return {
+        **step_row(step),
+        **usual,
+        "lr": 1e-3 * math.cos(step / 9000),
+        "data_wait_share": noise(23) / 9,
+        "scalars": scalars,
+    }
 
 
 def rank_row(step: int, ranks: int) -> dict[str, Any]:
@@ -109,13 +127,7 @@ def live(browser: Browser, server: Server, name: str, seconds: float, profile: b
         page.wait_for_function("count => document.querySelectorAll('.plot canvas').length >= count", arg=CHARTS)
         page.wait_for_timeout(3000)
         assert charts(page) == CHARTS, charts(page)
-        page.evaluate(
-            """() => {
-                const clear = CanvasRenderingContext2D.prototype.clearRect;
-                window.drawn = 0;
-                CanvasRenderingContext2D.prototype.clearRect = function (...box) { drawn += 1; return clear.apply(this, box); };
-            }"""
-        )
+        page.evaluate(COUNT_DRAWINGS)
         cdp = page.context.new_cdp_session(page)
         cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
         if profile:
@@ -138,14 +150,16 @@ def show(profile: dict[str, Any]) -> None:
     spent: Counter[str] = Counter()
     for node, micros in zip(profile["samples"], profile["timeDeltas"], strict=True):
         frame = nodes[node]
-        spent[f"{frame['functionName'] or '(anonymous)'} {frame['url'].rpartition('/')[2][:12]}:{frame['lineNumber']}"] += micros
+        spent[
+            f"{frame['functionName'] or '(anonymous)'} {frame['url'].rpartition('/')[2][:12]}:{frame['lineNumber']}"
+        ] += micros
     total = sum(spent.values())
     for what, micros in spent.most_common(40):
         print(f"{100 * micros / total:6.2f} %  {what}")
 
 
 def visits(browser: Browser, server: Server) -> dict[str, float]:
-    """Seconds until a new run could be started: while the studio starts, at the first visit of a browser, at the second."""
+    """Seconds until the form has its fields, and until a run can be started: while the studio starts, and later."""
     found = {}
     for what in (("visit while the studio starts",), ("first visit", "second visit")):
         with tab(browser) as page:
@@ -179,7 +193,10 @@ def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def many_metrics(folder: Path, steps: int) -> None:
     run = make_run(folder, 500)
-    rows = ({**step_row(at), "scalars": {f"layer{n % 25}/metric_{n}": at + n for n in range(500)}} for at in range(1, steps + 1))
+    rows = (
+        {**step_row(at), "scalars": {f"layer{n % 25}/metric_{n}": at + n for n in range(500)}}
+        for at in range(1, steps + 1)
+    )
     write_rows(run.steps_file, rows)
 
 
@@ -200,44 +217,45 @@ def imported_from(source: Path) -> Iterator[None]:
 
 
 def measure(browser: Browser, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    rows: dict[str, dict[str, list[dict[str, float]]]] = {str(source): {} for source in given.source}
     wide = folder / "wide"
     many_metrics(wide, 200)
     many_ranks(wide, 1024, 50)
-
-    def keep(source: Path, what: str, row: Callable[[], dict[str, float]]) -> None:
-        rows[str(source)].setdefault(what, []).append(row())
-
+    rows: dict[Path, list[dict[str, float]]] = {source: [] for source in given.source}
     for _ in range(given.repeats):
         for source in given.source:
             with imported_from(source):
-                shutil.rmtree(folder / "live", ignore_errors=True)
-                run = make_run(folder / "live", 1, status="running")
-                write_rows(run.steps_file, map(live_row, range(1, given.steps + 1)))
-                with serving(folder / "live") as server, training(run, given.steps):
-                    keep(source, f"{CHARTS} charts, live", lambda: live(browser, server, run.path.name, given.live_s, given.profile))
-                if given.profile:
-                    continue
-                with serving(wide) as server:
-                    keep(source, "visit", lambda: visits(browser, server))
-                    for what, name, title in (("500 metrics", "run-000001f4", "Loss"), ("1,024 ranks", "run-00000400", "Step time per rank")):
-                        keep(source, what, lambda: {"first chart, s": first_chart(browser, server, name, title)})  # noqa: B023
-    return {source: {what: medians(some) for what, some in found.items()} for source, found in rows.items()}
+                rows[source].append(measure_once(browser, folder / "live", wide, given))
+    return {str(source): medians(found) for source, found in rows.items()}
+
+
+def measure_once(browser: Browser, folder: Path, wide: Path, given: argparse.Namespace) -> dict[str, float]:
+    shutil.rmtree(folder, ignore_errors=True)
+    run = make_run(folder, 1, status="running")
+    write_rows(run.steps_file, map(live_row, range(1, given.steps + 1)))
+    with serving(folder) as server, training(run, given.steps):
+        found = live(browser, server, run.path.name, given.live_s, given.profile)
+    if given.profile:
+        return found
+    with serving(wide) as server:
+        found |= visits(browser, server)
+        found["500 metrics: first chart, s"] = first_chart(browser, server, "run-000001f4", "Loss")
+        found["1,024 ranks: first chart, s"] = first_chart(browser, server, "run-00000400", "Step time per rank")
+    return found
 
 
 def markdown(report: dict[str, Any]) -> str:
+    where = f"{report['machine']}, load {report['load_before']} before; {report['repeats']} repeats"
     lines = [
         f"# The page's costs, {report['date']}",
         "",
-        f"{report['machine']}, load {report['load_before']} before; {report['repeats']} repeats, {report['steps']} steps before the page is opened.",
+        f"{where}, {report['steps']} steps before the page is opened, {CHARTS} charts.",
         "",
-        "| source | what | value | median | least | most |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
-    for source, results in report["results"].items():
-        for what, values in results.items():
-            for name, found in values.items():
-                lines.append(f"| {source} | {what} | {name} | {found['median']} | {found['least']} | {found['most']} |")
+        "| source | value | median | least | most |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for source, values in report["results"].items():
+        for name, found in values.items():
+            lines.append(f"| {source} | {name} | {found['median']} | {found['least']} | {found['most']} |")
     return "\n".join(lines) + "\n"
 
 

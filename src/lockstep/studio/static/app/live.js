@@ -8,7 +8,7 @@ import { showError } from "./ui.js";
 
 const LONGEST_WAIT_MS = 5000;
 /**
- * Rows arrive up to ten times a second. Charts are drawn again when these move a line of so many PIXELS by one, at most
+ * Rows arrive up to ten times a second. Charts are drawn again when these move a line of PIXELS pixels by one, at most
  * every DRAW_MS, and in any case after LATEST_MS.
  */
 const [DRAW_MS, LATEST_MS, PIXELS] = [500, 2000, 400];
