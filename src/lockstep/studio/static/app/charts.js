@@ -57,8 +57,7 @@ function last({ x, y }, at = y.length - 1) {
 export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom, shared }) {
   const host = useRef(null);
   const plot = useRef(null);
-  const zoomed = useRef(onZoom);
-  zoomed.current = onZoom;
+  const zoomed = Object.assign(useRef(), { current: onZoom });
   const own = useState([]);
   const [hidden, setHidden] = shared ?? own;
   const [cursor, setCursor] = useState(null);

@@ -4,8 +4,11 @@ import uPlot from "../vendor/uplot.js";
 import { grouped, percent } from "./format.js";
 import { signal } from "./html.js";
 
-/** Above this number of points a line is as thin as what a browser without a GPU draws at a fifth of the cost. */
-const DENSE = 100;
+/** Whether a line goes up and down so often that a browser without a GPU takes five times as long for one wider than 1 px. */
+function isRough({ y, weight }) {
+  const [least, most] = [y.reduce((a, b) => (b < a ? b : a), Infinity), y.reduce((a, b) => (b > a ? b : a), -Infinity)];
+  return !weight && y.length > 100 && y.reduce((sum, value, at) => sum + (Math.abs(value - y[at - 1]) || 0), 0) > 10 * (most - least);
+}
 
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
@@ -86,8 +89,9 @@ export class Plot {
     if (!this.host.clientWidth) return;
     const { series: given, smoothing: weight, log, against, height, theme } = this.last;
     // The raw line stays visible, faint, behind a smoothed one.
-    const series = weight ? [...given.map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given;
-    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw, one.x.length > DENSE])]);
+    const lines = weight ? [...given.map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given;
+    const series = lines.map((one) => ({ ...one, thin: one.raw || isRough(one) }));
+    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw, one.thin])]);
     const data = align(series, log);
     if (shape !== this.shape) this.build({ ...this.last, series }, data, shape);
     else this.chart.setData(data, !this.zoomed);
@@ -118,7 +122,7 @@ export class Plot {
         ...spec.series.map((one) => ({
           label: one.label,
           stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgb($1 / 0.35)" : "$&"),
-          width: one.raw || (!one.weight && one.x.length > DENSE) ? 1 : 1.5,
+          width: one.thin ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: !one.everyRow && !one.gaps,
           points: { show: (chart) => !one.raw && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
@@ -146,8 +150,7 @@ export class Plot {
 
   /** Shows `factor` times as much of the x axis, moved by this share of it; without a factor all. For keyboards. */
   zoom(factor, shift = 0) {
-    if (!factor) return void this.resetZoom();
-    if (!this.chart || this.chart.data[0].length < 2) return;
+    if (!factor || !this.chart || this.chart.data[0].length < 2) return factor ? undefined : this.resetZoom();
     const { min, max } = this.chart.scales.x;
     const middle = (min + max) / 2 + shift * (max - min);
     const half = ((max - min) / 2) * factor;
