@@ -490,14 +490,14 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
 def test_the_log_follows_its_end_and_another_file_shows_nothing_of_the_first(
     server: Address, open_page: OpenPage
 ) -> None:
-    run = make_run(runs_of(server), "talks", "running")
+    run = make_run(runs_of(server), "talkative", "running")
     me = psutil.Process()
     alive = {"host": socket.gethostname(), "updated": time.time() + 3600, "pid": me.pid, "created": me.create_time()}
     write_json(run.heartbeat_file, {"step": 1, "total": 9, "counter": 1, **alive})
     for rank in (0, 1):
         (run.logs / f"rank-{rank}.log").write_text("".join(f"rank {rank} line {n}\n" for n in range(200)))
     page = open_page(server.url)
-    page.get_by_role("link", name="talks").click()
+    page.get_by_role("link", name="talkative").click()
     page.get_by_role("tab", name="Log").click()
     log = page.get_by_label("Log", exact=True)
     expect(log).to_contain_text("rank 0 line 199")

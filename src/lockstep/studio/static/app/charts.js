@@ -57,7 +57,7 @@ function last({ x, y }, at = y.length - 1) {
 export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom, shared }) {
   const host = useRef(null);
   const plot = useRef(null);
-  const zoomed = Object.assign(useRef(), { current: onZoom });
+  const now = Object.assign(useRef(), { current: { onZoom, against } });
   const own = useState([]);
   const [hidden, setHidden] = shared ?? own;
   const [cursor, setCursor] = useState(null);
@@ -79,13 +79,14 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   useEffect(() => {
     const point = (index, data) => setCursor(data[0][index] ?? null);
     const linked = () => /^(\S+) (\S+) (.*)$/.exec(drawing.peek().zoom) ?? [];
+    // The link keeps the part of an axis that was zoomed last: all charts with this axis show it.
     const zoom = (from, to) => {
-      if (from !== null) keep("zoom", `${Number(from.toPrecision(8))} ${Number(to.toPrecision(8))} ${title}`);
-      else if (linked()[3] === title) keep("zoom", null);
-      zoomed.current?.(from, to);
+      const text = from === null ? null : `${Number(from.toPrecision(4))} ${Number(to.toPrecision(4))} ${now.current.against}`;
+      if ((text ?? "") !== drawing.peek().zoom && (text || linked()[3] === now.current.against)) keep("zoom", text);
+      now.current.onZoom?.(from, to);
     };
     const [min, max] = linked().slice(1, 3).map(Number);
-    plot.current = new Plot(host.current, point, zoom, linked()[3] === title && min < max ? { min, max } : null);
+    plot.current = new Plot(host.current, point, zoom, linked()[3] === against && min < max ? { min, max } : null);
     return () => plot.current.destroy();
   }, []);
   const theme = themes.value;
@@ -117,7 +118,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
       <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor)}` : ""}</span>
       <${Menu} label=${`Actions for ${title}`} items=${items} />
     </figcaption>
-    <div class="plot" ref=${host} role="img" tabindex="0" aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`} onKeyDown=${keys}></div>
+    <div class="plot" ref=${host} role="img" tabindex="0" onDblClick=${() => (resets.value += 1)} aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`} onKeyDown=${keys}></div>
     ${series.length > 1 && html`<${Legend} series=${series} hidden=${hidden} onHide=${setHidden} textOf=${valueOf} named=${!shared} />`}
   </figure>`;
 }

@@ -121,7 +121,7 @@ export class Plot {
         {},
         ...spec.series.map((one) => ({
           label: one.label,
-          stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgb($1 / 0.35)" : "$&"),
+          stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgba($1, 0.35)" : "$&"),
           width: one.thin ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: !one.everyRow && !one.gaps,
@@ -136,7 +136,6 @@ export class Plot {
       },
     };
     this.chart = new uPlot(options, data, this.host);
-    this.chart.over.addEventListener("dblclick", () => this.resetZoom());
     if (shown) this.chart.setScale("x", { min: shown.min, max: shown.max });
     if (Boolean(shown) !== this.zoomed) this.onZoom(shown?.min ?? null, shown?.max ?? null);
     Object.assign(this, { zoomed: Boolean(shown), wanted: null });
