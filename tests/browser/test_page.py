@@ -499,7 +499,7 @@ def test_the_log_follows_its_end_and_another_file_shows_nothing_of_the_first(
     page = open_page(server.url)
     page.get_by_role("link", name="talkative").click()
     page.get_by_role("tab", name="Log").click()
-    log = page.get_by_label("Log", exact=True)
+    log = page.get_by_role("tabpanel", name="Log").locator("pre")
     expect(log).to_contain_text("rank 0 line 199")
     end = "it => it.scrollHeight - it.scrollTop - it.clientHeight < 2"
     page.wait_for_function(f"({end})(document.querySelector('pre.log'))")
