@@ -61,6 +61,23 @@ def test_another_alphabet_is_trained_and_transcribed(tmp_path: Path, manifest: P
     assert "repeats a letter" in refused and "Traceback" not in refused
 
 
+def test_the_n_grams_of_a_text_weigh_what_is_heard(tmp_path: Path, manifest: Path) -> None:
+    said = {json.loads(line)["text"] for line in manifest.read_text().splitlines()}
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(said))
+    settings = ("--set", f"task.lm_text=[{text}]", "--set", "task.lm_weight=50", *flags(manifest))
+    beam = ("--set", "task.decoder=beam")
+    finish(start("train", "speech", "--save-dir", "run", *beam, *settings, cwd=tmp_path))
+    recordings = [str(manifest.parent / f"{index}.wav") for index in range(3)]
+    heard = json.loads(finish(start("transcribe", "run", *recordings, "--json", cwd=tmp_path)))
+    assert {row["text"] for row in heard["transcripts"]} <= said, "after one epoch, only the text knows words"
+    refused = finish(start("plan", "speech", *settings, cwd=tmp_path), code=2)
+    assert "set task.decoder=beam" in refused and "Traceback" not in refused
+    text.unlink()
+    refused = finish(start("transcribe", "run", *recordings, cwd=tmp_path), code=2)
+    assert "cannot read the text" in refused and "Traceback" not in refused
+
+
 @pytest.mark.drill
 def test_exact_mode_gives_the_same_weights_on_one_and_two_ranks(tmp_path: Path, manifest: Path) -> None:
     for run, devices in (("one", "cpu"), ("two", "cpu,cpu")):

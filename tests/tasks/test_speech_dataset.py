@@ -132,3 +132,10 @@ def test_the_band_of_a_telephone_ends_at_4_khz() -> None:
     quiet = Perturbation(speeds=(1.0,), noise_db=(200.0, 200.0), band_share=1.0)(wave, np.random.default_rng(0), 1)
     power = np.square(np.abs(np.fft.rfft(quiet)))
     assert power[len(power) // 2 + 1 :].sum() < 1e-6 * power.sum()
+
+
+def test_a_telephone_does_not_transmit_noise_above_4_khz_either() -> None:
+    wave = sound(0.5).astype(np.float32)
+    noisy = Perturbation(speeds=(1.0,), noise_db=(0.0, 0.0), band_share=1.0)(wave, np.random.default_rng(0), 1)
+    power = np.square(np.abs(np.fft.rfft(noisy)))
+    assert power[len(power) // 2 + 1 :].sum() < 1e-6 * power.sum()

@@ -99,13 +99,15 @@ class Perturbation:
         speed = float(rng.choice(self.speeds))
         if len(wave) / speed >= shortest:
             wave = np.interp(np.arange(0, len(wave) - 1, speed), np.arange(len(wave)), wave).astype(np.float32)
-        if rng.random() < self.band_share:
-            spectrum = np.fft.rfft(wave)
-            spectrum[len(spectrum) // 2 :] = 0
-            wave = np.fft.irfft(spectrum, len(wave)).astype(np.float32)
         loudness = float(np.sqrt(np.square(wave).mean()))
         noise = rng.standard_normal(len(wave), dtype=np.float32)
-        return wave + noise * np.float32(loudness * 10 ** (-rng.uniform(*self.noise_db) / 20))
+        wave = wave + noise * np.float32(loudness * 10 ** (-rng.uniform(*self.noise_db) / 20))
+        if rng.random() >= self.band_share:
+            return wave
+        spectrum = torch.fft.rfft(torch.from_numpy(wave))
+        spectrum[len(spectrum) // 2 :] = 0
+        limited: Waveform = torch.fft.irfft(spectrum, len(wave)).numpy()
+        return limited
 
 
 class AugmentedRecordings:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.tasks.speech.ngram import START, Ngram, indifferent
 from lockstep.tasks.speech.vocabulary import BLANK, ENGLISH, Vocabulary
 
 #: Multiplier and increment of Knuth's MMIX generator: prefixes are distinguished by a hash of 64 bits.
@@ -65,7 +66,8 @@ class _Beams(NamedTuple):
     """Prefixes under search, [n, width] each.
 
     ``blank`` and ``symbol`` are log-probabilities of all paths so far that give the prefix and end in a blank or in its
-    last symbol. ``key`` and ``parent`` are hashes of the prefix, and of it without its last symbol.
+    last symbol. ``key`` and ``parent`` are hashes of the prefix, and of it without its last symbol. ``state`` is the
+    n-gram's after the prefix, ``prior`` what it has added to the score.
     """
 
     last: Tensor
@@ -73,33 +75,41 @@ class _Beams(NamedTuple):
     parent: Tensor
     blank: Tensor
     symbol: Tensor
+    state: Tensor
+    prior: Tensor
 
     def score(self) -> Tensor:
         return torch.logaddexp(self.blank, self.symbol)
 
 
-def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16) -> Hypotheses:
+def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16, ngram: Ngram | None = None) -> Hypotheses:
     """The most probable text, by a search over prefixes that adds up all paths to the same one.
 
     After Hannun et al. 2014, "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional
-    Recurrent DNNs", algorithm 1, without a language model. Exact when ``width`` is at least the number of prefixes.
+    Recurrent DNNs", algorithm 1, with an n-gram of symbols in place of one of words. Exact when ``width`` is at least
+    the number of prefixes.
 
     Args:
         log_probs: [n, frames, symbols]; what stands after an utterance's end has no influence.
         lengths: frames of each utterance [n].
         width: prefixes kept after each frame.
+        ngram: what it adds to the score of a prefix counts in the search, not in :attr:`Hypotheses.scores`.
     """
+    ngram = indifferent(log_probs.shape[2]) if ngram is None else ngram
+    ngram = ngram.to(log_probs.device)
     # In 64 bits a sum over very many paths keeps its digits.
     log_probs = log_probs.double()
     beams = _start(log_probs, width)
     places = torch.arange(width, device=log_probs.device).expand(len(log_probs), width)
     steps = []
     for frame, inside in enumerate(_inside(log_probs, lengths).unbind(dim=1)):
-        after, source, grown = _advance(beams, log_probs[:, frame])
+        after, source, grown = _advance(beams, log_probs[:, frame], ngram)
         inside = inside[:, None]
         beams = _Beams(*(torch.where(inside, new, old) for new, old in zip(after, beams, strict=True)))
         steps.append((torch.where(inside, source, places), torch.where(inside, grown, BLANK)))
-    scores, best = beams.score().max(dim=1, keepdim=True)
+    ended = beams.score() + beams.prior + ngram.scores[beams.state, BLANK]
+    best = ended.argmax(dim=1, keepdim=True)
+    scores = beams.score().gather(1, best)
     path = []
     for source, grown in reversed(steps):
         path.append(grown.gather(1, best))
@@ -114,7 +124,8 @@ def _start(log_probs: Tensor, width: int) -> _Beams:
     blank = never.clone()
     blank[:, 0] = 0
     nobody = _nobody(width, log_probs.device).expand(never.shape)
-    return _Beams(torch.full_like(nobody, BLANK), nobody, nobody, blank, never)
+    start = torch.full_like(nobody, START)
+    return _Beams(torch.full_like(nobody, BLANK), nobody, nobody, blank, never, start, torch.zeros_like(never))
 
 
 def _nobody(width: int, device: torch.device) -> Tensor:
@@ -122,7 +133,7 @@ def _nobody(width: int, device: torch.device) -> Tensor:
     return -1 - torch.arange(width, device=device)
 
 
-def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
+def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Tensor, Tensor]:
     """One more frame, whose log-probabilities are [n, symbols].
 
     Returns:
@@ -148,11 +159,13 @@ def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
     grow = grow.masked_fill(taken > 0, _NEVER)
 
     candidates = torch.cat([torch.logaddexp(stay_blank, stay_symbol), grow.reshape(rows, -1)], dim=1)
-    value, choice = candidates.topk(width, dim=1)
+    priors = torch.cat([beams.prior, (beams.prior[:, :, None] + ngram.scores[beams.state]).reshape(rows, -1)], dim=1)
+    choice = (candidates + priors).topk(width, dim=1).indices
+    value = candidates.gather(1, choice)
     stays = choice < width
     source = torch.where(stays, choice, (choice - width) // symbols)
     grown = torch.where(stays, BLANK, (choice - width) % symbols)
-    key = beams.key.gather(1, source)
+    key, state = beams.key.gather(1, source), beams.state.gather(1, source)
     # A candidate without any probability must not be taken for a prefix later.
     nobody, real = _nobody(width, value.device), value > _NEVER
     after = _Beams(
@@ -161,6 +174,8 @@ def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
         torch.where(real, torch.where(stays, beams.parent.gather(1, source), key), nobody),
         torch.where(stays, stay_blank.gather(1, source), _NEVER),
         torch.where(stays, stay_symbol.gather(1, source), value),
+        torch.where(stays, state, ngram.following[state, grown]),
+        priors.gather(1, choice),
     )
     return after, source, grown
 

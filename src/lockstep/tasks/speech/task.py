@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
@@ -25,6 +25,7 @@ from lockstep.tasks.speech.decoding import ErrorRates, Hypotheses, decode_beam, 
 from lockstep.tasks.speech.features import MELS, SpecAugment
 from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
 from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
+from lockstep.tasks.speech.ngram import Ngram, count, read_texts
 from lockstep.tasks.speech.synthesis import SET_PREFIX, Recipe, synthesise, synthesised, synthesised_folder
 from lockstep.tasks.speech.vocabulary import BLANK, LETTERS, Vocabulary
 from lockstep.telemetry.files import names_in
@@ -100,6 +101,19 @@ class SpeechConfig(TaskConfig):
     )
     decoder: Literal["greedy", "beam"] = Field(default="greedy", description="how text is read from the output")
     beam_width: int = Field(default=16, ge=1, description="beam: prefixes kept after each frame")
+    lm_text: tuple[Path, ...] = Field(
+        default=(),
+        description="beam: texts with a sentence a line, or manifests, whose n-grams of letters weigh what is heard; "
+        "counted as often as named",
+    )
+    lm_weight: float = Field(default=0.5, ge=0, description="lm_text: factor of the n-gram's log-probability")
+    lm_bonus: float = Field(default=1.0, description="lm_text: added for each symbol, since else shorter texts win")
+
+    @model_validator(mode="after")
+    def _text_needs_a_beam(self) -> SpeechConfig:
+        if self.lm_text and self.decoder != "beam":
+            raise ValueError("task.lm_text would be ignored: task.decoder is greedy; set task.decoder=beam")
+        return self
 
 
 class SpeechTask(Task):
@@ -123,6 +137,8 @@ class SpeechTask(Task):
     def prepare(self) -> None:
         """Synthesise or download what is missing, and look at every line once."""
         self._refuse_foreign_settings()
+        for path in self.config.lm_text:
+            read_texts(path, self.vocabulary)
         if self.source == "synthesised":
             synthesise(self._recipe, self.data.data_dir)
         elif self.source == "librispeech" and self.data.download:
@@ -298,8 +314,16 @@ class SpeechTask(Task):
     def decode(self, log_probs: Tensor, lengths: Tensor) -> Hypotheses:
         """Symbols from the model's output [n, frames, symbols], of which ``lengths`` [n] frames count."""
         if self.config.decoder == "beam":
-            return decode_beam(log_probs, lengths, self.config.beam_width)
+            return decode_beam(log_probs, lengths, self.config.beam_width, self._ngram)
         return decode_greedy(log_probs, lengths)
+
+    @cached_property
+    def _ngram(self) -> Ngram | None:
+        config = self.config
+        if not config.lm_text:
+            return None
+        lines = [line for path in config.lm_text for line in read_texts(path, self.vocabulary)]
+        return count(lines, len(self.vocabulary)).weighted(config.lm_weight, config.lm_bonus)
 
     def evaluate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Tensor, ...]:
         return self._rows_of(model(batch.features, batch.lengths), batch)
