@@ -106,8 +106,8 @@ class SpeechConfig(TaskConfig):
         description="beam: texts with a sentence a line, or manifests, whose n-grams of letters weigh what is heard; "
         "counted as often as named",
     )
-    lm_weight: float = Field(default=0.5, ge=0, description="lm_text: factor of the n-gram's log-probability")
-    lm_bonus: float = Field(default=1.0, description="lm_text: added for each symbol, since else shorter texts win")
+    lm_weight: float = Field(default=0.8, ge=0, description="lm_text: factor of the n-gram's log-probability")
+    lm_bonus: float = Field(default=1.5, description="lm_text: added for each symbol, since else shorter texts win")
 
     @model_validator(mode="after")
     def _text_needs_a_beam(self) -> SpeechConfig:
