@@ -18,6 +18,8 @@ from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.planning import TaskFacts, make_plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:Please use the new API settings")  # torch 2.9
+
 
 def state() -> tuple[Any, ...]:
     backends: Any = torch.backends

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep._compat import missing
@@ -36,4 +37,9 @@ def overload_packet(operator: Any) -> Any:
 
 def replace_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter and buffer, as ``model.to_empty()`` does."""
-    model._apply(function)
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # torch 2.9 would put a fake one's memory into it
+    try:
+        model._apply(function)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)

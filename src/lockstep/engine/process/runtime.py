@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -46,27 +47,37 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
     kept = [part.fp32_precision for part in newer]
     # Where the caller's own disagree, the older one cannot be read: it is the other of two values.
     allowed, older = kept[1] != "tf32", "highest" if kept[0] == "tf32" else "high"
-    with suppress(RuntimeError):
-        allowed = cudnn.allow_tf32
-    with suppress(RuntimeError):
-        older = torch.get_float32_matmul_precision()
+    with _older_interface():
+        with suppress(RuntimeError):
+            allowed = cudnn.allow_tf32
+        with suppress(RuntimeError):
+            older = torch.get_float32_matmul_precision()
+        if matmul is not None or exact:
+            precision = "highest" if exact else matmul or "highest"
+            torch.set_float32_matmul_precision(precision)
+            cudnn.allow_tf32 = precision == "high"
+            cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
     switches = cudnn.benchmark, cudnn.deterministic
-    if matmul is not None or exact:
-        precision = "highest" if exact else matmul or "highest"
-        torch.set_float32_matmul_precision(precision)
-        cudnn.allow_tf32 = precision == "high"
-        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
     if exact or benchmark:
         cudnn.benchmark, cudnn.deterministic = benchmark and not exact, exact
     try:
         yield
     finally:
         if matmul is not None or exact:
-            cudnn.allow_tf32 = allowed
-            torch.set_float32_matmul_precision(older)
+            with _older_interface():
+                cudnn.allow_tf32 = allowed
+                torch.set_float32_matmul_precision(older)
         for part, value in zip(newer, kept, strict=True):
             part.fp32_precision = value
         cudnn.benchmark, cudnn.deterministic = switches
+
+
+@contextmanager
+def _older_interface() -> Iterator[None]:
+    """Of which torch 2.9 warns at any use."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+        yield
 
 
 @contextmanager
