@@ -109,7 +109,8 @@ def resolve_schedule(
         reason = f"{WARMUP_EPOCHS} epochs of {steps_per_epoch} steps, at most a tenth of the run"
     else:
         warmup = round(config.warmup_epochs * steps_per_epoch)
-        reason = f"as configured: {config.warmup_epochs:g} epochs of {steps_per_epoch} steps"
+        epochs = f"{config.warmup_epochs:g} epoch{'s' * (config.warmup_epochs != 1)}"
+        reason = f"as configured: {epochs} of {steps_per_epoch} steps"
     if warmup > total_steps:
         warmup, reason = total_steps, f"{reason}; limited to the {total_steps} steps of the run"
     sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup}
