@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 # What `make train` trains on; by default every GPU, or two ranks on the CPU where there is none.
 DEVICES ?=
 ARGS ?=
-# Test processes, and further arguments of pytest: make test TESTS=tests/planning PYTEST_ARGS=-x
-JOBS ?= logical
+# Test processes (one more than cores, since many tests wait for other processes), and further arguments of pytest:
+# make test TESTS=tests/planning PYTEST_ARGS=-x
+JOBS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 TESTS ?= tests
 PYTEST_ARGS ?=
 

@@ -39,7 +39,10 @@ ELSEWHERE = {
     r"^scripts/gpu/(bundle|install)": ("downloads wheels", "tests/test_bundle.py"),
     r"^scripts/gpu/check|gpu_workloads": ("needs a GPU", "tests/test_gpu_check.py"),
     r"^lockstep lightning |my_file\.py:MyModule": ("imports Lightning, for seconds", "tests/lightning/test_cli.py"),
-    r"lockstep (transcribe|\w+ speech)|speech ": ("makes speech for a minute", "tests/e2e/test_speech.py"),
+    r"lockstep (transcribe|\w+ speech)|speech |evaluate voice": (
+        "makes speech for a minute",
+        "tests/e2e/test_speech.py",
+    ),
     r"=pictures|other_pictures": ("needs folders of images", "tests/tasks/test_images.py"),
     r"configs/har/two_gpu": ("needs two GPUs", "tests/tasks/test_har_configs.py"),
     r"--data-dir": ("needs data of the reader", "tests/tasks/test_har_tensors.py"),

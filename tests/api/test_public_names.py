@@ -45,6 +45,7 @@ INTERNAL = {
     "benchmarks/sharded_checkpoint.py": "writing and reading a divided checkpoint, without a run",
     "benchmarks/sources.py": "reading of each source, without training",
     "benchmarks/studio.py": "the page with thousands of runs, whose folders it writes itself",
+    "benchmarks/studio_page.py": "the page with a live run, whose folder it writes itself",
 }
 
 

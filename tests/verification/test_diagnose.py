@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from lockstep.planning.order import SamplingFacts
 from lockstep.verification.diagnose import Code, evidence, other_samples
 from lockstep.verification.experiments import Variant
 from lockstep.verification.trajectory import Trajectory
@@ -41,7 +40,7 @@ def test_why_samples_differ_is_decided_by_repeating_one_device(runs: dict[Varian
     class Given:
         """A lab whose runs are made up."""
 
-        plan = SimpleNamespace(task=SimpleNamespace(sampling=None))
+        plan = SimpleNamespace(task=SimpleNamespace(streams=False))
 
         def run(self, variant: Variant) -> Trajectory:
             return runs[variant]
@@ -50,7 +49,7 @@ def test_why_samples_differ_is_decided_by_repeating_one_device(runs: dict[Varian
     found = other_samples(lab, run(1, 2), run(1, 3))
     assert found is not None
     assert found.code == cause
-    lab.plan.task.sampling = SamplingFacts(kind="", digest="", positions=9, stream=True)
+    lab.plan.task.streams = True
     of_stream = other_samples(lab, run(1, 2), run(1, 3))
     assert of_stream is not None
     assert ("that it seeds itself" in of_stream.fix) == (cause != "order")

@@ -27,23 +27,27 @@ def server() -> psutil.Process:
     return psutil.Process(fork_server._server.pid)
 
 
-def see(rank: Rank, name: str) -> tuple[str, str, int, set[int], int]:
-    """The process's name, a variable, the threads of torch and of NumPy, and whose process group it is in."""
+def see(rank: Rank, name: str) -> tuple[str, str, str, int, set[int], int]:
+    """The process's name, its folder, a variable, the threads of torch and of NumPy, and its process group."""
     import torch
 
     torch.ones(300, 300) @ torch.ones(300, 300)  # a fork of a process that has computed would block
     numpy = {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
-    return psutil.Process().name(), os.environ[name], torch.get_num_threads(), numpy, os.getpgrp() - os.getpid()
+    process = psutil.Process()
+    return process.name(), process.cwd(), os.environ[name], torch.get_num_threads(), numpy, os.getpgrp() - os.getpid()
 
 
 def test_launches_of_one_process_share_a_server_and_nothing_else(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = []
     for value, threads in (("one", 1), ("two", 2)):
+        folder = tmp_path / value
+        folder.mkdir()
+        monkeypatch.chdir(folder)
         monkeypatch.setenv("SEEN", value)
         found = run_on_ranks(see, "SEEN", folder=run_dir, ranks=2, threads=threads)
-        assert found == [(f"rank-{number}", value, threads, {threads}, 0) for number in range(2)]
+        assert found == [(f"rank-{number}", str(folder), value, threads, {threads}, 0) for number in range(2)]
         servers.append(server().pid)
     assert servers[0] == servers[1]
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts

@@ -162,7 +162,10 @@ def _run_launcher(
             finally:
                 os.close(reading)
                 relay.close_files()
-            request.write(json.dumps({"folder": folder, "environ": variables, "launch": wanted}).encode())
+            content = {"folder": folder, "environ": variables, "launch": wanted}
+            with contextlib.suppress(FileNotFoundError):  # it was removed
+                content["cwd"] = str(Path.cwd())  # the server has that of its start
+            request.write(json.dumps(content).encode())
         assert process is not None
         stop.notify(process.send_signal)
         return relay.wait(process)

@@ -53,6 +53,8 @@ def main() -> int:
     request = json.loads(content)
     os.environ.clear()
     os.environ.update(request["environ"])
+    with contextlib.suppress(KeyError, OSError):  # the folder was removed
+        os.chdir(request["cwd"])
     signals.accept()
     wanted = {**request["launch"], "settings": LaunchConfig(**request["launch"]["settings"])}
     here: dict[str, Any] = {"parent_pid": os.getppid(), "stop": stop, "board": PulseBoard(wanted["ranks"])}
