@@ -249,12 +249,12 @@ def measure(folder: Path, runs: int, points: int, repeats: int, live_s: float) -
     return result
 
 
-def markdown(report: dict[str, Any]) -> str:
+def publish(report: dict[str, Any], title: str, sizes: str, out: Path | None) -> None:
+    """Print the medians of ``report["results"]`` as Markdown, and write them and the report beside ``out``."""
     lines = [
-        f"# The studio's costs, {report['date']}",
+        f"# {title}, {report['date']}",
         "",
-        f"{report['machine']}, load {report['load_before']} before; "
-        f"{report['runs']} runs, {report['points']:,} points, {report['repeats']} repeats.",
+        f"{report['machine']}, load {report['load_before']} before; {sizes}, {report['repeats']} repeats.",
         "",
         "| what | value | median | least | most |",
         "| --- | --- | --- | --- | --- |",
@@ -262,7 +262,11 @@ def markdown(report: dict[str, Any]) -> str:
     for what, values in report["results"].items():
         for name, found in values.items():
             lines.append(f"| {what} | {name} | {found['median']} | {found['least']} | {found['most']} |")
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if out is not None:
+        write_json(out.with_suffix(".json"), report)
+        out.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -277,10 +281,7 @@ def main() -> None:
     report = {**header(), **asked}
     with tempfile.TemporaryDirectory() as folder:
         report["results"] = measure(Path(folder), given.runs, given.points, given.repeats, given.live_s)
-    print(markdown(report))
-    if given.out is not None:
-        write_json(given.out.with_suffix(".json"), report)
-        given.out.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+    publish(report, "The studio's costs", f"{given.runs} runs, {given.points:,} points", given.out)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
-from report import header, write_json
-from studio import Server, make_run, medians, serving, step_row
+from report import header
+from studio import Server, make_run, medians, publish, serving, step_row
 
 from lockstep.telemetry.heartbeat import Heartbeat
 from lockstep.telemetry.rundir import RunDir
@@ -243,22 +243,6 @@ def measure_once(browser: Browser, folder: Path, wide: Path, given: argparse.Nam
     return found
 
 
-def markdown(report: dict[str, Any]) -> str:
-    where = f"{report['machine']}, load {report['load_before']} before; {report['repeats']} repeats"
-    lines = [
-        f"# The page's costs, {report['date']}",
-        "",
-        f"{where}, {report['steps']} steps before the page is opened, {CHARTS} charts.",
-        "",
-        "| source | value | median | least | most |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for source, values in report["results"].items():
-        for name, found in values.items():
-            lines.append(f"| {source} | {name} | {found['median']} | {found['least']} | {found['most']} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, action="append", help="where lockstep is imported from; may be repeated")
@@ -275,10 +259,8 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=given.chromium, args=FLAGS)
         report["results"] = measure(browser, Path(folder), given)
         browser.close()
-    print(markdown(report))
-    if given.out is not None:
-        write_json(given.out.with_suffix(".json"), report)
-        given.out.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+    sizes = f"{given.steps} steps before the page is opened, {CHARTS} charts"
+    publish(report, "The page's costs", sizes, given.out)
 
 
 if __name__ == "__main__":

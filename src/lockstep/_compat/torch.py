@@ -310,6 +310,12 @@ def check_shapes(parameters: list[Tensor]) -> None:
         _verify_param_shape_across_processes(dist.group.WORLD, parameters)
 
 
+def reset_compiler() -> None:
+    """Forget what ``torch.compile`` has compiled, without an import of the compiler, which takes seconds."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 #: What ``torch.compile(module)`` puts before the names of the module's tensors.
 _COMPILED = "_orig_mod."
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep._compat.torch import reset_compiler
 from lockstep.bench.rank import PeakMemory, Rank, Utilisation, limit_memory
 from lockstep.bench.summary import summarise
 from lockstep.bench.timing import Site, Stopwatch, counted_steps, on_site, training
@@ -104,8 +104,7 @@ def own_devices(plan: Plan, device: torch.device) -> list[torch.device]:
 def release(device: torch.device) -> None:
     """Give back what the last case has allocated."""
     gc.collect()
-    if "torch._dynamo" in sys.modules:  # else this imports it, for longer than most cases take
-        torch.compiler.reset()
+    reset_compiler()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

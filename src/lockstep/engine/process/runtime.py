@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import random
 import sys
 import warnings
@@ -266,6 +267,11 @@ def _refuse_nondeterministic(error: BaseException) -> None:
             why="torch has no deterministic kernel for it on this device",
             fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
         ) from error
+
+
+def states_of_generators() -> tuple[Any, ...]:
+    """Of Python, NumPy and torch on the CPU; equal where nothing was drawn, not even a second normal number."""
+    return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager

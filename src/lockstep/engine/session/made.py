@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.content import walked
-from lockstep.data.reader import generators
+from lockstep.engine.process.runtime import states_of_generators
 
 
 class Made:
@@ -31,7 +31,7 @@ class Made:
 
     def begin_epoch(self) -> None:
         self.values.clear()  # of an epoch that was left before its first batch
-        self._drawn = _marks() if self._within and not self._kept else ()
+        self._drawn = states_of_generators() if self._within and not self._kept else ()
 
     def end_epoch(self) -> None:
         self.values.clear()
@@ -41,7 +41,7 @@ class Made:
     @property
     def is_drawn_again(self) -> bool:
         """Whether the loop has drawn since an epoch began in whose middle the run was stopped, and kept nothing."""
-        return bool(self._drawn) and self._drawn != _marks()
+        return bool(self._drawn) and self._drawn != states_of_generators()
 
     @property
     def replaces_data(self) -> bool:
@@ -58,8 +58,3 @@ class Made:
         walked(value, lambda leaf, _: where.add(isinstance(leaf, Tensor) and leaf.device.type != "cpu"))
         self.values.append((True in where, value))
         return value
-
-
-def _marks() -> tuple[Any, ...]:
-    """Of the generators of Python, NumPy and torch on the CPU; equal where nothing was drawn."""
-    return tuple(generator.mark() for generator in generators())

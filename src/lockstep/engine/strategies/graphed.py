@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.process.recording import Recording
+from lockstep.engine.process.runtime import states_of_generators
 from lockstep.engine.strategies.base import Replica, Strategy
 
 #: Steps of a shape before it is recorded: libraries choose their kernels and allocate workspaces in the first ones.
@@ -130,8 +127,7 @@ class GraphedStrategy(Strategy):
 
     def _host_generators(self) -> tuple[Any, ...]:
         """States of those whose numbers a recording keeps: Python's, NumPy's, and torch's where the GPU has another."""
-        own = b"" if self._device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
-        return random.getstate(), pickle.dumps(np.random.get_state()), own
+        return states_of_generators()[: 2 if self._device.type == "cpu" else 3]
 
     def _differs(self, graph: _Graph, batch: Any, step: int, before: list[tuple[Tensor, Tensor]], total: Tensor) -> str:
         """Replay the step that Python has computed; what is not the same, or nothing.

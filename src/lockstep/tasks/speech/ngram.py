@@ -57,7 +57,7 @@ def count(texts: Iterable[Sequence[int]], symbols: int, order: int = ORDER) -> N
 
     Args:
         texts: the symbols of each; empty ones say nothing.
-        symbols: the size of the vocabulary. The blank stands for both ends of a text.
+        symbols: the size of the vocabulary. The blank marks both ends of a text.
         order: symbols of the longest n-gram, at least 2.
     """
     stream = np.array([BLANK, *itertools.chain.from_iterable((*ids, BLANK) for ids in texts if len(ids))])
