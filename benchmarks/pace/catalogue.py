@@ -82,8 +82,13 @@ class Ragged(Rows):
 class Mapped(Rows):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        np.save(Path(workload.folder) / "inputs.npy", self.inputs)
-        self.inputs = np.load(Path(workload.folder) / "inputs.npy", mmap_mode="r")
+        path = Path(workload.folder) / "inputs.npy"
+        write_whole(path, self._write)
+        self.inputs = np.load(path, mmap_mode="r")
+
+    def _write(self, path: str) -> None:
+        with open(path, "wb") as file:  # np.save adds a suffix to other names
+            np.save(file, self.inputs)
 
     def __getitem__(self, index: int) -> Any:
         return torch.from_numpy(np.array(self.inputs[index])), self.labels[index]
