@@ -19,7 +19,7 @@ from report import header, write_json
 from lockstep import detect_devices
 from lockstep.hardware.monitor import INTERVAL_S
 from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.system import monitored
+from lockstep.telemetry.sinks import monitored
 
 
 def measure(devices: list[str], seconds: float) -> dict[str, Any]:

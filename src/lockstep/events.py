@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+class Event:
+    """What happens in a run."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class RunStarted:
+class RunStarted(Event):
     """An attempt begins. ``step`` is where it resumes (0 for a new run).
 
     ``position`` returns the current step between events; any thread may call it.
@@ -32,7 +38,7 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLogged:
+class StepLogged(Event):
     """The latest values after a log interval.
 
     ``loss`` is the mean over the interval's items; ``None`` where a ``LightningModule`` neither returns nor logs one.
@@ -79,7 +85,7 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class RanksLogged:
+class RanksLogged(Event):
     """Every rank at a log interval or an epoch's end. ``slow_rank`` is the one that the others wait for, if any."""
 
     attempt: int
@@ -90,7 +96,7 @@ class RanksLogged:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochEnded:
+class EpochEnded(Event):
     """A complete row of ``metrics.json``: losses, metrics, learning rate, speed."""
 
     attempt: int
@@ -101,7 +107,7 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class Evaluated(Event):
     """An evaluation between epochs (``validation.every_steps``); ``improved``: it is the best so far."""
 
     attempt: int
@@ -112,7 +118,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureDrawn:
+class PictureDrawn(Event):
     """A task's picture of an evaluation. ``pixels``: grey (height, width) or RGB (height, width, 3), from 0 to 255."""
 
     attempt: int
@@ -135,7 +141,7 @@ class Sound:
 
 
 @dataclass(frozen=True, slots=True)
-class Remarked:
+class Remarked(Event):
     """A task's remarks about an evaluation: samples of text, recordings with what was heard in them."""
 
     attempt: int
@@ -145,14 +151,14 @@ class Remarked:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     step: int
     path: Path
     best: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Restarted:
+class Restarted(Event):
     """All ranks were started again after a failure, by the launcher: restart ``number`` of ``allowed``.
 
     The run resumes from the checkpoint of ``from_step`` (0: from the beginning); ``lost_steps`` after it are repeated.
@@ -167,14 +173,14 @@ class Restarted:
     reason: str
 
     def __str__(self) -> str:
-        steps = f"{self.lost_steps} step{'' if self.lost_steps == 1 else 's'} since then"
         source = f"the checkpoint of step {self.from_step}" if self.from_step else "the beginning"
-        lost = f"{steps} {'is' if self.lost_steps == 1 else 'are'} lost" if self.lost_steps else "no step is lost"
+        steps, are = ("step", "is") if self.lost_steps == 1 else ("steps", "are")
+        lost = f"{self.lost_steps} {steps} since then {are} lost" if self.lost_steps else "no step is lost"
         return f"{self.reason}; started again ({self.number} of {self.allowed}) from {source}: {lost}"
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Note(Event):
     """A remark for the user. ``key``: its stable name, by which code finds it; ``level``: ``info`` or ``warning``."""
 
     key: str
@@ -186,7 +192,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(Event):
     """The attempt is over. ``status`` is completed, stopped or failed.
 
     ``duration_s``: seconds of training, with the parts of earlier attempts that this one continues.
@@ -199,21 +205,6 @@ class RunEnded:
     best_metric: Mapping[str, float]
     duration_s: float
     error: str | None = None
-
-
-Event = (
-    RunStarted
-    | StepLogged
-    | RanksLogged
-    | EpochEnded
-    | Evaluated
-    | PictureDrawn
-    | Remarked
-    | CheckpointSaved
-    | Restarted
-    | Note
-    | RunEnded
-)
 
 
 class Sink(Protocol):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from playwright.sync_api import Browser
 
-from lockstep.studio.columns import Columns, columns_of, pack
+from lockstep.studio.tailing import Columns, columns_of, pack
 from tests.browser.conftest import OpenPage
 from tests.studio.serving import Address
 

@@ -12,7 +12,7 @@ from lockstep import Run
 from lockstep.cli.main import main
 from lockstep.errors import RankFailed
 from lockstep.lightning.cli import run
-from lockstep.studio.details import describe
+from lockstep.studio.runs import describe
 from lockstep.tasks.trusted_tasks import known, remember
 from lockstep.telemetry.rundir import RunDir
 from tests.lightning.test_cli import write_config

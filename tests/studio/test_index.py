@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LockstepError
+from lockstep.studio.commands import Starts
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
-from lockstep.studio.launch_records import Starts
 from tests.telemetry.runs import make_run
 
 
@@ -73,14 +73,14 @@ def test_of_a_thousand_ended_runs_one_that_is_resumed_in_a_terminal_is_seen_at_t
     run.heartbeat_file.unlink()
     run.update(status="completed")
     index = RunIndex(home, Starts(home))
-    before, _ = index.versions()
+    before, _ = index.watched()
     looks: list[str] = []
     monkeypatch.setattr("lockstep.studio.index._stat", lambda path: looks.append(path))
-    assert index.versions()[0] is before
+    assert index.watched()[0] is before
     assert looks == []  # nothing in the folder has changed: no file is looked at
     monkeypatch.undo()
     run.update(status="stopped")
-    assert index.versions()[0]["run-0000aaaa"][1]["status"] == "stopped"
+    assert [found["status"] for found in index.watched()[0]] == ["stopped"]
 
 
 def test_a_change_that_leaves_the_folders_time_as_it_was_is_seen_soon(
@@ -90,12 +90,12 @@ def test_a_change_that_leaves_the_folders_time_as_it_was_is_seen_soon(
     run = make_run(home.runs_dir / "run-0000aaaa", "run-0000aaaa")
     run.update(status="completed")
     index = RunIndex(home, Starts(home))
-    assert len(index.versions()[0]) == 1
+    assert len(index.watched()[0]) == 1
     time_of_folder = home.runs_dir.stat().st_mtime_ns
     shutil.rmtree(run.path)
     os.utime(home.runs_dir, ns=(time_of_folder, time_of_folder))  # as in one tick of the file system's clock
     deadline = time.monotonic() + 20
-    while index.versions()[0]:
+    while index.watched()[0]:
         assert time.monotonic() < deadline, "not before the look every half minute"
         time.sleep(0.05)
 
@@ -104,8 +104,8 @@ def test_a_run_whose_files_are_gone_leaves_the_list_at_once(home: Home) -> None:
     run = make_run(home.runs_dir / "run-0000aaaa", "run-0000aaaa")
     run.update(status="completed")
     index = RunIndex(home, Starts(home))
-    assert len(index.versions()[0]) == 1
+    assert len(index.watched()[0]) == 1
     run.run_file.unlink()
     with pytest.raises(LockstepError):
         index.summary("run-0000aaaa")  # a tab that shows the run
-    assert index.versions()[0] == {}
+    assert index.watched()[0] == []

@@ -16,7 +16,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import resolve
 from lockstep.errors import LockstepError
-from lockstep.studio.planner import Planner
+from lockstep.studio.forms import Planner
 from lockstep.tasks import BUILT_IN
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT

@@ -23,14 +23,12 @@ from lockstep.config import resolve
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.device import GpuUser
 from lockstep.launch.run_claim import claimed
-from lockstep.studio.columns import Columns, columns_of
+from lockstep.studio.commands import Identity, Jobs, Starts, is_alive, reap, send
 from lockstep.studio.home import Home
-from lockstep.studio.launch_records import Jobs, Starts
-from lockstep.studio.processes import Identity, is_alive, reap, send
 from lockstep.studio.schemas import ResumeBody
 from lockstep.studio.settings import offered_tasks
 from lockstep.studio.studio import Options, Studio
-from lockstep.studio.tailing import Feed
+from lockstep.studio.tailing import Columns, Feed, columns_of
 from lockstep.telemetry.files import JsonLines, last_row
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
@@ -369,7 +367,7 @@ def test_what_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypa
         assert [*home.jobs.iterdir(), *home.starts.iterdir()] == []
 
     begin("a\0b")  # no process can be started with it
-    monkeypatch.setattr("lockstep.studio.processes.write_json", full_disk)
+    monkeypatch.setattr("lockstep.studio.commands.write_json", full_disk)
     before = {child.pid for child in psutil.Process().children()}
     begin()
     left = [child for child in psutil.Process().children() if child.pid not in before]

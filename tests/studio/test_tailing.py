@@ -12,8 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.studio.columns import Columns, thin_out
-from lockstep.studio.tailing import Tail
+from lockstep.studio.tailing import Columns, Tail, thin_out
 from lockstep.telemetry.records import surviving
 
 STEP = st.integers(1, 12)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lockstep.events import CheckpointSaved, EpochEnded, Evaluated, Event, Note, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.console import ConsoleSink, _Notebook, duration, number, resolve_mode
+from lockstep.telemetry.console import ConsoleSink, _NotebookBar, duration, number, resolve_mode
 
 PLAN: dict[str, Any] = {
     "task": {"name": "har"},
@@ -275,8 +275,9 @@ def test_a_bar_in_a_notebook_writes_over_itself(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_of_a_notebooks_bar_stays_behind_a_message_of_several_lines() -> None:
     stream = io.StringIO()
-    bar = _Notebook(stream, RUN[0])
+    bar = _NotebookBar(stream, RUN[0], lambda step: None)
     bar.print("short\n" + 100 * "long ", "")
+    bar.stop()
     assert as_notebook(stream.getvalue())[:2] == ["short", (100 * "long ").rstrip()]
 
 

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 from lockstep.config import dump, resolve
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.telemetry import records
-from lockstep.telemetry.lookup import read_runs
 from lockstep.telemetry.rundir import (
-    FORMAT_VERSION,
     RunDir,
     new_run_id,
     read_json,
+    read_runs,
     write_json,
 )
 from tests.disks import make_read_only, small_disk
@@ -283,7 +282,7 @@ def test_a_damaged_run_file_is_one_error(tmp_path: Path, content: bytes, says: s
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    write_json(run.run_file, {**read_json(run.run_file), "format_version": FORMAT_VERSION + 1})
+    write_json(run.run_file, {**read_json(run.run_file), "format_version": records.FORMAT_VERSION + 1})
     with pytest.raises(RunFolderError, match="newer version") as caught:
         RunDir.open(run.path)
     assert "upgrade" in caught.value.fix

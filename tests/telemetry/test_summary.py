@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.events import RunStarted, StepLogged
+from lockstep.studio.commands import Starts
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
-from lockstep.studio.launch_records import Starts
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.heartbeat import announce, seconds_left
 from lockstep.telemetry.rundir import RunDir, new_run_id

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.telemetry.files import JsonLines, last_row, read_jsonl
-from lockstep.telemetry.system import monitored, newest_samples
+from lockstep.telemetry.sinks import monitored
+from lockstep.telemetry.summary import newest_samples
 from tests.telemetry.runs import JSON_VALUES, ON_TMP_PATH
 
 

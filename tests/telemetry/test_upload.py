@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.events import EpochEnded
 from lockstep.telemetry.upload import Retry, Uploader, UploadSink
 
-IMPATIENT = Retry(attempts=2, backoff_s=0.0, sleep=lambda _: None)
+IMPATIENT = Retry(attempts=2, backoff_s=0.0)
 
 
 @pytest.fixture

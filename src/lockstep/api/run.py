@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig
-from lockstep.telemetry.lookup import find_run
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
     from torch import nn

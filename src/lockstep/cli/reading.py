@@ -76,7 +76,7 @@ def _describe(run: RunDir) -> dict[str, Any]:
     """One document: summary, plan, epochs, checkpoints and logs."""
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.report.source import score_of
-    from lockstep.telemetry.lookup import or_else
+    from lockstep.telemetry.rundir import or_else
     from lockstep.telemetry.summary import summarize
 
     plan = or_else(run.plan, {})  # none if it failed before planning

@@ -21,7 +21,7 @@ from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.telemetry.rundir import Heartbeat, RunDir
-from lockstep.telemetry.system import monitored
+from lockstep.telemetry.sinks import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that
 #: hangs is noticed by the launcher.

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -35,16 +35,11 @@ class Picture:
     title: str
     figure: Figure
 
-    @property
-    def file_name(self) -> str:
-        """``name`` as a valid file name: a metric may be ``val_acc/class 1``. A checksum keeps changed names unique."""
+    def save(self, folder: Path) -> Path:
+        """Write it to ``folder`` as a PNG. A metric may be `val_acc/class 1`: a checksum keeps changed names unique."""
         plain = re.sub(r"[^\w.-]", "_", self.name, flags=re.ASCII)[:120]
         changed = f"-{zlib.crc32(self.name.encode(errors='replace')):08x}" if plain != self.name else ""
-        return f"{plain}{changed}.png"
-
-    def save(self, folder: Path) -> Path:
-        """Write it to ``folder`` as a PNG."""
-        return save_figure(self.figure, folder / self.file_name, dpi=150)
+        return save_figure(self.figure, folder / f"{plain}{changed}.png", dpi=150)
 
     def svg(self) -> str:
         """The picture as SVG text for a page; the same for the same data."""
@@ -57,6 +52,17 @@ class Picture:
         return text[text.index("<svg") :]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A curve of the run with this index; ``what`` is left empty where a run has one curve."""
+
+    run: int
+    what: str
+    x: list[float]
+    y: list[float]
+    dashed: bool = False
+
+
 def pictures(runs: Sequence[RunData]) -> list[Picture]:
     """All pictures that ``runs`` have data for: curves of all of them overlaid, matrices one by one.
 
@@ -64,29 +70,37 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
         UnsupportedError: matplotlib is not installed.
     """
     require_matplotlib()
+
+    def lines(
+        rows: Callable[[RunData], Iterable[Row]], x: str, y: str, what: str = "", *, dashed: bool = False
+    ) -> list[Line]:
+        return [Line(index, what, *_points(rows(run), x, y), dashed) for index, run in enumerate(runs)]
+
+    def steps(run: RunData) -> Sequence[Row]:
+        return run.steps
+
     # Evaluations between epochs have a step, but no epoch of their own.
     against = "step" if any(run.evaluations for run in runs) else "epoch"
+    loss = lines(steps, "step", "loss", "train") + lines(_evaluated, "step", "val_loss", "validation", dashed=True)
     busy = _system(runs, "utilisation", host=("CPU", "cpu"), factor=100)
     used = _system(runs, "memory_gb", host=("host", "memory_gb"))
-    loss = _lines(runs, _steps, "step", "loss", "train")
-    loss += _lines(runs, _evaluated, "step", "val_loss", "validation", dashed=True)
-    made = [
-        _curves("loss", "Loss", sorted(loss, key=lambda line: line.run), "step", log=True),
-        *(_curves(name, name, _lines(runs, _evaluated, against, name), against) for name in _metrics(runs)),
-        _curves("lr", "Learning rate", _lines(runs, _steps, "step", "lr"), "step"),
-        _curves("throughput", "Throughput, samples/s", _lines(runs, _steps, "step", "samples_per_s"), "step"),
-        _curves("data_wait", "Share of time waiting for data", _lines(runs, _steps, "step", "data_wait_share"), "step"),
-        _curves("memory", "Memory per rank, GB", _rank_lines(runs, "memory_gb"), "step"),
-        _curves("step_time", "Time of a step, ms", _rank_lines(runs, "step_s", 1e3), "step"),
-        _curves(
-            "own_time", "Time of a step before waiting for other ranks, ms", _rank_lines(runs, "own_s", 1e3), "step"
-        ),
-        _curves("utilisation", "Utilisation of devices and CPU, %", busy, "minutes"),
-        _curves("device_memory", "Memory of devices and host, GB", used, "minutes"),
-        _curves("power", "Power of devices, W", _system(runs, "power_w"), "minutes"),
+    own = "Time of a step before waiting for other ranks, ms"
+    curves: list[tuple[str, str, list[Line], str]] = [
+        ("loss", "Loss", sorted(loss, key=lambda line: line.run), "step"),
+        *((name, name, lines(_evaluated, against, name), against) for name in _metrics(runs)),
+        ("lr", "Learning rate", lines(steps, "step", "lr"), "step"),
+        ("throughput", "Throughput, samples/s", lines(steps, "step", "samples_per_s"), "step"),
+        ("data_wait", "Share of time waiting for data", lines(steps, "step", "data_wait_share"), "step"),
+        ("memory", "Memory per rank, GB", _of_ranks(runs, "memory_gb"), "step"),
+        ("step_time", "Time of a step, ms", _of_ranks(runs, "step_s", 1e3), "step"),
+        ("own_time", own, _of_ranks(runs, "own_s", 1e3), "step"),
+        ("utilisation", "Utilisation of devices and CPU, %", busy, "minutes"),
+        ("device_memory", "Memory of devices and host, GB", used, "minutes"),
+        ("power", "Power of devices, W", _system(runs, "power_w"), "minutes"),
     ]
-    made += [_matrix(run, name, table) for run in runs for name, table in run.tables.items()]
-    return [picture for picture in made if picture is not None]
+    drawn = [_curves(runs, name, title, [one for one in found if one.y], x) for name, title, found, x in curves]
+    drawn += [_matrix(run, name, table) for run in runs for name, table in run.tables.items()]
+    return [picture for picture in drawn if picture is not None]
 
 
 def require_matplotlib() -> None:
@@ -94,25 +108,14 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise UnsupportedError(
-            "pictures need matplotlib, which is not installed", fix="pip install 'lockstep-train[report]'"
-        ) from None
+        what, fix = "pictures need matplotlib, which is not installed", "pip install 'lockstep-train[report]'"
+        raise UnsupportedError(what, fix=fix) from None
 
 
-@dataclass(frozen=True)
-class Line:
-    label: str
-    run: int
-    x: list[float]
-    y: list[float]
-    dashed: bool = False
-
-
-def _curves(name: str, title: str, lines: Sequence[Line], x_label: str, *, log: bool = False) -> Picture | None:
-    lines = [line for line in lines if line.y]
+def _curves(runs: Sequence[RunData], name: str, title: str, lines: Sequence[Line], x_label: str) -> Picture | None:
     if not lines:
         return None
-    figure, axes = new_figure(title)
+    figure, axes = _new_figure(title)
     shades: dict[int, int] = {}
     for line in lines:
         shade = shades[line.run] = shades.get(line.run, -1) + 1
@@ -127,17 +130,18 @@ def _curves(name: str, title: str, lines: Sequence[Line], x_label: str, *, log: 
             markersize=3,
         )
     axes.set_xlabel(x_label)
-    if log and all(value > 0 for line in lines for value in line.y):
+    if name == "loss" and all(value > 0 for line in lines for value in line.y):
         axes.set_yscale("log")
     if len(lines) > 1:
-        legend = axes.legend(axes.lines, [line.label for line in lines], fontsize="small", frameon=False)
+        named = [(runs[line.run].label, line.what) for line in lines]
+        labels = [f"{label} {what}".strip() if len(runs) > 1 else what or label for label, what in named]
+        legend = axes.legend(axes.lines, labels, fontsize="small", frameon=False)
         for entry in legend.get_texts():
             entry.set_parse_math(False)
     return Picture(name, title, figure)
 
 
-def new_figure(title: str) -> tuple[Figure, Axes]:
-    """An empty figure with one set of axes, in the style of all reports."""
+def _new_figure(title: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -148,34 +152,9 @@ def new_figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _named(runs: Sequence[RunData], run: RunData, what: str = "") -> str:
-    if len(runs) == 1:
-        return what or run.label
-    return f"{run.label} {what}".strip()
-
-
-def _points(rows: Sequence[Row], x: str, y: str, factor: float = 1.0) -> tuple[list[float], list[float]]:
+def _points(rows: Iterable[Row], x: str, y: str, factor: float = 1.0) -> tuple[list[float], list[float]]:
     pairs = [(row[x], row[y]) for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
     return [float(a) for a, _ in pairs], [float(b) * factor for _, b in pairs]
-
-
-def _lines(
-    runs: Sequence[RunData],
-    rows: Callable[[RunData], Sequence[Row]],
-    x: str,
-    y: str,
-    what: str = "",
-    *,
-    dashed: bool = False,
-) -> list[Line]:
-    """A line of each run: ``y`` over ``x`` in its ``rows``."""
-    return [
-        Line(_named(runs, run, what), index, *_points(rows(run), x, y), dashed=dashed) for index, run in enumerate(runs)
-    ]
-
-
-def _steps(run: RunData) -> Sequence[Row]:
-    return run.steps
 
 
 def _evaluated(run: RunData) -> list[Row]:
@@ -190,32 +169,28 @@ def _metrics(runs: Sequence[RunData]) -> list[str]:
     return sorted(name for name in names if name.startswith("val_") and name != "val_loss")
 
 
-def _rank_lines(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[Line]:
+def _of_ranks(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[Line]:
+    """The value ``name`` of each rank over the steps; of many ranks the least, the median and the most."""
     lines = []
     for index, run in enumerate(runs):
-        lines += [
-            Line(_named(runs, run, label), index, *_points(rows, "step", name, factor))
-            for label, rows in _by_rank(run.ranks, name).items()
-        ]
+        found: dict[str, list[Row]] = {}
+        extremes: dict[str, list[Row]] = {"least": [], "median": [], "most": []}
+        for row in run.ranks:
+            step, values = row.get("step"), []
+            for state in row.get("ranks") or ():
+                if isinstance(state.get("rank"), int):
+                    value = state.get(name)
+                    found.setdefault(f"rank {state['rank']}", []).append({"step": step, name: value})
+                    values += [value] if _is_number(value) else []
+            if values:
+                for end, value in zip(extremes, (min(values), statistics.median(values), max(values)), strict=True):
+                    extremes[end].append({"step": step, name: value})
+        if len(found) > MAX_RANKS:
+            found = {f"{end} of {len(found)} ranks": rows for end, rows in extremes.items()}
+        else:
+            found = {label: found[label] for label in sorted(found, key=lambda label: int(label.split()[1]))}
+        lines += [Line(index, label, *_points(rows, "step", name, factor)) for label, rows in found.items()]
     return lines
-
-
-def _by_rank(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
-    """The value ``name`` of each rank over the steps; of many ranks the least, the median and the most."""
-    found: dict[int, list[Row]] = {}
-    extremes: list[Row] = []
-    for row in rows:
-        states = [state for state in row.get("ranks") or () if isinstance(state.get("rank"), int)]
-        for state in states:
-            found.setdefault(state["rank"], []).append({"step": row.get("step"), name: state.get(name)})
-        values = [state[name] for state in states if _is_number(state.get(name))]
-        if values:
-            middle = statistics.median(values)
-            extremes.append({"step": row.get("step"), "least": min(values), "median": middle, "most": max(values)})
-    if len(found) <= MAX_RANKS:
-        return {f"rank {rank}": found[rank] for rank in sorted(found)}
-    names = ("least", "median", "most")
-    return {f"{end} of {len(found)} ranks": [{"step": r["step"], name: r[end]} for r in extremes] for end in names}
 
 
 def _system(
@@ -224,30 +199,31 @@ def _system(
     """``name`` of each device over minutes; ``host``: label and name of the host's own value."""
     lines = []
     for index, run in enumerate(runs):
-        for node, rows in run.system.items():
-            rows = [row for row in rows if _is_number(row.get("time"))]
-            series: dict[str, tuple[list[float], list[float]]] = {}
-            for row in rows:
-                values = {str(device.get("id")): device.get(name) for device in _mappings(row.get("devices"))}
-                for own in _mappings([row.get("host")]):
-                    values |= {host[0]: own.get(host[1])} if host else {}
-                for label, value in values.items():
-                    if _is_number(value):
-                        x, y = series.setdefault(label, ([], []))
-                        x.append((row["time"] - rows[0]["time"]) / 60)
-                        y.append(value * factor)
+        for node, samples in run.system.items():
             place = f"node {node} " if len(run.system) > 1 else ""
-            lines += [Line(_named(runs, run, f"{place}{label}"), index, x, y) for label, (x, y) in series.items()]
+            rows = [row for row in samples if _is_number(row.get("time"))]
+            series: dict[str, list[Row]] = {}
+            for row in rows:
+                devices = row.get("devices")
+                devices = map(_mapping, devices) if isinstance(devices, list) else ()
+                values = {str(device.get("id")): device.get(name) for device in devices}
+                if host is not None:
+                    values[host[0]] = _mapping(row.get("host")).get(host[1])
+                minutes = (row["time"] - rows[0]["time"]) / 60
+                for label, value in values.items():
+                    series.setdefault(label, []).append({"minutes": minutes, name: value})
+            lines += [Line(index, place + label, *_points(of, "minutes", name, factor)) for label, of in series.items()]
     return lines
 
 
-def _mappings(values: Any) -> list[Row]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+def _mapping(value: Any) -> Row:
+    return value if isinstance(value, dict) else {}
 
 
 def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Picture:
     """Rows are true classes; shades are shares of a row, numbers are counts. Square ones show recall and precision."""
-    figure, axes = new_figure(f"{name.replace('_', ' ')} of {run.label}")
+    title = f"{name.replace('_', ' ')} of {run.label}"
+    figure, axes = _new_figure(title)
     figure.set_size_inches(4.8, 4.4)
     axes.grid(False)
     shares = [[value / (sum(row) or 1) for value in row] for row in table]
@@ -261,19 +237,18 @@ def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Pictur
     axes.set_ylabel("true class")
     if len(table) == len(table[0]) <= 20:
         names = [name.replace("$", r"\$")[:24] for name in run.class_names]
-        names = names if len(names) == len(table) else [str(number) for number in range(len(table))]
-        rows = zip(names, table, strict=True)
-        axes.set_yticks(range(len(table)), [f"{name} ({_share(row, i)})" for i, (name, row) in enumerate(rows)])
-        columns = zip(names, zip(*table, strict=True), strict=True)
-        labels = [f"{name} ({_share(column, i)})" for i, (name, column) in enumerate(columns)]
-        axes.set_xticks(range(len(table)), labels, rotation=90)
+        names = names if len(names) == len(table) else list(map(str, range(len(table))))
         axes.set_ylabel("true class (recall)")
+        axes.set_yticks(range(len(table)), _with_shares(names, table))
         axes.set_xlabel("predicted class (precision)")
-    return Picture(f"{name}-{run.record.id}", f"{name.replace('_', ' ')} of {run.label}", figure)
+        axes.set_xticks(range(len(table)), _with_shares(names, list(zip(*table, strict=True))), rotation=90)
+    return Picture(f"{name}-{run.record.id}", title, figure)
 
 
-def _share(counts: Sequence[float], place: int) -> str:
-    return f"{counts[place] / sum(counts):.2f}" if sum(counts) else "none"
+def _with_shares(names: Sequence[str], table: Sequence[Sequence[float]]) -> list[str]:
+    """Each class with the share of its own in its row."""
+    shares = [f"{row[place] / sum(row):.2f}" if sum(row) else "none" for place, row in enumerate(table)]
+    return [f"{name} ({share})" for name, share in zip(names, shares, strict=True)]
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

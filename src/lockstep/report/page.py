@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.report.figures import Picture, pictures, require_matplotlib
+from lockstep.report.figures import pictures, require_matplotlib
 from lockstep.report.source import Row, RunData, compared, is_bench, read_bench, read_run, text
 from lockstep.telemetry.files import make_folders, write_text
-from lockstep.telemetry.lookup import find_run
+from lockstep.telemetry.rundir import find_run
 from lockstep.telemetry.summary import labels
 
 
@@ -30,10 +30,21 @@ def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[
     folder = out or (runs[0].path if runs else next(iter(benches))) / "report"
     alone = folder.suffix == ".html" and not folder.is_dir()
     file = folder if alone else folder / "report.html"
-    drawn = pictures(runs)
+    drawn, found = pictures(runs), [_bench(folder, report) for folder, report in benches.items()]
+    page = render(
+        __package__,
+        "report.html",
+        {"text": text, "base64": lambda png: base64.b64encode(png).decode()},
+        title=f"Lockstep: {', '.join([run.label for run in runs] + [bench['title'] for bench in found])}",
+        made=datetime.now(UTC),
+        runs=runs,
+        comparison=compared(runs) if runs else None,
+        pictures=drawn,
+        benches=found,
+    )
     make_folders(file.parent)
     images = [] if alone else [picture.save(folder) for picture in drawn]
-    write_text(file, page(runs, drawn, benches, made=datetime.now(UTC)))
+    write_text(file, page)
     return [file, *images]
 
 
@@ -46,36 +57,14 @@ def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[P
     runs: dict[Path, RunData] = {}
     benches: dict[Path, Row] = {}
     for ref in refs:
-        for folder in (Path(ref), runs_dir / ref):
-            if is_bench(folder):
-                benches[folder] = read_bench(folder)
-                break
+        bench = next((folder for folder in (Path(ref), runs_dir / ref) if is_bench(folder)), None)
+        if bench is not None:
+            benches[bench] = read_bench(bench)
         else:
             run = find_run(ref, runs_dir)
             runs.setdefault(run.path, read_run(run))
     names = labels([{"name": run.record.name, "id": run.record.id} for run in runs.values()])
     return [replace(run, label=label) for run, label in zip(runs.values(), names, strict=True)], benches
-
-
-def page(runs: Sequence[RunData], pictures: Sequence[Picture], benches: Mapping[Path, Row], *, made: datetime) -> str:
-    """The whole document.
-
-    Args:
-        benches: reports of benchmarks by their folder, whose pictures are included.
-        made: when, as shown on the page.
-    """
-    found = [_bench(folder, report) for folder, report in benches.items()]
-    return render(
-        __package__,
-        "report.html",
-        {"text": text, "base64": lambda png: base64.b64encode(png).decode()},
-        title=f"Lockstep: {', '.join([run.label for run in runs] + [bench['title'] for bench in found])}",
-        made=made,
-        runs=runs,
-        comparison=compared(runs) if runs else None,
-        pictures=pictures,
-        benches=found,
-    )
 
 
 def _bench(folder: Path, report: Row) -> Row:
@@ -102,12 +91,7 @@ def render(package: str, name: str, filters: Mapping[str, Callable[..., Any]] | 
     """The jinja2 template ``name`` in the folder ``html`` of ``package``, with ``values``, each of them escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    pages = Environment(
-        loader=PackageLoader(package, "html"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader(package, "html")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pages.filters |= filters or {}
     return pages.get_template(name).render(**values)

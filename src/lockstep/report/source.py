@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError, many
 from lockstep.telemetry.files import names_in, read_bytes, read_json, sparse_rows
-from lockstep.telemetry.records import RunRecord, read_forecast
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.records import read_forecast
+from lockstep.telemetry.rundir import RunDir, RunRecord
 from lockstep.telemetry.scalars import flattened
 from lockstep.telemetry.summary import Comparison, compare
 
@@ -27,8 +27,8 @@ class RunData:
     """One run. ``label`` names it in pictures; rows are as in the run folder, superseded ones left out.
 
     ``config`` is flat (``optimizer.lr`` → 0.001), without ``save_dir``. ``tables`` are matrices of the test, such as a
-    confusion matrix, and ``class_names`` those of its rows. ``problems``: files that could not be read, and why.
-    ``forecast``: how accurate the forecast in the folder was, in words.
+    confusion matrix, and ``class_names`` those of its rows; ``drawn`` the newest of each of the task's pictures, as
+    PNG. ``forecast``: how accurate the one in the folder was, in words. ``problems``: what could not be read, and why.
     """
 
     path: Path
@@ -41,11 +41,10 @@ class RunData:
     ranks: Sequence[Row]
     system: Mapping[str, Sequence[Row]]
     tables: Mapping[str, Sequence[Sequence[float]]]
-    class_names: Sequence[str] = ()
-    problems: tuple[str, ...] = field(default=())
-    forecast: str | None = None
-    #: The newest of each of the task's pictures by name, as PNG.
-    drawn: Mapping[str, bytes] = field(default_factory=dict)
+    class_names: Sequence[str]
+    drawn: Mapping[str, bytes]
+    forecast: str | None
+    problems: tuple[str, ...]
 
 
 def read_run(run: RunDir) -> RunData:
@@ -54,7 +53,8 @@ def read_run(run: RunDir) -> RunData:
     Raises:
         RunFolderError: the folder holds no run.
     """
-    record, problems = run.read(), []
+    record = run.read()
+    problems: list[str] = []
 
     def safely(read: Any, default: Any) -> Any:
         try:
@@ -63,17 +63,17 @@ def read_run(run: RunDir) -> RunData:
             problems.append(str(error).splitlines()[0])
             return default
 
-    config: Any = safely(lambda: run.config().model_dump(mode="json", exclude={"save_dir"}), {})
-    plan: Any = safely(run.plan, {}) if run.plan_file.exists() else {}
-    scored: Any = safely(lambda: score_of(run), None) if plan else None
-    tables: Any = safely(lambda: read_json(run.path / "tables.json"), {}) if (run.path / "tables.json").exists() else {}
+    plan = safely(run.plan, {}) if run.plan_file.exists() else {}
+    scored = safely(lambda: score_of(run), None) if plan else None
+    tables_file = run.path / "tables.json"
+    tables = safely(lambda: read_json(tables_file), {}) if tables_file.exists() else {}
     tables = tables if isinstance(tables, dict) else {}
     names = tables.get("class_names")
     return RunData(
         path=run.path,
         label=record.name or record.id,
         record=record,
-        config=flattened(config),
+        config=flattened(safely(lambda: run.config().model_dump(mode="json", exclude={"save_dir"}), {})),
         epochs=safely(run.epochs, []),
         evaluations=thinned(safely(run.evaluations, [])),
         steps=thinned(safely(run.steps, [])),
@@ -82,10 +82,10 @@ def read_run(run: RunDir) -> RunData:
             file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
             for file in sorted(run.path.glob("system-*.jsonl"))
         },
-        tables={name: table for name, table in tables.items() if is_matrix(table)},
-        class_names=tuple(map(str, names)) if isinstance(names, list) else (),
-        forecast=in_words(scored) if scored is not None else None,
+        tables={name: table for name, table in tables.items() if _is_matrix(table)},
+        class_names=list(map(str, names)) if isinstance(names, list) else [],
         drawn=safely(lambda: _drawn(run), {}),
+        forecast=in_words(scored) if scored is not None else None,
         problems=tuple(problems),
     )
 
@@ -101,13 +101,10 @@ def text(value: Any) -> str:
         return "–"
     if isinstance(value, float):
         return f"{value:.5g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(text, value))
-    return str(value)
+    return ", ".join(map(text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _drawn(run: RunDir) -> dict[str, bytes]:
-    """The newest of each of the task's pictures. Raises :class:`RunFolderError`."""
     files = (run.pictures / name for name in sorted(names_in(run.pictures)) if name.endswith(".png"))
     newest = {file.stem.rpartition("-epoch-")[0]: file for file in files}
     return {name: read_bytes(file, max_bytes=MAX_PICTURE_BYTES) for name, file in newest.items()}
@@ -134,13 +131,11 @@ def thinned(rows: Sequence[Row]) -> Sequence[Row]:
     return [*rows[:-1:stride], rows[-1]]
 
 
-def is_matrix(table: Any) -> bool:
-    return (
-        isinstance(table, list)
-        and bool(table)
-        and all(isinstance(row, list) and len(row) == len(table[0]) > 0 for row in table)
-        and all(isinstance(value, int | float) for row in table for value in row)
-    )
+def _is_matrix(table: Any) -> bool:
+    if not isinstance(table, list) or not table or not all(isinstance(row, list) for row in table):
+        return False
+    values = [value for row in table for value in row]
+    return {len(row) for row in table} == {len(table[0])} != {0} and all(isinstance(v, int | float) for v in values)
 
 
 def score_of(run: RunDir) -> dict[str, Any] | None:
@@ -168,42 +163,35 @@ def score(
     rates = [row["samples_per_s"] for row in epochs if row.get("samples_per_s")]
     if not rates:
         return None
-    devices = len(plan["placement"]["devices"]) if plan["placement"]["nodes"] == 1 else plan["placement"]["world_size"]
+    placement, batch, settings = plan["placement"], plan["batch"], forecast["settings"]
+    devices = len(placement["devices"]) if placement["nodes"] == 1 else placement["world_size"]
     measured = statistics.median(rates[1:] or rates)
-    settings = forecast["settings"]
     row = next((row for row in forecast["rows"] if row["gpus"] == devices), None)
+    first = (settings.get("devices") or [None])[0]  # a local device, or a GPU by its name
+    both = {
+        "task": (task, forecast["task"]),
+        "batch size": (batch["batch_size"], settings["batch_size"]),
+        "accumulation": (batch["accumulate"], settings["accumulate"]),
+        "precision": (placement["precision"], settings.get("precision")),
+        "strategy": (placement["strategy"], settings.get("strategy") if devices > 1 else None),
+        "accelerator": (placement["accelerator"], first and ("cpu" if first == "cpu" else "gpu")),
+    }
     differs = [
         f"{name} {here!r}, forecast for {foreseen!r}"
-        for name, here, foreseen in (
-            ("task", task, forecast["task"]),
-            ("batch size", plan["batch"]["batch_size"], settings["batch_size"]),
-            ("accumulation", plan["batch"]["accumulate"], settings["accumulate"]),
-            ("precision", plan["placement"]["precision"], settings.get("precision")),
-            ("strategy", plan["placement"]["strategy"], settings.get("strategy") if devices > 1 else None),
-            ("accelerator", plan["placement"]["accelerator"], _accelerator(settings.get("devices"))),
-        )
+        for name, (here, foreseen) in both.items()
         if foreseen is not None and here != foreseen
     ]
     if row is None:
         return {"measured": measured, "differs": [*differs, f"nothing was forecast for {many(devices, 'device')}"]}
+    predicted, low, high = (row[name] for name in ("samples_per_s", "samples_per_s_low", "samples_per_s_high"))
     return {
-        "predicted": row["samples_per_s"],
-        "low": row["samples_per_s_low"],
-        "high": row["samples_per_s_high"],
-        "measured": measured,
-        "ratio": measured / row["samples_per_s"],
-        "within": row["samples_per_s_low"] <= measured <= row["samples_per_s_high"],
-        "differs": differs,
+        **{"predicted": predicted, "low": low, "high": high, "measured": measured},
+        **{"ratio": measured / predicted, "within": low <= measured <= high, "differs": differs},
     }
 
 
-def _accelerator(devices: Sequence[str] | None) -> str | None:
-    """The accelerator that the forecast is for: a local device, or a GPU by its name."""
-    return None if not devices else "cpu" if devices[0] == "cpu" else "gpu"
-
-
 def in_words(found: Mapping[str, Any]) -> str:
-    """One line for people."""
+    """A score in one line."""
     differs = f" (not comparable: {'; '.join(found['differs'])})" if found["differs"] else ""
     if "predicted" not in found:
         return f"measured {found['measured']:,.0f} samples/s{differs}"

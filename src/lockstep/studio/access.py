@@ -111,7 +111,7 @@ class Guard:
             try:
                 while True:
                     done, _ = await asyncio.wait({message}, timeout=RECHECK_S)
-                    self._check(asked)
+                    self._check_session(asked)
                     if done:
                         return await message
             except ApiError as error:
@@ -140,9 +140,9 @@ class Guard:
             if method is not None:
                 _check_body(method, asked.headers)
             if (method, path) == ("POST", "/api/session"):
-                return await self._enter(Request(asked.scope, receive))
+                return await self._begin_session(Request(asked.scope, receive))
             if path not in _PUBLIC:
-                self._check(asked)
+                self._check_session(asked)
         except ApiError as error:
             if method is None:
                 return WebSocketClose()  # 403, since uvicorn takes any other status for a handshake that was broken off
@@ -152,7 +152,7 @@ class Guard:
             return JSONResponse(body_of(error), error.status, _NOT_KEPT)
         return None
 
-    def _check(self, asked: HTTPConnection) -> None:
+    def _check_session(self, asked: HTTPConnection) -> None:
         scheme, _, given = asked.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._sessions.is_token(given.strip()):
             return
@@ -162,8 +162,7 @@ class Guard:
             fix = "open the address that `lockstep studio` printed when it started"
             raise ApiError("UNAUTHORISED", 401, what, fix=fix)
 
-    async def _enter(self, request: Request) -> Response:
-        """Exchange the token for a session."""
+    async def _begin_session(self, request: Request) -> Response:
         try:
             given = (await request.json())["token"]
         except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
 from lockstep.config import Precision, RunConfig, resolve
-from lockstep.config.load import merge
+from lockstep.config.load import merge, to_yaml
 from lockstep.errors import ConfigError, LockstepError, PrecisionError, UsageError
 from lockstep.events import Note
 from lockstep.hardware.device import Device, choose_default, parse, select
@@ -19,12 +24,91 @@ from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World
 from lockstep.studio import settings
+from lockstep.studio.commands import owner, works_on
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
-from lockstep.studio.planner import Planner
-from lockstep.studio.processes import Identity, owner, works_on
 from lockstep.studio.schemas import ApiError, PlanBody
 from lockstep.studio.settings import OfferedTasks, Wanted
+
+
+class Planner:
+    """Asks the helper process (:mod:`lockstep.studio.plan_helper`), one request at a time; starts it when needed."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+
+    def tasks(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """What the form must know of each task; asked once. Raises :class:`LockstepError`."""
+        key = tuple(names)
+        if key not in self._tasks:
+            self._tasks[key] = self._ask({"op": "tasks", "names": key})
+        return self._tasks[key]
+
+    def plan(self, task: str, config: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, Any]:
+        """The plan as ``lockstep plan --json`` prints it. Raises :class:`LockstepError`."""
+        request = {"op": "plan", "task": task, "config": config, "devices": [device.as_dict() for device in devices]}
+        plan: dict[str, Any] = self._ask(request)
+        return plan
+
+    def close(self) -> None:
+        """End the helper, even in the middle of an answer: its caller gets an error."""
+        self._closed = True
+        while not self._lock.acquire(timeout=0.05):
+            if (process := self._process) is not None:
+                process.kill()
+        try:
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        with self._lock:
+            try:
+                answer = self._exchange(json.dumps(request).encode())
+            except (OSError, EOFError, ValueError) as error:
+                self._end()
+                what, why = "the data of this task could not be read", str(error) or "the helper process ended"
+                fix = "run `lockstep plan` with the same settings in a terminal to see the reason"
+                raise ApiError("PLANNER_FAILED", 503, what, why=why, fix=fix) from None
+        if "error" in answer:
+            given = answer["error"]
+            raise ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))
+        return answer["data"]
+
+    def _exchange(self, request: bytes) -> Any:
+        if self._closed:
+            raise OSError("the studio is ending")
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._pipe, there = Pipe()
+            with there:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "lockstep.studio.plan_helper", str(there.fileno())],
+                    pass_fds=[there.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # not ended by Ctrl-C in the studio's terminal
+                )
+        assert self._pipe is not None
+        self._pipe.send_bytes(request)
+        if not self._pipe.poll(self._timeout_s):
+            raise OSError(f"no answer within {self._timeout_s:g} s")
+        return json.loads(self._pipe.recv_bytes())
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 @dataclass(eq=False)
@@ -55,8 +139,8 @@ class Forms:
         """``device`` with the user and the run of each of its processes, where the system says."""
         going = self._index.going() if device["users"] else []
         for user in device["users"]:
-            user["owner"], process = owner(user["pid"]), Identity(user["pid"], 0.0)
-            user["run"] = next((run["id"] for run in going if works_on(process, Path(run["path"]))), None)
+            user["owner"] = owner(user["pid"])
+            user["run"] = next((run["id"] for run in going if works_on(user["pid"], Path(run["path"]))), None)
         return device
 
     def _sample(self) -> dict[str, Any] | None:
@@ -79,12 +163,19 @@ class Forms:
         select(parse(names), self.devices())
 
     def tasks(self) -> dict[str, Any]:
-        return {"tasks": self._planner.tasks(self.offered.names)}
+        return {"tasks": self._planner.tasks(list(self.offered))}
 
     def warm(self) -> None:
         """Let the helper process import the tasks; what goes wrong is reported to the page that asks."""
         with contextlib.suppress(LockstepError):
             self.tasks()
+
+    def described(self, task: str) -> Mapping[str, Any]:
+        """The schema and default settings of a task. Raises :class:`LockstepError` when it cannot be used."""
+        described: Mapping[str, Any] = next(one for one in self.tasks()["tasks"] if one["name"] == task)
+        if (error := described["error"]) is not None:
+            raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
+        return described
 
     @functools.cached_property
     def schema(self) -> dict[str, Any]:
@@ -116,6 +207,10 @@ class Forms:
         """What follows ``lockstep`` to train this."""
         return ["train", wanted.task, *settings.as_flags(wanted.for_command(), self._flags)]
 
+    def place(self, wanted: Wanted) -> list[str]:
+        """The devices of a run with these settings. Raises :class:`LockstepError` as the command would."""
+        return list(_place(resolve(wanted.mapping()), self.devices()).devices)
+
     def preview(self, body: PlanBody) -> dict[str, Any]:
         return self._preview(self.wanted(body))
 
@@ -123,14 +218,15 @@ class Forms:
         words = self.train_words(wanted)
         if self._home.runs_dir != Path.cwd() / "runs":
             words += ["--runs-dir", str(self._home.runs_dir)]
-        return {**settings.command_of(words), "yaml": wanted.yaml()}
+        return {**settings.command_of(words), "yaml": to_yaml(wanted.mapping())}
 
     def plan(self, body: PlanBody) -> dict[str, Any]:
         """Labels, notes and plan; what is wrong with the settings is part of the answer."""
+        precisions = [{"value": value, "supported": True, "reason": None} for value in get_args(Precision)]
         try:
             wanted = self.wanted(body)
         except ConfigError as error:
-            return _answer(error)
+            return _answer(error) | {"warnings": [], "precisions": precisions, "preview": None}
         config, devices = resolve(wanted.mapping()), self.devices()
         placement = plan = problem = None
         try:
@@ -146,42 +242,23 @@ class Forms:
             "preview": self._preview(wanted),
         }
 
-    def place(self, wanted: Wanted) -> list[str]:
-        """The devices of a run with these settings. Raises :class:`LockstepError` as the command would."""
-        return list(_place(resolve(wanted.mapping()), self.devices()).devices)
-
-    def described(self, task: str) -> Mapping[str, Any]:
-        """The schema and default settings of a task. Raises :class:`LockstepError` when it cannot be used."""
-        all_tasks = self._planner.tasks(self.offered.names)
-        described: Mapping[str, Any] = next(one for one in all_tasks if one["name"] == task)
-        if (error := described["error"]) is not None:
-            raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
-        return described
-
 
 def _answer(
     problem: LockstepError | None, placement: Placement | None = None, plan: dict[str, Any] | None = None,
     *, later: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The answer without what needs valid settings.
-
-    Args:
-        later: the data is missing and will be downloaded: the run may start without a plan.
-    """
+    """``later``: the data is missing and will be downloaded: the run may start without a plan."""
     notes = [asdict(note) for note in placement.notes] if placement is not None else []
     if later:
         text = "The data is downloaded when the run starts; the plan is made then."
         notes.append(asdict(Note("data_downloaded_later", text)))
-    blocked = problem is not None and not later
+    reason = problem.what if problem is not None and not later else None
     return {
-        "run": {"enabled": not blocked, "reason": problem.what if problem is not None and blocked else None},
+        "run": {"enabled": reason is None, "reason": reason},
         "problem": problem.as_dict() if problem else None,
         "labels": _labels(placement, plan),
         "notes": plan["notes"] if plan is not None else notes,
-        "warnings": [],
-        "precisions": [{"value": value, "supported": True, "reason": None} for value in get_args(Precision)],
         "plan": plan,
-        "preview": None,
     }
 
 

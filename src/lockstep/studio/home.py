@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -12,7 +13,7 @@ from pathlib import Path
 from lockstep.errors import StorageError
 from lockstep.report.page import render
 from lockstep.studio.schemas import ApiError, run_not_found
-from lockstep.telemetry.files import absolute, storage_error, write_text
+from lockstep.telemetry.files import absolute, storage_error, storing, write_text
 
 #: Permissions of a file that only this user may read.
 PRIVATE = 0o600
@@ -31,23 +32,20 @@ class Home:
 
     def make(self) -> None:
         """Create the folders. Raises :class:`StorageError`."""
-        try:
+        with storing(self.path):
             for folder in (self.path, self.starts, self.configs, self.jobs):
                 folder.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
-        except OSError as error:
-            raise storage_error(error, self.path) from error
 
     def run(self, name: str) -> Path:
-        """The folder of a run, which may not exist. Raises :class:`ApiError` for an invalid name."""
+        """The folder of a run, which may not exist."""
         if not is_run_name(name):
             raise run_not_found(name)
         return self.runs_dir / name
 
     def start(self, name: str) -> Path:
         """The folder of the studio's notes on a run: how it was started, its labels."""
-        self.run(name)
-        return self.starts / name
+        return self.starts / self.run(name).name
 
     def config(self, name: str) -> Path:
         """The file of a saved configuration."""
@@ -59,14 +57,14 @@ class Home:
     def job(self, name: str) -> Path:
         """The folder of a job."""
         if not _JOB.fullmatch(name):
-            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name[:100]!r}", fix="reload the page")
+            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name[:100]!r}")
         return self.jobs / name
 
     def token(self, *, new: bool = False) -> str:
         """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: it cannot be read or written.
         """
         file = self.path / "token"
         if new:
@@ -85,11 +83,7 @@ class Home:
         return text
 
     def write_door(self, url: str) -> Path:
-        """A page, readable only by this user, that leads to ``url``: other users can read the arguments of a command.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """A page for this user alone that leads to ``url``: other users can read the arguments of a command."""
         file = self.path / "open.html"
         write_text(file, render(__package__, "message.html", lines=[], url=url), mode=PRIVATE)
         return file
@@ -118,17 +112,9 @@ def is_run_name(name: str) -> bool:
 
 
 def remove_folder(folder: Path, inside: Path) -> None:
-    """Delete ``folder`` and all below it, if it is a real folder right inside ``inside``.
-
-    Raises:
-        StorageError: it is a link, elsewhere, or cannot be deleted.
-    """
+    """Delete ``folder`` with its content if it is a real folder right inside ``inside``; else :class:`StorageError`."""
     if folder.parent != inside or folder.is_symlink():
         why, fix = "it is a link, or not right inside the runs folder", "check where it points, and delete it yourself"
         raise StorageError(f"{folder} is not deleted", why=why, fix=fix)
-    try:
+    with storing(folder), contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise storage_error(error, folder) from error

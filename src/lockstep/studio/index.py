@@ -11,15 +11,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.errors import RunFolderError
+from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lines, reap
 from lockstep.studio.home import Home, is_run_name, modified_ns
-from lockstep.studio.launch_records import Labels, Start, Starts
-from lockstep.studio.processes import is_alive, reap
 from lockstep.studio.schemas import run_not_found
 from lockstep.telemetry.files import names_in, plain
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
-from lockstep.telemetry.lookup import one_line
-from lockstep.telemetry.rundir import LIVE, RunDir, RunRecord, new_run_id
+from lockstep.telemetry.rundir import LIVE, RunDir, RunRecord, new_run_id, one_line
 from lockstep.telemetry.summary import summarize
 
 #: How often a watched list checks runs that have ended. A new attempt changes the time of the runs folder, and is
@@ -32,6 +30,7 @@ _COARSE_S = 2.0
 _IN_DETAIL = {"command", "versions", "placement", "format_version"}
 _FILES = ("run.json", "heartbeat.json", "metrics.json", "plan.json")
 Signature = tuple[tuple[int, int, int] | None, ...]
+Summary = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
@@ -42,12 +41,12 @@ class Entry:
     run: RunDir
     id: str = ""
     signature: Signature = ()
-    base: dict[str, Any] = field(default_factory=dict)
+    base: Summary = field(default_factory=dict)
     record: RunRecord | None = None
     problem: str = ""
     beat: Beat | None = None
-    summary: dict[str, Any] = field(default_factory=dict)
-    version: int = 0
+    #: Another object after each change.
+    summary: Summary = field(default_factory=dict)
     #: Something may change without a change of the files: a process ends, labels are not written yet.
     restless: bool = True
 
@@ -58,42 +57,43 @@ class RunIndex:
     def __init__(self, home: Home, starts: Starts) -> None:
         self._home = home
         self._starts = starts
-        self._runs_dir, self._starts_dir = str(home.runs_dir), str(home.starts)
         #: By the name of the folder.
         self._entries: dict[str, Entry] = {}
         #: The folder's name by run id.
         self._folders: dict[str, str] = {}
         self._stopping: set[str] = set()
         self._lock = threading.RLock()
-        self._version = 0
+        #: What :meth:`watched` found, the times of the folders then, and whether a summary has changed since.
+        self._found: list[Summary] = []
+        self._times = (0, 0)
+        self._changed = True
         #: When runs that have ended are checked next, whether or not a folder has another time.
         self._due = 0.0
-        #: What :meth:`versions` found, and when the folders had been changed and the last change then.
-        self._found: dict[str, tuple[int, dict[str, Any]]] = {}
-        self._seen = (0, 0, 0)
 
-    def summaries(self) -> list[dict[str, Any]]:
+    def summaries(self) -> list[Summary]:
         """One summary a run, newest first."""
-        return [entry.summary for entry in self._listed()]
+        with self._lock:
+            reap()
+            return self._listed()
 
-    def versions(self) -> tuple[dict[str, tuple[int, dict[str, Any]]], list[str]]:
-        """By run: a number that changes with its summary, and the summary, newest first; and :meth:`problems`.
+    def watched(self) -> tuple[list[Summary], list[str]]:
+        """:meth:`summaries`, each the same object until it changes, and :meth:`problems`.
 
-        Called every second; runs that have ended are checked when a folder has changed. The same object: no change.
+        Called every second: runs that have ended are checked only when a folder has changed. The same list: no change.
         """
         now = time.monotonic()
         with self._lock:
-            folders = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
-            moved = folders != self._seen[:2]
+            reap()
+            times = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
+            moved = times != self._times
             thorough = moved or now >= self._due
-            restless = any(entry.restless for entry in self._entries.values())
-            if thorough or restless or (*folders, self._version) != self._seen:
+            if thorough or self._changed or any(entry.restless for entry in self._entries.values()):
                 if thorough:  # once more after a change, for those that the time of the folder does not show
                     self._due = now + (_COARSE_S if moved else _THOROUGH_S)
                 listed = self._listed(thorough=thorough)
-                found = {entry.summary["id"]: (entry.version, entry.summary) for entry in listed}
-                self._found = self._found if found == self._found else found
-                self._seen = (*folders, self._version)
+                if list(map(id, listed)) != list(map(id, self._found)):
+                    self._found = listed
+                self._times, self._changed = times, False
             return self._found, self.problems()
 
     def listed(self) -> dict[str, Any]:
@@ -111,12 +111,11 @@ class RunIndex:
                 self._listed()
             return self._folders.get(ref, ref)
 
-    def summary(self, ref: str) -> dict[str, Any]:
-        """The summary of one run. Raises :class:`ApiError` when there is none."""
+    def summary(self, ref: str) -> Summary:
+        """The summary of one run. Raises :class:`LockstepError` when there is none."""
         with self._lock:
             reap()
-            name = self.locate(ref)
-            entry = self._refresh(name)
+            entry = self._refresh(self.locate(ref))
             if entry is None or not entry.summary:
                 raise run_not_found(ref) if entry is None else RunFolderError(entry.problem)
             return entry.summary
@@ -136,7 +135,7 @@ class RunIndex:
             raise run_not_found(ref)
         return run
 
-    def going(self) -> list[dict[str, Any]]:
+    def going(self) -> list[Summary]:
         """The summaries of live runs."""
         return [summary for summary in self.summaries() if summary["status"] in LIVE]
 
@@ -153,17 +152,15 @@ class RunIndex:
         with self._lock:
             self._stopping.add(self.locate(ref))
 
-    def _listed(self, *, thorough: bool = True) -> list[Entry]:
-        with self._lock:
-            reap()
-            noted = set(self._starts.names())
-            names = sorted(filter(is_run_name, noted.union(names_in(self._home.runs_dir))))  # before their copies
-            for gone in self._entries.keys() - set(names):
-                self._drop(gone)
-            for name in names:
-                self._refresh(name, noted=name in noted, look=thorough)
-            shown = [entry for entry in self._entries.values() if entry.summary]
-            return sorted(shown, key=lambda e: (e.summary["created_at"] or "", e.summary["id"]), reverse=True)
+    def _listed(self, *, thorough: bool = True) -> list[Summary]:
+        noted = set(self._starts.names())
+        names = sorted(filter(is_run_name, noted.union(names_in(self._home.runs_dir))))  # before their copies
+        for gone in self._entries.keys() - set(names):
+            self._drop(gone)
+        for name in names:
+            self._refresh(name, noted=name in noted, look=thorough)
+        shown = [entry.summary for entry in self._entries.values() if entry.summary]
+        return sorted(shown, key=lambda summary: (summary["created_at"] or "", summary["id"]), reverse=True)
 
     def _refresh(self, name: str, *, noted: bool = True, look: bool = True) -> Entry | None:
         """The entry of a run, up to date; ``None`` when there is no such run.
@@ -172,74 +169,82 @@ class RunIndex:
             noted: whether the studio may have notes on it.
             look: check a run that has ended, too.
         """
-        entry, path = self._entries.get(name), f"{self._runs_dir}/{name}"
+        entry, path = self._entries.get(name), f"{self._home.runs_dir}/{name}"
         if entry is not None and not entry.restless and not look:
             return entry
-        record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._starts_dir}/{name}") if noted else None
+        record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._home.starts}/{name}") if noted else None
         # A run that has ended and is unchanged needs no more than this check: an attempt begins with its record.
         if entry is not None and not entry.restless and (entry.signature[0], entry.signature[-1]) == (record, notes):
             return entry
-        signature: Signature = (record, *[_stat(f"{path}/{file}") for file in _FILES[1:]], notes)
         start = self._starts.read(name) if notes is not None else None
-        if signature[0] is None and (start is None or self._starts.was_made(name, start)):
+        if record is None and (start is None or self._starts.was_made(name, start)):
             self._drop(name)
             return None
         if entry is None:
             entry = self._entries[name] = Entry(RunDir(self._home.run(name)))
         try:
-            self._renew(entry, start, signature)
+            signature = (record, *[_stat(f"{path}/{file}") for file in _FILES[1:]], notes)
+            if entry.signature != signature:
+                self._read(entry, start, there=record is not None)
+                entry.signature = signature
+            summary = self._complete(entry, start) if not entry.problem or start is not None else {}
         except Exception as error:  # an unexpected error in one run must not hide the others
             if not entry.problem:
                 _log.exception("run %s cannot be shown", name)
             entry.problem = f"{path} cannot be shown: {type(error).__name__}: {error}"
-            entry.signature, entry.summary, entry.restless = (), {}, True
+            entry.signature, entry.restless, summary = (), True, {}
+        if summary != entry.summary:
+            entry.summary, self._changed = summary, True
         return entry
 
     def _drop(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._folders.pop(entry.id, None)
-            self._version += 1
+            self._changed = True
 
-    def _identify(self, entry: Entry) -> None:
-        """Set the id of ``entry``: its record's, or the name of its folder if another folder has this id already."""
+    def _read(self, entry: Entry, start: Command | None, *, there: bool) -> None:
+        """Read the files of a run; ``there``: it has a record. Else its command has not made its folder yet."""
+        entry.record, entry.beat, entry.problem = None, None, ""
+        summary: Summary = {}
+        try:
+            if there:
+                record = entry.run.read()
+                summary = summarize(entry.run, record)
+                entry.record, entry.beat = record, entry.run.progress()
+        except RunFolderError as error:
+            entry.problem = one_line(error)
+        if entry.record is None and start is not None:
+            began, placed = datetime.fromtimestamp(start.at, UTC), {"devices": start.devices}
+            # The entry has another id.
+            record = RunRecord(id=new_run_id(), task=start.task, created_at=began, pid=start.pid, placement=placed)
+            summary = summarize(entry.run, record)
+        entry.base = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
+        # Its record's id, or the name of its folder if another folder has this id already.
         folder = entry.run.path.name
         self._folders.pop(entry.id, None)
         wanted = entry.record.id if entry.record is not None else folder
         entry.id = next(one for one in (wanted, folder, f"{folder}~") if one not in self._folders)
         self._folders[entry.id] = folder
 
-    def _renew(self, entry: Entry, start: Start | None, signature: Signature) -> None:
-        """Update ``entry`` to the state of the files with this ``signature``."""
-        if entry.signature != signature:
-            _read(entry, start, there=signature[0] is not None)
-            self._identify(entry)
-            entry.signature = signature
-            if entry.record is not None and start is not None:
-                self._starts.output(entry.run.path.name)  # is moved into the run's folder
-        if entry.problem and start is None:
-            return
-        summary = self._complete(entry, start)
-        if summary != entry.summary:
-            self._version += 1
-            entry.summary, entry.version = summary, self._version
-
-    def _complete(self, entry: Entry, start: Start | None) -> dict[str, Any]:
+    def _complete(self, entry: Entry, start: Command | None) -> Summary:
         """The summary from the files, and what depends on processes and labels."""
-        run, name = entry.run, entry.run.path.name
-        labels = self._starts.labels(name) if start is not None or entry.signature[-1] is not None else Labels()
+        run, record, base = entry.run, entry.record, dict(entry.base)
+        name = run.path.name
+        labels = self._starts.labels(name) if entry.signature[-1] is not None else Labels()
         alive = start is not None and is_alive(start.process)
-        base, record = dict(entry.base), entry.record
-        attempt = record.attempt if record is not None else 0
-        starting = alive and start is not None and attempt <= start.attempt_before
-        status = "pending" if starting else "failed" if record is None else run.judge(record)
+        unseen = start is not None and (record.attempt if record is not None else 0) <= start.attempt_before
+        status = "pending" if alive and unseen else "failed" if record is None else run.judge(record)
         resume_error = None
-        if start is not None and not alive and attempt <= start.attempt_before:
-            said = self._starts.last_words(name, start) or "the command ended without output"
-            if start.attempt_before:
-                resume_error = said
-            elif status in {"failed", "lost"}:
-                base["error"] = base["error"] or said
+        if start is not None:
+            output = self._starts.output(name)  # is moved into the run's folder
+            if unseen and not alive:
+                lines, _ = last_lines(output, 40, skip_bytes=start.output_from)
+                said = "\n".join(lines) or "the command ended without output"
+                if start.attempt_before:
+                    resume_error = said
+                elif status in {"failed", "lost"}:
+                    base["error"] = base["error"] or said
         entry.restless = alive or status in LIVE or (entry.beat is not None and is_beating(entry.beat, time.time()))
         if status not in LIVE:
             self._stopping.discard(name)
@@ -252,30 +257,11 @@ class RunIndex:
             "pinned": labels.pinned,
             "id": entry.id,
             "status": status,
-            "starting": starting,
+            "starting": alive and unseen,
             "resume_error": resume_error,
             "stopping": name in self._stopping,
             "eta_s": base["eta_s"] if status == "running" else None,
         }
-
-
-def _read(entry: Entry, start: Start | None, *, there: bool) -> None:
-    """Read the files of a run; ``there``: it has a record. Else its command has not made its folder yet."""
-    entry.record, entry.base, entry.beat, entry.problem = None, {}, None, ""
-    summary: dict[str, Any] = {}
-    try:
-        if there:
-            record = entry.run.read()
-            summary = summarize(entry.run, record)
-            entry.record, entry.beat = record, entry.run.progress()
-    except RunFolderError as error:
-        entry.problem, entry.summary = one_line(error), {}
-    if entry.record is None and start is not None:
-        began, placed = datetime.fromtimestamp(start.at, UTC), {"devices": start.devices}
-        # The entry has another id.
-        record = RunRecord(id=new_run_id(), task=start.task, created_at=began, pid=start.pid, placement=placed)
-        summary = summarize(entry.run, record)
-    entry.base = plain({key: value for key, value in summary.items() if key not in _IN_DETAIL})
 
 
 def _stat(path: str) -> tuple[int, int, int] | None:

@@ -14,11 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocket, WebSocketState
 
 from lockstep.errors import LockstepError
-from lockstep.studio.columns import FULL_ROWS
-from lockstep.studio.index import RunIndex
-from lockstep.studio.launch_records import Jobs
+from lockstep.studio.commands import Jobs
+from lockstep.studio.index import RunIndex, Summary
 from lockstep.studio.schemas import ApiError
-from lockstep.studio.tailing import Feed
+from lockstep.studio.tailing import Feed, Message, Subscription
 
 TICK_S = 0.1
 #: How often the list is read; half as often when it was the same this many times.
@@ -31,17 +30,20 @@ MAX_BAD_MESSAGES = 20
 #: Answers that wait for a tab to read; a part of a long run may have some megabytes.
 MAX_UNSENT = 8
 _log = logging.getLogger(__name__)
-Message = dict[str, Any] | bytes
 
 
-@dataclass
-class Subscription:
-    """What a tab has received of one run."""
+class Asked(BaseModel):
+    """A tab's message."""
 
-    feed: Feed
-    #: By stream: generation and rows as the tab has them, and the rows of its last history.
-    cursors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    epochs_version: int = 0
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    type: Literal["watch", "subscribe", "unsubscribe", "range"]
+    run: str = Field("", max_length=300)
+    runs: bool = False
+    stream: str = Field("steps", max_length=300)
+    low: float | None = Field(None, alias="from", ge=-1e300, le=1e300)
+    high: float | None = Field(None, alias="to", ge=-1e300, le=1e300)
+    request: int | None = None
 
 
 @dataclass(eq=False)
@@ -52,7 +54,8 @@ class Tab:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
     watches_runs: bool = False
-    known_runs: dict[str, int] | None = None
+    #: By id, as they were sent.
+    known_runs: dict[str, Summary] | None = None
     known_problems: list[str] = field(default_factory=list)
     outbox: list[Message] = field(default_factory=list)
     bad_messages: int = 0
@@ -67,12 +70,10 @@ class Hub:
     """Feeds by run and the tabs that watch them."""
 
     def __init__(self, index: RunIndex, jobs: Jobs, hello: Callable[[], dict[str, Any]]) -> None:
-        self._index = index
-        self._jobs = jobs
-        self._hello = hello
+        self._index, self._jobs, self._hello = index, jobs, hello
         self._feeds: dict[str, Feed] = {}
         self._tabs: set[Tab] = set()
-        self._versions: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._runs: list[Summary] = []
         self._problems: list[str] = []
         self._listed = False
         self._busy = asyncio.Event()
@@ -137,34 +138,24 @@ class Hub:
                 self._asked.set()
                 tab.wake.set()
             case "subscribe":
-                self._subscribe(tab, asked)
+                if asked.run not in tab.subscriptions and len(tab.subscriptions) >= MAX_SUBSCRIPTIONS:
+                    what = f"a tab follows at most {MAX_SUBSCRIPTIONS} runs"
+                    raise ApiError("INVALID_CONFIG", 422, what, fix="leave some out")
+                if asked.run not in self._feeds:
+                    self._feeds[asked.run] = Feed(self._index.run_folder(asked.run), asked.run)
+                tab.subscriptions[asked.run] = Subscription(self._feeds[asked.run])
+                self._busy.set()
+                tab.wake.set()
             case "unsubscribe":
                 tab.subscriptions.pop(asked.run, None)
                 self._drop_unwatched()
             case "range":
+                subscription = tab.subscriptions.get(asked.run)
+                if subscription is None:
+                    what = "this tab does not follow that run"
+                    raise ApiError("RUN_NOT_FOUND", 404, what, fix="subscribe first")
                 # Thinning out a million rows takes a while, and other tabs should not wait for it.
-                tab.say(await asyncio.to_thread(self._range, tab, asked))
-
-    def _subscribe(self, tab: Tab, asked: Asked) -> None:
-        name = asked.run
-        if name not in tab.subscriptions and len(tab.subscriptions) >= MAX_SUBSCRIPTIONS:
-            what = f"a tab follows at most {MAX_SUBSCRIPTIONS} runs"
-            raise ApiError("INVALID_CONFIG", 422, what, fix="leave some out")
-        if name not in self._feeds:
-            self._feeds[name] = Feed(self._index.run_folder(name), name)
-        tab.subscriptions[name] = Subscription(self._feeds[name])
-        self._busy.set()
-        tab.wake.set()
-
-    def _range(self, tab: Tab, asked: Asked) -> bytes:
-        subscription = tab.subscriptions.get(asked.run)
-        if subscription is None:
-            raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
-        with subscription.feed.lock:
-            if asked.stream not in subscription.feed.tails:
-                what = f"no stream {asked.stream!r} in this run"
-                raise ApiError("NOT_FOUND", 404, what, fix="use one of its streams")
-            return subscription.feed.range(asked.stream, asked.low, asked.high, asked.request)
+                tab.say(await asyncio.to_thread(_range, subscription.feed, asked))
 
     def _drop_unwatched(self) -> None:
         watched = {name for tab in self._tabs for name in tab.subscriptions}
@@ -214,12 +205,12 @@ class Hub:
     async def _send_list(self) -> bool:
         """Read the list and the jobs; return whether anything changed."""
         listed = any(tab.watches_runs for tab in self._tabs)
-        look = self._index.versions if listed else lambda: None
+        look = self._index.watched if listed else lambda: None
         found, jobs = await asyncio.to_thread(lambda: (look(), self._jobs.changed()))
         same = True
         if found is not None:
-            same = self._listed and self._versions is found[0] and self._problems == found[1]
-            (self._versions, self._problems), self._listed = found, True
+            same = self._listed and self._runs is found[0] and self._problems == found[1]
+            (self._runs, self._problems), self._listed = found, True
             for tab in self._tabs:
                 if not same or tab.known_runs is None:
                     tab.wake.set()
@@ -265,26 +256,26 @@ class Hub:
         yield from news
         if tab.watches_runs and self._listed:
             yield from self._news_of_list(tab)
-        for name, subscription in list(tab.subscriptions.items()):
+        for subscription in list(tab.subscriptions.values()):
             try:
-                news = _news_of_run(name, subscription)
+                news = subscription.news()
             except Exception:
-                _log.exception("run %s cannot be sent", name)
+                _log.exception("run %s cannot be sent", subscription.feed.name)
                 self._give_up(subscription.feed)
                 continue
             yield from news
 
     def _news_of_list(self, tab: Tab) -> list[Message]:
-        versions, problems = self._versions, self._problems
-        known, sent = tab.known_runs, tab.known_problems
-        tab.known_runs = {name: version for name, (version, _) in versions.items()}
-        tab.known_problems = problems
+        known, problems = tab.known_runs, self._problems
+        now = tab.known_runs = {run["id"]: run for run in self._runs}
         if known is None:
-            return [{"type": "runs", "runs": [summary for _, summary in versions.values()], "problems": problems}]
-        changed = [summary for name, (version, summary) in versions.items() if known.get(name, 0) < version]
-        removed = [name for name in known if name not in versions]
-        if not changed and not removed and problems == sent:
+            tab.known_problems = problems
+            return [{"type": "runs", "runs": self._runs, "problems": problems}]
+        changed = [run for name, run in now.items() if known.get(name) is not run]
+        removed = [name for name in known if name not in now]
+        if not changed and not removed and problems == tab.known_problems:
             return []
+        tab.known_problems = problems
         return [{"type": "runs_changed", "runs": changed, "removed": removed, "problems": problems}]
 
 
@@ -300,51 +291,11 @@ def _poll(feeds: list[Feed]) -> tuple[bool, list[Feed]]:
     return changed, failed
 
 
-def _news_of_run(name: str, sent: Subscription) -> list[Message]:
-    feed = sent.feed
-    news: list[Message] = []
-    if not feed.lock.acquire(blocking=False):
-        return news  # it is being read; sent with the next tick
-    try:
-        if feed.epochs_version != sent.epochs_version:
-            sent.epochs_version = feed.epochs_version
-            news.append({"type": "epochs", "run": name, "epochs": feed.epochs})
-        for stream in feed.tails:
-            news += _news_of_stream(stream, sent)
-    finally:
-        feed.lock.release()
-    return news
-
-
-def _news_of_stream(stream: str, sent: Subscription) -> list[Message]:
-    feed = sent.feed
-    columns = feed.tails[stream].columns
-    generation, rows, told = sent.cursors.get(stream, (-2, 0, 0))
-    preview = feed.previews.get(stream)
-    if preview is not None:
-        # The cursor of a preview matches no generation, so the complete history follows.
-        sent.cursors[stream] = (-1, 0, 0)
-        return [feed.frame("history", stream, preview, 0, preview=True)] if generation == -2 else []
-    # After many new rows a downsampled history is sent again: a page that is open for days stays fast.
-    if generation != columns.generation or columns.rows - told > FULL_ROWS:
-        sent.cursors[stream] = (columns.generation, columns.rows, columns.rows)
-        return [feed.frame("history", stream, columns, 0)]
-    sent.cursors[stream] = (generation, columns.rows, told)
-    return [feed.frame("delta", stream, columns, rows)] if rows < columns.rows else []
-
-
-class Asked(BaseModel):
-    """A tab's message."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    type: Literal["watch", "subscribe", "unsubscribe", "range"]
-    run: str = Field("", max_length=300)
-    runs: bool = False
-    stream: str = Field("steps", max_length=300)
-    low: float | None = Field(None, alias="from", ge=-1e300, le=1e300)
-    high: float | None = Field(None, alias="to", ge=-1e300, le=1e300)
-    request: int | None = None
+def _range(feed: Feed, asked: Asked) -> bytes:
+    with feed.lock:
+        if asked.stream not in feed.tails:
+            raise ApiError("NOT_FOUND", 404, f"no stream {asked.stream!r} in this run", fix="use one of its streams")
+        return feed.range(asked.stream, asked.low, asked.high, asked.request)
 
 
 def _parse(text: str | None) -> Asked:

@@ -1,11 +1,8 @@
 """The studio's helper process: it imports tasks, reads the sizes of their data and makes plans.
 
-::
-
-    python -m lockstep.studio.plan_helper DESCRIPTOR
-
-The descriptor is one end of a pipe: each JSON document that arrives is answered with one. The process ends when the
-other end is closed, so it never outlives the studio, which itself imports neither torch nor a user's code.
+``python -m lockstep.studio.plan_helper DESCRIPTOR``: the descriptor is one end of a pipe, and each JSON document that
+arrives is answered with one. The process ends when the other end is closed, so it never outlives the studio, which
+itself imports neither torch nor a user's code.
 """
 
 from __future__ import annotations
@@ -44,18 +41,17 @@ class Helper:
         """``{"data": …}`` or ``{"error": …}``."""
         try:
             if request["op"] == "tasks":
-                return {"data": [describe_task(name) for name in request["names"]]}
-            return {"data": self.plan(request["task"], request["config"], request["devices"])}
+                return {"data": [_describe_task(name) for name in request["names"]]}
+            return {"data": self._plan(request["task"], request["config"], request["devices"])}
         except Exception as error:  # whatever a user's task raises
-            return {"error": _told(error)}
+            return {"error": _error(error)}
 
-    def plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
         """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
         built, whole = settle(task, config)
         found = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
-        placement = resolve_placement(
-            whole.hardware, whole.distributed, World(), found, in_process=whole.pipeline.in_process
-        )
+        in_process = whole.pipeline.in_process
+        placement = resolve_placement(whole.hardware, whole.distributed, World(), found, in_process=in_process)
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:
@@ -68,23 +64,19 @@ class Helper:
         return self._plans[asked]
 
 
-def describe_task(name: str) -> dict[str, Any]:
+def _describe_task(name: str) -> dict[str, Any]:
     """The schema and defaults of a task, or why it cannot be used."""
+    found: dict[str, Any] = {"name": name, "title": name, "error": None, "schema": {}, "defaults": {}}
     try:
         kind = find_task(name)
-        text = inspect.getdoc(kind) or name
-        return {
-            "name": name,
-            "title": text.partition("\n")[0].rstrip("."),
-            "error": None,
-            "schema": kind.Config.model_json_schema(),
-            "defaults": plain(dict(kind.defaults)),
-        }
+        title = (inspect.getdoc(kind) or name).partition("\n")[0].rstrip(".")
+        schema, defaults = kind.Config.model_json_schema(), plain(dict(kind.defaults))
+        return found | {"title": title, "schema": schema, "defaults": defaults}
     except Exception as error:  # one task that cannot be imported must not hide the others
-        return {"name": name, "title": name, "error": _told(error), "schema": {}, "defaults": {}}
+        return found | {"error": _error(error)}
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _error(error: Exception) -> dict[str, Any]:
     if isinstance(error, LockstepError):
         return error.as_dict()
     why = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What can be done with the runs of one folder: start, read, label, delete, stop, resume, copy, evaluate, export."""
+"""The runs of one folder: start, read, label, delete, stop, resume, copy, evaluate, export, compare."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from fastapi import Query
 
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import MAX_CONFIG_BYTES, nested
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.studio import details, settings
+from lockstep.studio import settings
+from lockstep.studio.commands import Command, Identity, Jobs, Labels, Starts, is_alive, last_lines, send
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, modified_ns, remove_folder
 from lockstep.studio.index import RunIndex
-from lockstep.studio.launch_records import Jobs, Labels, Starts
-from lockstep.studio.processes import Identity, is_alive, last_lines, send
 from lockstep.studio.schemas import (
     ApiError,
     EvaluateBody,
@@ -32,13 +36,19 @@ from lockstep.studio.schemas import (
     in_progress,
     run_not_found,
 )
-from lockstep.telemetry.lookup import or_else
-from lockstep.telemetry.rundir import LIVE, new_run_id
+from lockstep.studio.settings import REFUSED, command_of, flatten
+from lockstep.telemetry import summary as summaries
+from lockstep.telemetry.files import damaged, names_in, open_regular, read_bytes, read_json
+from lockstep.telemetry.rundir import LIVE, RunDir, new_run_id, or_else
+
+_MAX_TABLES, _MAX_FILES, _MAX_REMARKS = 4 << 20, 5000, 200
+#: Settings that the page may not set, and that a copy gets in another way.
+_OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
 
 @dataclass(eq=False)
 class Runs:
-    """Requests about runs; each is named by its id or its folder."""
+    """Requests about runs; each is named by its id or its folder. What is refused raises :class:`LockstepError`."""
 
     _home: Home
     _index: RunIndex
@@ -52,7 +62,7 @@ class Runs:
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, body: StartBody) -> dict[str, Any]:
-        """Start the command of a new run; returns at once. Raises :class:`LockstepError`."""
+        """Start the command of a new run; returns at once."""
         wanted = self._forms.startable(body)
         chosen = self._forms.place(wanted)
         name = body.id or new_run_id()
@@ -68,12 +78,10 @@ class Runs:
         return self._index.summary(name)
 
     def detail(self, name: RunName) -> dict[str, Any]:
-        summary = self._index.summary(name)
-        run = self._index.run_folder(name)
-        start = self._starts.read(run.path.name)
+        summary, run = self._index.summary(name), self._index.run_folder(name)
         output, _ = last_lines(self._starts.output(run.path.name), 40)
         return {
-            **details.describe(run, summary, start),
+            **describe(run, summary, self._starts.read(run.path.name)),
             "jobs": [job for job in self._jobs.all() if job["run"] in {summary["id"], summary["location"]}],
             "start_output": "\n".join(output) or None,
         }
@@ -110,28 +118,24 @@ class Runs:
         if not os.path.lexists(folder) and self._starts.read(folder.name) is None:
             raise run_not_found(name)
         try:
-            summary = self._index.summary(name)
+            if self._index.summary(name)["status"] in LIVE:
+                raise in_progress(name)
         except RunFolderError:
-            if not os.path.lexists(folder / "run.json"):
+            if not os.path.lexists(folder / "run.json"):  # else it is damaged: it is not running
                 raise
-            return  # damaged: it is not running
-        if summary["status"] in LIVE:
-            raise in_progress(name)
 
     def _resume_words(self, name: str, body: ResumeBody) -> list[str]:
-        run = self._index.run(name)
+        changes: dict[str, Any] = {"training": body.model_dump(include={"epochs", "max_steps"}, exclude_none=True)}
         if body.devices is not None:
             self._forms.check_devices(body.devices)
-        changes: dict[str, Any] = {} if body.devices is None else {"hardware": {"selected_devices": body.devices}}
-        changes["training"] = body.model_dump(include={"epochs", "max_steps"}, exclude_none=True)
+            changes = {"hardware": {"selected_devices": body.devices}} | changes
         words = settings.as_flags(changes, {"--devices": "hardware.selected_devices"})
-        return ["resume", str(run.path), *["--rescale-batch"] * body.rescale_batch, *words]
+        return ["resume", str(self._index.run(name).path), *["--rescale-batch"] * body.rescale_batch, *words]
 
     def resume_preview(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
         return settings.command_of(self._resume_words(name, body))
 
     def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
-        """Start the command that resumes a run. Raises :class:`LockstepError`."""
         words = self._resume_words(name, body)
         with self._ended(name):
             summary = self._index.summary(name)
@@ -141,10 +145,10 @@ class Runs:
         return self._index.summary(name)
 
     async def stop(self, name: str) -> dict[str, Any]:
-        """SIGTERM, after which it ends with a checkpoint; SIGKILL if it does not. Raises :class:`ApiError`."""
+        """SIGTERM, after which it ends with a checkpoint; SIGKILL if it does not."""
         summary = await asyncio.to_thread(self._index.summary, name)
         if summary["status"] not in LIVE:
-            raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running", fix="reload the page")
+            raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running")
         target = await asyncio.to_thread(self._starts.target, self._index.run_folder(name))
         if target is None or not await asyncio.to_thread(send, target, signal.SIGTERM):
             what = f"run {name} runs on {summary['host'] or 'another machine'}"
@@ -174,14 +178,13 @@ class Runs:
         return self._begin_job("evaluate", name, *words, *(["--devices", body.device] if body.device else []))
 
     def export(self, name: RunName, body: ExportBody) -> dict[str, Any]:
-        words = ["--checkpoint", body.checkpoint, *([] if body.program else ["--no-program"])]
-        return self._begin_job("export", name, *words)
+        return self._begin_job("export", name, "--checkpoint", body.checkpoint, *["--no-program"] * (not body.program))
 
     def report(self, name: RunName) -> dict[str, Any]:
         return self._begin_job("report", name)
 
     def _begin_job(self, kind: str, name: str, *words: str) -> dict[str, Any]:
-        """Start ``lockstep kind`` on the run, whose result is a JSON document. Raises :class:`LockstepError`."""
+        """Start ``lockstep kind`` on the run, whose result is a JSON document."""
         folder, summary = self._index.run(name).path, self._index.summary(name)
         if summary["starting"]:
             raise in_progress(name)
@@ -189,29 +192,29 @@ class Runs:
 
     def duplicate(self, name: RunName) -> dict[str, Any]:
         config = self._index.run(name).config()
-        if config.task.name not in self._forms.offered.names:
-            what = f"this run's task, {config.task.name}, is not in the list"
-            raise ApiError("TASK_NOT_USABLE", 422, what, fix=f"start the studio with --task {config.task.name}")
-        form, left_out = details.form_of(config, self._forms.described(config.task.name)["defaults"])
+        task = config.task.name
+        if task not in self._forms.offered:
+            what, fix = f"this run's task, {task}, is not in the list", f"start the studio with --task {task}"
+            raise ApiError("TASK_NOT_USABLE", 422, what, fix=fix)
+        form, left_out = _form_of(config, self._forms.described(task)["defaults"])
         if form.get("init_from") is not None:
             try:
                 form["init_from"] = settings.run_in(form["init_from"], self._home)
             except ApiError:
                 left_out.append(f"init_from={form.pop('init_from')}")
-        name = self._index.summary(name)["name"] or name
-        return {
-            "task": config.task.name,
-            "config": settings.for_page(form),
-            "name": f"{name} copy"[:200],
-            "left_out": left_out,
-        }
+        copy = f"{self._index.summary(name)['name'] or name} copy"[:200]
+        return {"task": task, "config": settings.for_page(form), "name": copy, "left_out": left_out}
 
     def metrics(self, name: RunName) -> dict[str, Any]:
         run = self._index.run_folder(name)
         return {"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])}
 
     def compare(self, run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> dict[str, Any]:
-        return details.compare([self._index.run(name) for name in run], [self._index.summary(name) for name in run])
+        """The results of several runs, and where their settings and plans differ."""
+        found = summaries.compare([self._index.run(name) for name in run])
+        tables = {"metrics": found.results, "config": found.settings, "plan": found.plan}
+        rows = {name: [{"key": key, "values": row} for key, row in table.items()] for name, table in tables.items()}
+        return {"runs": [self._index.summary(name) for name in run], **rows}
 
     def log(
         self,
@@ -220,7 +223,7 @@ class Runs:
         tail: Annotated[int, Query(ge=1, le=5000)] = 200,
     ) -> dict[str, Any]:
         run = self._index.run_folder(name)
-        names = details.log_names(run)
+        names = _log_names(run)
         output = self._starts.output(run.path.name)
         if output.exists() and "output.log" not in names:
             names = ["output.log", *names]
@@ -229,18 +232,17 @@ class Runs:
             return {"name": None, "lines": [], "truncated": False, "names": names}
         if chosen not in names:
             raise ApiError("NOT_FOUND", 404, f"run {name} has no log {chosen[:100]!r}", fix=f"choose from {names}")
-        path = output if chosen == "output.log" else run.logs / chosen
-        found, truncated = last_lines(path, tail)
-        return {"name": chosen, "lines": found, "truncated": truncated, "names": names}
+        lines, truncated = last_lines(output if chosen == "output.log" else run.logs / chosen, tail)
+        return {"name": chosen, "lines": lines, "truncated": truncated, "names": names}
 
     def files(self, name: RunName) -> dict[str, Any]:
         """The files of a run, by path, without what a link leads to."""
-        return {"files": details.files(self._index.run_folder(name).path)}
+        return {"files": _files(self._index.run_folder(name).path)}
 
     def file(self, name: RunName, path: str) -> Path:
-        """One of them. Raises :class:`ApiError` when there is none."""
+        """One of them."""
         folder = self._index.run_folder(name).path
-        if path not in {file["path"] for file in details.files(folder)}:
+        if path not in {file["path"] for file in _files(folder)}:
             raise ApiError("NOT_FOUND", 404, f"run {name} has no file {path[:200]!r}", fix="reload the list")
         return folder / path
 
@@ -251,7 +253,7 @@ class Runs:
             file, name = self._home.run(summary["location"]) / "config.yaml", summary["id"]
             with contextlib.suppress(RunFolderError):
                 if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(file)):
-                    self._settings[name] = (stamp, details.settings_of(file))
+                    self._settings[name] = (stamp, _settings_of(file))
                 found[name] = self._settings[name][1]
         keys = {key for one in found.values() for key in one}
         first: dict[str, Any] = next(iter(found.values()), {})
@@ -260,3 +262,91 @@ class Runs:
             "runs": {name: {key: one[key] for key in differ & one.keys()} for name, one in found.items()},
             "same": {key: value for key, value in first.items() if key not in differ},
         }
+
+
+def describe(run: RunDir, summary: Mapping[str, Any], start: Command | None) -> dict[str, Any]:
+    """Everything that the page shows of a run, its summary included."""
+    config = or_else(run.config, None)
+    record = run.read() if os.path.lexists(run.run_file) else None
+    shown, given = (start.shown, start.arguments) if start else ([], [])
+    return {
+        **summary,
+        "config": config.model_dump(mode="json") if config else None,
+        "config_yaml": dump(config) if config else "",
+        "plan": or_else(run.plan, {}) or None,
+        "checkpoints": CheckpointStore(run.checkpoints).listed(),
+        "logs": _log_names(run),
+        "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
+        "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
+        "pictures": _names(run.pictures, ".png"),
+        **command_of(shown or (record.command[1:] if record else ()) or given),
+        "versions": record.versions if record is not None else {},
+        "resumable": record is not None and summary["status"] not in LIVE,
+    }
+
+
+def _names(folder: Path, suffix: str) -> list[str]:
+    """Files in a folder that is no link, which may lead anywhere."""
+    names = names_in(folder) if folder.is_dir() and not folder.is_symlink() else []
+    return sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
+
+
+def _log_names(run: RunDir) -> list[str]:
+    """Text files in ``logs``; the command's own output first."""
+    return sorted(_names(run.logs, ".log"), key=lambda name: name != "output.log")
+
+
+def _files(folder: Path) -> list[dict[str, Any]]:
+    """Paths, sizes in bytes and times (seconds since the epoch) of the regular files below ``folder``."""
+    found = []
+    for place, _, names in os.walk(folder):  # which follows no links
+        for name in names:
+            file = Path(place, name)
+            with contextlib.suppress(OSError):
+                status = file.lstat()
+                if stat.S_ISREG(status.st_mode) and not name.startswith("."):
+                    path = file.relative_to(folder).as_posix()
+                    found.append({"path": path, "bytes": status.st_size, "modified": status.st_mtime})
+        if len(found) > _MAX_FILES:
+            break
+    return sorted(found[:_MAX_FILES], key=lambda file: str(file["path"]))
+
+
+def content_of(file: Path) -> Iterator[bytes]:
+    """A file's content in parts; it may grow meanwhile. Raises :class:`OSError`."""
+    with open_regular(file) as stream:
+        while part := stream.read(1 << 20):
+            yield part
+
+
+def _settings_of(file: Path) -> dict[str, Any]:
+    """The settings of a run's ``config.yaml`` by dotted key, read fast: for a table, not to train with.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        content = yaml.load(read_bytes(file, max_bytes=MAX_CONFIG_BYTES), Loader=loader)
+        return {key: value for key, value in flatten(content) if key not in {"name", "save_dir", "runs_dir"}}
+    except (yaml.YAMLError, LockstepError, AttributeError, ValueError) as error:
+        raise damaged(file, str(error)[:200]) from None
+
+
+def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The form's content to start such a run again, and the settings that the page may not set.
+
+    The form starts from the task's defaults: a value that equals a general default may differ from them. The name is
+    left out, since the copy gets another one.
+    """
+    given: dict[str, Any] = {}
+    left_out = []
+    defaults = dict(flatten(resolve(task_defaults).model_dump(mode="json")))
+    for key, value in flatten(config.model_dump(mode="json")):
+        if key == "name" or (not key.startswith("task.") and defaults.get(key) == value):
+            continue
+        if key not in REFUSED:
+            given[key] = value
+        elif value and key not in _OF_ITS_OWN:
+            left_out.append(key)
+    return nested(given), left_out

@@ -16,15 +16,10 @@ def _check_text(value: Any, depth: int = 0) -> None:
     """Refuse text that no file name, command or UTF-8 file can hold."""
     if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deeply")
-    if isinstance(value, str):
-        if "\0" in value or any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-            raise ValueError("a text holds characters that cannot be stored")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_text(key, depth + 1)
-            _check_text(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
+    if isinstance(value, str) and ("\0" in value or any(0xD800 <= ord(character) <= 0xDFFF for character in value)):
+        raise ValueError("a text holds characters that cannot be stored")
+    if isinstance(value, Mapping | list):
+        for item in value if isinstance(value, list) else [*value.keys(), *value.values()]:
             _check_text(item, depth + 1)
 
 
@@ -38,15 +33,14 @@ class _Body(BaseModel):
         return value
 
 
-def _stripped(value: Any) -> Any:
-    return " ".join(value.split()) if isinstance(value, str) else value
-
+_Stripped = BeforeValidator(lambda value: " ".join(value.split()) if isinstance(value, str) else value)
 
 #: In an address.
 RunName = Annotated[str, Field(description="the run's id, or the name of its folder")]
-Name = Annotated[str, BeforeValidator(_stripped), Field(max_length=200)]
-Tag = Annotated[str, BeforeValidator(_stripped), Field(min_length=1, max_length=40)]
+Name = Annotated[str, _Stripped, Field(max_length=200)]
+Tag = Annotated[str, _Stripped, Field(min_length=1, max_length=40)]
 Devices = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=1024)]
+Checkpoint = Annotated[str, Field(pattern=r"^(best|last|[0-9]{1,12})$")]
 
 
 class PlanBody(_Body):
@@ -89,14 +83,14 @@ class EvaluateBody(_Body):
     """Which weights on which data."""
 
     split: Literal["test", "val"] = "test"
-    checkpoint: str = Field("best", pattern=r"^(best|last|[0-9]{1,12})$")
+    checkpoint: Checkpoint = "best"
     device: str | None = Field(None, pattern=r"^(cpu|gpu:[0-9]{1,4})$")
 
 
 class ExportBody(_Body):
     """Which weights, and whether as a program too."""
 
-    checkpoint: str = Field("best", pattern=r"^(best|last|[0-9]{1,12})$")
+    checkpoint: Checkpoint = "best"
     program: bool = True
 
 
@@ -124,7 +118,7 @@ class ScalingBody(_Body):
 class ApiError(UsageError):
     """An error of the API, with its own code and HTTP status."""
 
-    def __init__(self, code: str, status: int, what: str, *, why: str = "", fix: str = "") -> None:
+    def __init__(self, code: str, status: int, what: str, *, why: str = "", fix: str = "reload the page") -> None:
         super().__init__(what, why=why, fix=fix)
         self.code = code
         self.status = status
@@ -134,10 +128,8 @@ def status_of(error: LockstepError) -> int:
     """The HTTP status of an error."""
     if isinstance(error, ApiError):
         return error.status
-    if isinstance(error, RunFolderError):
-        return 409
-    if isinstance(error, StorageError):
-        return 507
+    if isinstance(error, RunFolderError | StorageError):
+        return 409 if isinstance(error, RunFolderError) else 507
     return 422 if error.exit_code == UsageError.exit_code else 500
 
 

@@ -25,8 +25,8 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.report.page import render
 from lockstep.studio import bundle
 from lockstep.studio.access import REPORT_CSP, Guard, Sessions
-from lockstep.studio.details import content_of
 from lockstep.studio.live import Hub
+from lockstep.studio.runs import content_of
 from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
 from lockstep.studio.studio import Options, Studio
 from lockstep.telemetry.files import plain
@@ -66,10 +66,9 @@ class Server:
         except BaseException:
             self._socket.close()
             raise
-        app = _make_app(self.studio, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                app,
+                _make_app(self.studio, self.port),
                 log_level="warning",
                 access_log=False,
                 ws="websockets-sansio",
@@ -83,12 +82,8 @@ class Server:
         )
 
     @property
-    def base(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    @property
     def url(self) -> str:
-        return f"{self.base}{self.studio.options.base_path}/#token={self.token}"
+        return f"http://{HOST}:{self.port}{self.studio.options.base_path}/#token={self.token}"
 
     def write_door(self) -> str:
         """The address of a file that leads to :attr:`url`, for a browser's command line. Raises StorageError."""
@@ -171,15 +166,14 @@ def _make_app(studio: Studio, port: int) -> Any:
     without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="Lockstep studio", version=versions()["lockstep"], lifespan=life, **without)
     app.include_router(_routes(studio, hub))
-    _pages(app, studio)
-    _problems(app)
-    options = studio.options
-    sessions = Sessions(studio.home, port)
+    _add_pages(app, studio)
+    _add_errors(app)
+    options, sessions = studio.options, Sessions(studio.home, port)
     cookie = f"lockstep_studio_{port}"
     return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
 
 
-def _pages(app: FastAPI, studio: Studio) -> None:
+def _add_pages(app: FastAPI, studio: Studio) -> None:
     page = {"app/page.js": bundle.script(), "styles/page.css": bundle.styles()}
     text = (bundle.STATIC / "index.html").read_text(encoding="utf-8")
     for name, content in page.items():
@@ -224,7 +218,7 @@ def _described(document: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _problems(app: FastAPI) -> None:
+def _add_errors(app: FastAPI) -> None:
     def answer(error: LockstepError) -> Response:
         return JSONResponse(body_of(error), status_of(error))
 
@@ -264,23 +258,12 @@ def _ok(data: Any, status: int = 200) -> Response:
 
 
 def _routes(studio: Studio, hub: Hub) -> APIRouter:
-    """All routes, bound to one studio."""
+    """All routes, bound to one studio; most answer with what a method returns, whose parameters are the route's."""
     ok: Any = {"status": (Literal["ok"], "ok"), "data": (Any, ...)}
     error: Any = {"status": (Literal["error"], "error"), **dict.fromkeys(("code", "message", "why", "fix"), (str, ...))}
     models = [{"model": create_model(name, **fields)} for name, fields in (("Envelope", ok), ("Problem", error))]
-    router = APIRouter(
-        prefix="/api",
-        responses={200: models[0], "4XX": models[1], "5XX": models[1]},
-        default_response_class=Response,
-    )
-    _data_routes(router, studio)
-    _other_routes(router, studio)
-    router.add_api_websocket_route("/live", hub.serve)
-    return router
-
-
-def _data_routes(router: APIRouter, studio: Studio) -> None:
-    """Those that answer with what a method returns; its parameters are those of the route."""
+    responses: Any = {200: models[0], "4XX": models[1], "5XX": models[1]}
+    router = APIRouter(prefix="/api", responses=responses, default_response_class=Response)
     forms, runs, saved, jobs = studio.forms, studio.runs, studio.saved, studio.jobs
     routes: list[tuple[str, str, Callable[..., Any], str]] = [
         ("GET", "/studio", studio.about, "Version, folder and start of this studio"),
@@ -319,10 +302,12 @@ def _data_routes(router: APIRouter, studio: Studio) -> None:
         ("POST", "/jobs/{name}/stop", jobs.stop, "Stop a job"),
     ]
     for method, path, function, summary in routes:
-        starts = method == "START"
-        status = 202 if starts else 200
-        about: dict[str, Any] = {"methods": ["POST" if starts else method], "status_code": status, "summary": summary}
-        router.add_api_route(path, _answering(function, status), response_model=None, **about)
+        methods, status = (["POST"], 202) if method == "START" else ([method], 200)
+        about: dict[str, Any] = {"methods": methods, "status_code": status, "summary": summary, "response_model": None}
+        router.add_api_route(path, _answering(function, status), **about)
+    _add_other_routes(router, studio)
+    router.add_api_websocket_route("/live", hub.serve)
+    return router
 
 
 def _answering(function: Callable[..., Any], status: int) -> Callable[..., Response]:
@@ -333,7 +318,7 @@ def _answering(function: Callable[..., Any], status: int) -> Callable[..., Respo
     return answer
 
 
-def _other_routes(router: APIRouter, studio: Studio) -> None:
+def _add_other_routes(router: APIRouter, studio: Studio) -> None:
     @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
     async def stop(name: RunName) -> Response:
         return _ok(await studio.runs.stop(name), 202)
@@ -343,10 +328,8 @@ def _other_routes(router: APIRouter, studio: Studio) -> None:
         found = studio.runs.file(name, path)
         kind = {".png": "image/png", ".wav": "audio/wav"}.get(found.suffix, "application/octet-stream")
         how = "attachment" if kind == "application/octet-stream" else "inline"
-        headers = {
-            "content-security-policy": REPORT_CSP,
-            "content-disposition": f"{how}; filename*=UTF-8''{quote(found.name)}",
-        }
+        disposition = f"{how}; filename*=UTF-8''{quote(found.name)}"
+        headers = {"content-security-policy": REPORT_CSP, "content-disposition": disposition}
         return StreamingResponse(content_of(found), media_type=kind, headers=headers)
 
     @router.get("/jobs/{name}/report", summary="The report that a job has drawn: one HTML page without scripts")

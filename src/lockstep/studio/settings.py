@@ -20,7 +20,7 @@ from lockstep.studio.home import Home, is_run_name, iso
 from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
 from lockstep.tasks import BUILT_IN
 from lockstep.telemetry.files import read_json, write_json
-from lockstep.telemetry.lookup import read_runs
+from lockstep.telemetry.rundir import read_runs
 
 #: Settings that name files to write, addresses, or code to import.
 REFUSED = {
@@ -41,17 +41,8 @@ MOST_CPU_RANKS = 64
 #: A browser keeps larger whole numbers only rounded.
 _LARGEST_EXACT = 2**53 - 1
 
-
-@dataclass(frozen=True)
-class OfferedTasks:
-    """Tasks by name, the built-in ones first.
-
-    Attributes:
-        data_modules: of a LightningModule among them, the LightningDataModule that was named with it.
-    """
-
-    names: tuple[str, ...]
-    data_modules: Mapping[str, str]
+#: Tasks by name, the built-in ones first; of a LightningModule, the LightningDataModule that was named with it.
+OfferedTasks = Mapping[str, str | None]
 
 
 def offered_tasks(given: Sequence[str]) -> OfferedTasks:
@@ -63,15 +54,16 @@ def offered_tasks(given: Sequence[str]) -> OfferedTasks:
         TaskError: ``given`` names something that is neither ``FILE.py:Class`` nor ``package.module:Class``, or one
             module with two data modules.
     """
-    data_modules: dict[str, str] = {}
-    own = []
+    found: dict[str, str | None] = dict.fromkeys(BUILT_IN)
     for text in given:
         name, plus, data = text.partition("+")
-        own.append(task := _class_path(name))
-        if plus and data_modules.setdefault(task, found := _class_path(data)) != found:
+        task, data_module = _class_path(name), _class_path(data) if plus else None
+        known = found.setdefault(task, data_module) or data_module
+        if data_module not in (None, known):
             fix = "give each module once, or derive a class for the other"
             raise TaskError(f"{name} is given with two data modules", fix=fix)
-    return OfferedTasks((*BUILT_IN, *dict.fromkeys(own)), data_modules)
+        found[task] = known
+    return found
 
 
 def _class_path(name: str) -> str:
@@ -103,9 +95,6 @@ class Wanted:
         """:meth:`for_command` as a configuration file has it, the task's name included."""
         return merge(self.for_command(), {"task": {**(self.settings.get("task") or {}), "name": self.task}})
 
-    def yaml(self) -> str:
-        return to_yaml(self.mapping())
-
 
 def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
     """The checked request, with the data module that was given with its task, if any.
@@ -114,37 +103,28 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
         ApiError: a task that is not in the list, or a setting that the page may not set.
         ConfigError: an unknown key or a bad value.
     """
-    if task not in tasks.names:
-        why, fix = f"the studio knows {', '.join(tasks.names)}", "start the studio with --task FILE.py:Class to add one"
+    if task not in tasks:
+        why, fix = f"the studio knows {', '.join(tasks)}", "start the studio with --task FILE.py:Class to add one"
         raise ApiError("TASK_NOT_USABLE", 422, f"there is no task {task[:100]!r} here", why=why, fix=fix)
-    data_module = tasks.data_modules.get(task)
     kept: dict[str, Any] = {}
     for key, value in flatten(config):
         refused = next((name for name in REFUSED if f"{key}.".startswith(f"{name}.")), None)
         if refused is None:
             kept[key] = value
-        elif value is not None and (key, value) != ("task.datamodule", data_module):  # as a saved configuration has it
+        elif value is not None and (key, value) != ("task.datamodule", tasks[task]):  # as a saved configuration has it
             raise not_allowed(refused, REFUSED[refused])
     settings = nested(kept)
-    if data_module is not None:
-        settings = merge(settings, {"task": {"datamodule": data_module}})
+    if tasks[task] is not None:
+        settings = merge(settings, {"task": {"datamodule": tasks[task]}})
     if settings.get("init_from") is not None:
         settings["init_from"] = run_in(settings["init_from"], home)
     read = resolve(settings, {"task": {"name": task}})
     check_ranks(read.hardware.selected_devices or ())
-    return Wanted(task, _as_read(settings, read), home.runs_dir)
-
-
-def _as_read(given: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """The settings that are ``given`` with the values that they were read as: ``gpu:0,gpu:1`` is a list.
-
-    A task's own are left alone: only the task knows what they mean.
-    """
-    read = config.model_dump(mode="json", exclude={"task"}) | {"task": given.get("task")}
-    return {
-        key: {name: read[key][name] for name in value} if isinstance(value, Mapping) else read[key]
-        for key, value in given.items()
-    }
+    # What is given, with the values that it was read as: ``gpu:0,gpu:1`` is a list. Only the task knows its own.
+    values = read.model_dump(mode="json", exclude={"task"}) | {"task": settings.get("task")}
+    for key, value in settings.items():
+        settings[key] = {name: values[key][name] for name in value} if isinstance(value, Mapping) else values[key]
+    return Wanted(task, settings, home.runs_dir)
 
 
 def check_ranks(devices: Sequence[str]) -> None:
@@ -187,14 +167,13 @@ def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """
     for key, value in config.items():
         field = RunConfig.model_fields.get(key)
-        section = field is not None and isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields")
-        if not section:
+        if field is None or not isinstance(field.annotation, type) or not hasattr(field.annotation, "model_fields"):
             yield key, value
         elif isinstance(value, Mapping):
-            for name in value:
+            for name, item in value.items():
                 if not name.isidentifier():  # `--set` would read a part of it as a value
                     raise ConfigError(f"unknown setting {f'{key}.{name}'!r:.100}", fix="check its spelling")
-            yield from ((f"{key}.{name}", item) for name, item in value.items())
+                yield f"{key}.{name}", item
         else:
             raise ConfigError(f"`{key}` must be a section", why=f"it is {value!r:.100}", fix=f"write `{key}: {{…}}`")
 
@@ -216,22 +195,16 @@ def as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]
         elif value is True:
             words.append(flag)
         else:
-            words += _flag(flag, ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words += [f"{flag}={text}"] if text.startswith("-") or not text else [flag, text]
     return words
-
-
-def _flag(flag: str, value: str) -> list[str]:
-    return [f"{flag}={value}"] if value.startswith("-") or not value else [flag, value]
 
 
 def _yaml_word(value: Any) -> str:
     """The shortest text that ``--set`` reads back as ``value``."""
-    if isinstance(value, str):
-        try:
-            if parse_set(f"value={value}") == {"value": value}:
-                return value
-        except ConfigError:
-            pass
+    with contextlib.suppress(ConfigError):
+        if isinstance(value, str) and parse_set(f"value={value}") == {"value": value}:
+            return value
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -266,7 +239,7 @@ class SavedConfigs:
         except (RunFolderError, KeyError, TypeError):
             raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
         config = for_page(wanted.settings)
-        return {"name": name, "task": wanted.task, "config": config, "yaml": wanted.yaml()}
+        return {"name": name, "task": wanted.task, "config": config, "yaml": to_yaml(wanted.mapping())}
 
     def delete(self, name: str) -> dict[str, Any]:
         """Forget a configuration. Raises :class:`ApiError` when there is none of this name."""
@@ -279,24 +252,18 @@ class SavedConfigs:
         try:
             content = parse_yaml(body.yaml)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ConfigError("this is not valid YAML", why=_place_of(error), fix="correct that line") from None
+            mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+            why = f"line {mark.line + 1}: {problem}" if mark is not None else problem
+            raise ConfigError("this is not valid YAML", why=why[:500], fix="correct that line") from None
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
             raise ConfigError("this has no settings", why="its top level must be a mapping", fix="write `section:`")
         if "defaults" in content:
             what = "`defaults` names files, which the page cannot read"
             raise ConfigError(what, fix="paste the content of these files")
-        task = content.get("task") or {}
+        task = content.pop("task", None) or {}
         if not isinstance(task, dict):
             raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
-        name = str(task.get("name", self._tasks.names[0]))
-        form = {**content, "task": {key: value for key, value in task.items() if key != "name"}}
-        form = {key: value for key, value in form.items() if value is not None and key not in REFUSED}
-        wanted = check(name, form, self._tasks, self._home)
+        name = str(task.pop("name", next(iter(self._tasks))))
+        form = {key: value for key, value in content.items() if value is not None and key not in REFUSED}
+        wanted = check(name, form | {"task": task}, self._tasks, self._home)
         return {"task": wanted.task, "config": for_page(wanted.settings)}
-
-
-def _place_of(error: Exception) -> str:
-    """The parser's message, with the line."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
-    return f"line {mark.line + 1}: {problem}"[:500] if mark is not None else problem[:500]

@@ -13,16 +13,15 @@ from typing import Any
 
 from lockstep.config.load import merge
 from lockstep.report.source import is_bench, read_bench
-from lockstep.studio.forms import Forms
+from lockstep.studio.commands import Jobs, Starts
+from lockstep.studio.forms import Forms, Planner
 from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
-from lockstep.studio.launch_records import Jobs, Starts
-from lockstep.studio.planner import Planner
 from lockstep.studio.runs import Runs
 from lockstep.studio.schemas import DoctorBody, PlanBody, ScalingBody
 from lockstep.studio.settings import OfferedTasks, SavedConfigs
-from lockstep.telemetry.lookup import or_else
-from lockstep.telemetry.records import utc_now, versions
+from lockstep.telemetry.records import versions
+from lockstep.telemetry.rundir import or_else
 
 #: How long a run may take to end with a checkpoint before it is killed.
 KILL_AFTER_S = 60.0
@@ -67,7 +66,7 @@ class Studio:
         self.forms = Forms(self.home, self.index, self.planner, options.tasks, options.flags, detect)
         self.runs = Runs(self.home, self.index, self.starts, self.jobs, self.forms, options.kill_after_s)
         self.instance = secrets.token_hex(8)
-        self.started_at = utc_now()
+        self.started_at = iso(time.time())
 
     def hello(self) -> dict[str, Any]:
         """Who answers; first message of every WebSocket."""
@@ -77,18 +76,18 @@ class Studio:
         return {
             **self.hello(),
             "runs_dir": str(self.home.runs_dir),
-            "started_at": iso(self.started_at.timestamp()),
+            "started_at": self.started_at,
             "kill_after_s": self.options.kill_after_s,
             "host": socket.gethostname(),
         }
 
     def first_answer(self) -> dict[str, Any]:
         """What the page needs first."""
-        devices, names = self.forms.list_devices(), list(self.options.tasks.names)
+        devices, names = self.forms.list_devices(), list(self.options.tasks)
         return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 
     def doctor(self, body: DoctorBody) -> dict[str, Any]:
-        """Start a check of this machine. Raises :class:`LockstepError`."""
+        """Start a check of this machine."""
         words = ["doctor", "--json", "--runs-dir", str(self.home.runs_dir), *(["--quick"] if body.quick else [])]
         if body.devices is not None:
             self.forms.check_devices(body.devices)
@@ -97,23 +96,17 @@ class Studio:
 
     def scaling(self) -> dict[str, Any]:
         """Reports of scaling benchmarks right under the runs folder, newest first, and the jobs that make them."""
-        folders = [file.parent for file in self.home.runs_dir.glob("*/report.json") if is_bench(file.parent)]
-        newest = sorted(folders, key=lambda folder: modified_ns(folder / "report.json"), reverse=True)[:_MAX_REPORTS]
-        found = [(folder, or_else(partial(read_bench, folder), {})) for folder in newest]
-        reports = [
-            {
-                "id": folder.name,
-                "title": str(report.get("title") or folder.name),
-                "created_at": iso(modified_ns(folder / "report.json") / 1e9),
-                "report": report,
-            }
-            for folder, report in found
-            if report.get("kind") == "scaling"
-        ]
+        files = [file for file in self.home.runs_dir.glob("*/report.json") if is_bench(file.parent)]
+        reports = []
+        for file in sorted(files, key=modified_ns, reverse=True)[:_MAX_REPORTS]:
+            report, name = or_else(partial(read_bench, file.parent), {}), file.parent.name
+            if report.get("kind") == "scaling":
+                about = {"title": str(report.get("title") or name), "created_at": iso(modified_ns(file) / 1e9)}
+                reports.append({"id": name, **about, "report": report})
         return {"reports": reports, "jobs": [job for job in self.jobs.all() if job["kind"] == "scaling"]}
 
     def measure_scaling(self, body: ScalingBody) -> dict[str, Any]:
-        """Start a scaling benchmark. Raises :class:`LockstepError`."""
+        """Start a scaling benchmark."""
         self.forms.check_devices(body.devices)
         config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
         wanted = self.forms.startable(PlanBody(task=body.task, config=config))

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lockstep.events import EpochEnded, Evaluated, Event, Note, Restarted, RunEnded, RunStarted, StepLogged
@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 
 ProgressMode = Literal["auto", "bar", "plain", "off"]
 
+#: Drawing takes about half a millisecond, so a bar costs a run some 0.2 %.
+_BAR_INTERVAL_S = 0.25
+#: Of a bar in a notebook, characters.
+_CELLS = 20
+#: Blanks, the slash of ``step/total``, and the shortest bar that still says something.
+_BAR_ROOM = 12
+_TABLE_OMITS = frozenset({"epoch", "step", "attempt", "lr", "samples_per_s", "duration_s"})
+
 
 class ConsoleSink:
     """Shows a run on ``stream``.
 
     Args:
-        stream: where to write, usually standard output.
         mode: ``bar`` draws a progress bar, ``plain`` writes a line per log interval and epoch, ``off`` shows
             warnings and the end only; ``auto`` is a bar on a terminal and in a notebook, plain lines elsewhere.
         clock: seconds from any fixed point, for the remaining time.
@@ -50,7 +57,7 @@ class ConsoleSink:
             raise
 
     def close(self) -> None:
-        """Take the bar away. The stream stays open: it is the caller's."""
+        """Take the bar away; the stream is the caller's."""
         if self._bar is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._bar.stop()
@@ -63,12 +70,15 @@ class ConsoleSink:
             case StepLogged() if self._mode == "bar" and self._bar is not None:
                 self._bar.update(event)
             case StepLogged() if self._mode == "plain":
-                self._line(step_line(event, self._total, self._seconds_left(event.step)))
+                total = self._started.total_steps if self._started else 0
+                self._line(step_line(event, total, self._seconds_left(event.step)))
             case EpochEnded():
-                self._epoch(event)
+                seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)
+                self._samples = (self._samples[0] + seconds, self._samples[1] + seconds * speed)
+                if self._mode != "off":
+                    self._line(epoch_line(event, self._started.plan.get("epochs") if self._started else None))
             case Evaluated() if self._mode != "off":
-                best = ["best so far"] if event.improved else []
-                self._line("  ".join([f"step {event.step}", metrics_text(event.metrics), *best]))
+                self._line(_joined(f"step {event.step}", metrics_text(event.metrics), _best(event)))
             case Note():
                 self._note(event)
             case Restarted():
@@ -77,10 +87,6 @@ class ConsoleSink:
                 self._end(event)
             case _:
                 pass
-
-    @property
-    def _total(self) -> int:
-        return self._started.total_steps if self._started else 0
 
     def _start(self, event: RunStarted) -> None:
         self._started = event
@@ -92,13 +98,8 @@ class ConsoleSink:
             for note in event.plan.get("notes", ()):
                 self._note(Note(**note))
         if self._mode == "bar":
-            self._bar = _Bar(self._stream, event, self._seconds_left)
-
-    def _epoch(self, event: EpochEnded) -> None:
-        seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)
-        self._samples = (self._samples[0] + seconds, self._samples[1] + seconds * speed)
-        if self._mode != "off":
-            self._line(epoch_line(event, self._started.plan.get("epochs") if self._started else None))
+            bar = _NotebookBar if is_notebook(self._stream) else _TerminalBar
+            self._bar = bar(self._stream, event, self._seconds_left)
 
     def _note(self, note: Note) -> None:
         if note.text in self._noted:
@@ -113,25 +114,22 @@ class ConsoleSink:
         self.close()
         seconds, samples = self._samples
         omitted = _TABLE_OMITS | event.best_metric.keys()
-        rows = [
-            ("status", event.status),
-            ("steps", str(event.step)),
-            *([("best epoch", str(event.best_epoch))] if event.best_epoch is not None else []),
-            *((f"best {name}", number(value)) for name, value in event.best_metric.items()),
-            *((name, number(value)) for name, value in event.final_metrics.items() if name not in omitted),
-            ("time", duration(event.duration_s)),
-            *([("samples/s", f"{samples / seconds:,.0f}")] if seconds > 0 else []),
-            *([("run folder", str(self._started.run_dir))] if self._started else []),
-            *self._resume_with(event),
-        ]
-        print_table(("summary", ""), rows, self._stream)
-
-    def _resume_with(self, event: RunEnded) -> list[tuple[str, str]]:
-        """The command that resumes a stopped run; a run of a script can only be resumed by that script."""
-        if self._started is None or event.status != "stopped":
-            return []
-        made = self._started.plan.get("task", {}).get("name", "").startswith(("__main__:", "lockstep.engine."))
-        return [] if made else [("resume with", f"lockstep resume {shlex.quote(str(self._started.run_dir))}")]
+        rows = {
+            "status": event.status,
+            "steps": str(event.step),
+            "best epoch": value_text(event.best_epoch),
+            **{f"best {name}": number(value) for name, value in event.best_metric.items()},
+            **{name: number(value) for name, value in event.final_metrics.items() if name not in omitted},
+            "time": duration(event.duration_s),
+            "samples/s": f"{samples / seconds:,.0f}" if seconds > 0 else "",
+        }
+        if self._started is not None:
+            rows["run folder"] = str(self._started.run_dir)
+            # A run of a script can only be resumed by that script.
+            made = self._started.plan.get("task", {}).get("name", "").startswith(("__main__:", "lockstep.engine."))
+            if event.status == "stopped" and not made:
+                rows["resume with"] = f"lockstep resume {shlex.quote(rows['run folder'])}"
+        print_table(("summary", ""), [row for row in rows.items() if row[1]], self._stream)
 
     def _line(self, text: str, style: str = "") -> None:
         if self._bar is not None:
@@ -142,92 +140,82 @@ class ConsoleSink:
             say(text, self._stream)
 
     def _seconds_left(self, step: int) -> float | None:
-        first = self._started.step if self._started else 0
-        return seconds_left(step - first, self._clock() - self._began, self._total - step)
+        first, total = (self._started.step, self._started.total_steps) if self._started else (0, 0)
+        return seconds_left(step - first, self._clock() - self._began, total - step)
 
 
 class _Bar:
     """One line below all others. Between events a thread updates it from the run's step counter."""
 
-    def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
-        place = _Notebook if is_notebook(stream) else _Terminal
-        self._place: _Notebook | _Terminal = place(stream, started)
-        self._epochs = started.plan.get("epochs")
-        self._total = started.total_steps
-        self._position, self._seconds_left = started.position, seconds_left
-        self._shown = started.step
+    width: int
+
+    def __init__(self, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
+        self._started, self._seconds_left = started, seconds_left
+        self._step = started.step
         self._newest: StepLogged | None = None
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-        if started.position is not None:
-            self._thread = threading.Thread(target=self._move, name="lockstep-bar", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._move, name="lockstep-bar", daemon=True)
+        self._thread.start()
+
+    def print(self, text: str, style: str) -> None:
+        """A line above the bar."""
+        raise NotImplementedError
+
+    def draw(self, label: str, step: int, status: str) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join()
 
     def update(self, event: StepLogged) -> None:
         self._newest = event
         self._draw(event.step)
 
     def _move(self) -> None:
-        assert self._position is not None
-        while not self._end.wait(_BAR_INTERVAL_S):
-            step = self._position()
-            if step == self._shown:
-                continue
+        while self._started.position is not None and not self._end.wait(_BAR_INTERVAL_S):
+            step = self._started.position()
             try:
-                self._draw(step)
+                if step != self._step:
+                    self._draw(step)
             except (OSError, ValueError):  # the stream is closed; the next event raises
                 return
 
     def _draw(self, step: int) -> None:
-        self._shown = step
+        self._step = step
         newest, seconds_left = self._newest, self._seconds_left(step)
-        parts = [] if newest is None else [_rates(newest)]
-        if newest is not None and newest.loss is not None:
-            parts.append(f"loss {number(newest.loss)}")
-        if seconds_left is not None:
-            parts.append(f"{duration(seconds_left)} left")
+        left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+        label, parts = "starting", left
         if newest is not None:
-            parts.append(f"lr {newest.lr:.2g}")
-        label = "starting" if newest is None else epoch_label(newest.epoch, self._epochs)
-        room = self._place.width - len(label) - len(f"{self._total}") * 2 - _BAR_ROOM
-        status = fitting(parts, room) if parts else ""
-        self._place.draw(label, step, status)
-
-    def print(self, text: str, style: str) -> None:
-        self._place.print(text, style)
-
-    def stop(self) -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._place.stop()
+            label = epoch_label(newest.epoch, self._started.plan.get("epochs"))
+            loss = [] if newest.loss is None else [f"loss {number(newest.loss)}"]
+            parts = [_rates(newest), *loss, *left, f"lr {newest.lr:.2g}"]
+        room = self.width - len(label) - len(str(self._started.total_steps)) * 2 - _BAR_ROOM
+        while len(parts) > 1 and len("  ".join(parts)) > room:
+            parts.pop()
+        self.draw(label, step, "  ".join(parts))
 
 
-class _Terminal:
+class _TerminalBar(_Bar):
     """Keeps the bar in the last line by moving the cursor."""
 
-    def __init__(self, stream: TextIO, started: RunStarted) -> None:
+    def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         self._progress: Progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            *(*columns, TextColumn("{task.fields[status]}")),
             console=rich_console(stream),
             auto_refresh=False,
             transient=True,
             expand=True,
         )
-        self._task: TaskID = self._progress.add_task(
-            "starting", total=started.total_steps, completed=started.step, status=""
-        )
+        total, completed = started.total_steps, started.step
+        self._task: TaskID = self._progress.add_task("starting", total=total, completed=completed, status="")
         self._progress.start()
         self._progress.refresh()
-
-    @property
-    def width(self) -> int:
-        return self._progress.console.width
+        self.width = self._progress.console.width
+        super().__init__(started, seconds_left)
 
     def draw(self, label: str, step: int, status: str) -> None:
         self._progress.update(self._task, completed=step, description=label, status=status, refresh=True)
@@ -236,48 +224,40 @@ class _Terminal:
         print_styled(self._progress.console, text, style)
 
     def stop(self) -> None:
+        super().stop()
         self._progress.stop()
 
 
-class _Notebook:
+class _NotebookBar(_Bar):
     """Writes the bar over itself: a notebook's output knows carriage returns, but moves no cursor and has no width."""
 
     width = 90
 
-    def __init__(self, stream: TextIO, started: RunStarted) -> None:
+    def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
         self._stream, self._total, self._shown = stream, started.total_steps, ""
         self._writing = threading.Lock()  # the thread that moves the bar writes, too
         self.draw("starting", started.step, "")
+        super().__init__(started, seconds_left)
 
     def draw(self, label: str, step: int, status: str) -> None:
         done = _CELLS * step // self._total
-        line = f"{label} {'━' * done}{'─' * (_CELLS - done)} {step}/{self._total}  {status}"
-        with self._writing:
-            self._put(line)
-            self._shown = line
+        self._put("", f"{label} {'━' * done}{'─' * (_CELLS - done)} {step}/{self._total}  {status}")
 
     def print(self, text: str, style: str) -> None:
-        with self._writing:
-            self._put(text, f"\n{self._shown}")
+        self._put(f"{text}\n", self._shown)
 
     def stop(self) -> None:
+        super().stop()
+        self._put("", "")
+        self._stream.write("\r")
+
+    def _put(self, text: str, bar: str) -> None:
+        """``text`` and ``bar`` in the place of what is shown, which may be longer."""
         with self._writing:
-            self._put("", "\r")
-
-    def _put(self, text: str, then: str = "") -> None:
-        """``text`` in the place of what is shown, which may be longer."""
-        first, newline, rest = text.partition("\n")
-        self._stream.write(f"\r{first.ljust(len(self._shown))}{newline}{rest}{then}")
-        self._stream.flush()
-
-
-#: Drawing takes about half a millisecond, so a bar costs a run some 0.2 %.
-_BAR_INTERVAL_S = 0.25
-#: Of a bar in a notebook, characters.
-_CELLS = 20
-#: Blanks, the slash of ``step/total``, and the shortest bar that still says something.
-_BAR_ROOM = 12
-_TABLE_OMITS = frozenset({"epoch", "step", "attempt", "lr", "samples_per_s", "duration_s"})
+            first, newline, rest = f"{text}{bar}".partition("\n")
+            self._stream.write(f"\r{first.ljust(len(self._shown))}{newline}{rest}")
+            self._stream.flush()
+            self._shown = bar
 
 
 def resolve_mode(mode: ProgressMode, stream: TextIO) -> ProgressMode:
@@ -295,6 +275,9 @@ def is_notebook(stream: TextIO) -> bool:
     return hasattr(shell, "kernel") and stream is sys.stdout
 
 
+# Texts.
+
+
 def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
     """The plan's decisions with their reasons; ``plan`` as ``Plan.as_dict()`` gives it."""
     rows = [(each["title"], each["shown"], each["reason"]) for each in plan.get("decisions", {}).values()]
@@ -302,30 +285,37 @@ def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
         print_table(("plan", "", "why"), rows, stream)
 
 
-def fitting(parts: Sequence[str], width: int) -> str:
-    """As many of ``parts`` as ``width`` characters hold, the first one always."""
-    text = parts[0]
-    for part in parts[1:]:
-        if len(text) + 2 + len(part) > width:
-            break
-        text += f"  {part}"
-    return text
-
-
 def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
     of_total = f"/{total}" if event.step <= total else ""  # a session may have loops that its plan did not know
-    parts = [f"epoch {event.epoch}", f"step {event.step}{of_total}"]
-    parts += [] if event.loss is None else [f"loss {number(event.loss)}"]
-    parts.append(f"lr {event.lr:.3g}")
-    if event.grad_norm is not None:
-        parts.append(f"grad_norm {number(event.grad_norm)}")
-    parts.append(_rates(event))
-    if seconds_left is not None:
-        parts.append(f"{duration(seconds_left)} left")
-    parts += [f"{name} {number(value)}" for name, value in event.scalars.items()]
-    if event.skipped_steps:
-        parts.append(f"{event.skipped_steps} steps skipped")
-    return "  ".join(parts)
+    return _joined(
+        f"epoch {event.epoch}  step {event.step}{of_total}",
+        "" if event.loss is None else f"loss {number(event.loss)}",
+        f"lr {event.lr:.3g}",
+        "" if event.grad_norm is None else f"grad_norm {number(event.grad_norm)}",
+        _rates(event),
+        "" if seconds_left is None else f"{duration(seconds_left)} left",
+        *(f"{name} {number(value)}" for name, value in event.scalars.items()),
+        f"{event.skipped_steps} steps skipped" if event.skipped_steps else "",
+    )
+
+
+def epoch_line(event: EpochEnded, epochs: int | None) -> str:
+    row = event.row
+    return _joined(
+        epoch_label(event.epoch, epochs),
+        metrics_text(row),
+        f"{row['samples_per_s']:,.0f} samples/s" if "samples_per_s" in row else "",
+        duration(row["duration_s"]) if "duration_s" in row else "",
+        _best(event),
+    )
+
+
+def _joined(*parts: str) -> str:
+    return "  ".join(part for part in parts if part)
+
+
+def _best(event: EpochEnded | Evaluated) -> str:
+    return "best so far" if event.improved else ""
 
 
 def _rates(event: StepLogged) -> str:
@@ -334,21 +324,12 @@ def _rates(event: StepLogged) -> str:
     return f"{event.samples_per_s:,.0f} samples/s{items}"
 
 
-def epoch_line(event: EpochEnded, epochs: int | None) -> str:
-    parts = [epoch_label(event.epoch, epochs), metrics_text(event.row)]
-    if "samples_per_s" in event.row:
-        parts.append(f"{event.row['samples_per_s']:,.0f} samples/s")
-    if "duration_s" in event.row:
-        parts.append(duration(event.row["duration_s"]))
-    return "  ".join([*parts, "best so far"] if event.improved else parts)
-
-
 def epoch_label(epoch: int, epochs: int | None) -> str:
     return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}"
 
 
 def metrics_text(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {number(value)}" for name, value in values.items() if name not in _TABLE_OMITS)
+    return _joined(*(f"{name} {number(value)}" for name, value in values.items() if name not in _TABLE_OMITS))
 
 
 def number(value: float) -> str:
@@ -359,7 +340,7 @@ def number(value: float) -> str:
 
 
 def value_text(value: object) -> str:
-    """Any value of a record for a table: nothing for ``None``, numbers in short, the rest as it is."""
+    """A value for a table."""
     if value is None:
         return ""
     return number(value) if isinstance(value, float) else str(value)

@@ -1,8 +1,7 @@
 """``heartbeat.json``: which process trains a run, whether it is alive, and how far it is.
 
-A run whose process was killed cannot record that. Its heartbeat names the process by host, pid and
-creation time (pids are reused, the pair is not), so a reader on the same host sees it at once, and
-a reader elsewhere after the heartbeats have stopped for long enough.
+A killed process cannot record its end. So its heartbeat names it by host, pid and creation time (pids are reused, the
+pair is not): a reader on the same host sees the end at once, another after the beats have stopped for long enough.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from lockstep.telemetry.files import FileContent, write_json
 INTERVAL_S = 1.0
 #: A thread that sleeps so much longer than it wanted to was stopped with its process.
 _PAUSE_S = 10.0
-
 #: How long a run on another host may be silent. Generous: clocks differ, and NFS caches for up to a minute.
 REMOTE_SILENCE_S = 180.0
-
 #: Clock adjustments move a process's computed time of creation; a number is not used again this soon.
 CREATED_TOLERANCE_S = 2.0
 _FRESH_S = 10.0
@@ -55,17 +52,13 @@ class Beat(FileContent):
     began_at: int = 0
 
     def seconds_left(self) -> float | None:
-        """Until the last step; ``None`` when that is unknown."""
         if self.began is None or self.total is None:
             return None
         return seconds_left(self.step - self.began_at, self.updated - self.began, self.total - self.step)
 
 
 def seconds_left(done: int, elapsed_s: float, remaining: int) -> float | None:
-    """Seconds for ``remaining`` steps at the mean speed of the ``done`` ones, evaluations included.
-
-    ``None`` before the first step. Progress bar, ``lockstep top`` and the page all show this estimate.
-    """
+    """At the mean speed of the ``done`` steps, evaluations included: bar, ``lockstep top`` and the page show this."""
     return elapsed_s / done * max(0, remaining) if done > 0 and elapsed_s >= 0 else None
 
 
@@ -73,23 +66,16 @@ _paused_s = 0.0
 
 
 def running_s() -> float:
-    """Seconds from a fixed point, without those in which the machine was suspended or this process stopped.
-
-    The latter are known while it has a :class:`Heartbeat`.
-    """
+    """Seconds from a fixed point, less suspensions: of the machine, and of a process that has a :class:`Heartbeat`."""
     return time.monotonic() - _paused_s
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The newest beat; ``None`` when there is none that can be read."""
     return Beat.read(path, _MAX_BYTES)
 
 
 def announce(path: Path, step: int = 0, total: int | None = None, **more: Any) -> Beat:
-    """Write one beat of the calling process to ``path``: from now on it is the run's process.
-
-    The counter continues from the previous beat. ``more``: other fields. Raises :class:`StorageError`.
-    """
+    """Write one beat of the calling process, from now on the run's, to ``path``. Raises :class:`StorageError`."""
     before = read_beat(path)
     beat = Beat(
         step=step,
@@ -110,20 +96,19 @@ def is_alive(beat: Beat, now: float) -> bool:
     if beat.ended:
         return False
     silence_s = now - beat.updated
-    if beat.host != socket.gethostname():
-        return silence_s < REMOTE_SILENCE_S
     try:
-        off_s = age_difference_s(beat.pid, beat.created)
+        if beat.host == socket.gethostname():
+            off_s = age_difference_s(beat.pid, beat.created)
+            return off_s is not None and (off_s <= CREATED_TOLERANCE_S or silence_s < _FRESH_S)
     except psutil.AccessDenied:
-        return silence_s < REMOTE_SILENCE_S
-    return off_s is not None and (off_s <= CREATED_TOLERANCE_S or silence_s < _FRESH_S)
+        pass
+    return silence_s < REMOTE_SILENCE_S
 
 
 def age_difference_s(pid: int, created: float) -> float | None:
-    """How far the creation time of process ``pid`` is from ``created``; ``None`` when it has ended.
+    """How far the creation time of process ``pid`` is from ``created``; ``None``: it has ended.
 
-    Raises:
-        psutil.AccessDenied: the process may not be inspected.
+    Raises :class:`psutil.AccessDenied`.
     """
     try:
         process = psutil.Process(pid)
@@ -143,7 +128,7 @@ class Heartbeat:
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._progress: tuple[int, int | None] = (0, None)
-        self._began: tuple[float | None, int] = (None, 0)
+        self._began: tuple[float, int] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._folder: int | None = None
@@ -163,7 +148,7 @@ class Heartbeat:
 
     def beat(self, step: int, total: int | None) -> None:
         """Report the progress: optimizer steps done, and their number in total. The first call begins the training."""
-        if self._began[0] is None:
+        if self._began is None:
             self._began = (running_s(), step)
         self._progress = (step, total)
 
@@ -188,7 +173,9 @@ class Heartbeat:
         self._beat(path, ended=True)
 
     def _beat(self, path: Path, ended: bool = False) -> None:
+        began: dict[str, Any] = {}
+        if self._began is not None:
+            since, step = self._began
+            began = {"began": time.time() - (running_s() - since), "began_at": step}
         with contextlib.suppress(StorageError):
-            began, began_at = self._began
-            since = None if began is None else time.time() - (running_s() - began)
-            announce(path, *self._progress, ended=ended, began=since, began_at=began_at)
+            announce(path, *self._progress, ended=ended, **began)

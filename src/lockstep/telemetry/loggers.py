@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from lockstep.config import RunConfig
@@ -38,23 +38,15 @@ CLOSE_TIMEOUT_S = 20.0
 MAX_WAITING = 10_000
 
 
-class NamedSink(Sink, Protocol):
-    """A sink with a name for messages."""
-
-    name: str
-
-
 class BackgroundSink:
     """Passes events on to ``sink`` in a daemon thread, in order.
 
-    What ``sink`` raises ends the thread and is raised here, by the next :meth:`emit` or by :meth:`close`; so is a
-    :class:`TimeoutError` where :data:`MAX_WAITING` events wait.
-
-    Args:
-        close_timeout_s: how long :meth:`close` waits for the events that are still to be passed on.
+    What ``sink`` raises ends the thread and is raised by the next :meth:`emit` or by :meth:`close`; so is a
+    :class:`TimeoutError` where :data:`MAX_WAITING` events wait, or the last are not passed on ``close_timeout_s``
+    seconds after :meth:`close`: then the thread is left behind.
     """
 
-    def __init__(self, sink: NamedSink, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def __init__(self, sink: Logger, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self.name = sink.name
         self._sink, self._close_timeout_s = sink, close_timeout_s
         self._events: SimpleQueue[Event | None] = SimpleQueue()
@@ -71,11 +63,6 @@ class BackgroundSink:
         self._events.put(event)
 
     def close(self) -> None:
-        """Wait for what is still to be passed on.
-
-        Raises:
-            TimeoutError: that took longer than ``close_timeout_s``; the thread is left behind.
-        """
         if self._thread is None:
             return
         self._events.put(None)
@@ -101,17 +88,44 @@ class BackgroundSink:
                 self._sink.close()
 
 
-def _take_pictures() -> bool:
-    """Whether Pillow is installed, with which TensorBoard, W&B and MLflow encode them."""
-    return importlib.util.find_spec("PIL") is not None
+class Logger:
+    """Receives the numbers of a run by name, and its pictures."""
+
+    name: str
+    _open = False
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.start(event)
+            self._open = True
+        if not self._open:
+            return
+        step, values = named_scalars(event)
+        if values:
+            self.log(step, values)
+        if isinstance(event, PictureDrawn) and importlib.util.find_spec("PIL") is not None:  # which encodes them
+            self.picture(event)
+        if isinstance(event, RunEnded):
+            self._open = False
+            self.end(event)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self.end(None)
+
+    def start(self, event: RunStarted) -> None: ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def picture(self, event: PictureDrawn) -> None: ...
+
+    def end(self, event: RunEnded | None) -> None:
+        """``None``: the run failed without an end."""
 
 
-class CsvSink:
-    """A line an event, a column a name (:func:`~lockstep.telemetry.scalars.named_scalars`), empty where it has none.
-
-    Args:
-        file: a resumed run appends to it, after removing superseded rows.
-    """
+class CsvSink(Logger):
+    """A line an event, a column a name, empty where it has none; a resumed run removes superseded rows."""
 
     name = "CSV"
 
@@ -119,17 +133,14 @@ class CsvSink:
         self._file = file
         self._columns = ["step"]
 
-    def emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            kept = [row for row in self._read() if event.step and int(row["step"]) <= event.step]
-            self._columns = list(kept[0]) if kept else ["step"]
-            self._rewrite(kept)
-        step, values = named_scalars(event)
-        if not values:
-            return
+    def start(self, event: RunStarted) -> None:
+        kept = [row for row in self._read() if event.step and int(row["step"]) <= event.step]
+        self._columns = list(kept[0]) if kept else ["step"]
+        self._rewrite(kept)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         row = {"step": str(step), **{name: repr(value) for name, value in values.items()}}
-        new = [name for name in row if name not in self._columns]
-        if new:
+        if new := [name for name in row if name not in self._columns]:
             rows = self._read()
             self._columns += new
             self._rewrite([*rows, row])
@@ -137,9 +148,6 @@ class CsvSink:
         with self._file.open("r+", encoding="utf-8", newline="") as file:  # a file that was removed is not made again
             file.seek(0, io.SEEK_END)
             self._writer(file).writerow(row)
-
-    def close(self) -> None:
-        pass
 
     def _read(self) -> list[dict[str, str]]:
         if not self._file.exists():
@@ -149,7 +157,6 @@ class CsvSink:
             return [row for row in csv.DictReader(file) if row["step"].isdigit() and None not in row.values()]
 
     def _rewrite(self, rows: Sequence[dict[str, str]]) -> None:
-        """The whole file, with the columns that there are now."""
         text = io.StringIO(newline="")
         writer = self._writer(text)
         writer.writeheader()
@@ -160,39 +167,35 @@ class CsvSink:
         return csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
 
 
-class TensorBoardSink:
-    """Scalars for TensorBoard over the optimizer step, named as :func:`~lockstep.telemetry.scalars.named_scalars` does.
-
-    Args:
-        folder: where the event files go; a resumed run adds one, which hides what it supersedes.
-    """
+class TensorBoardSink(Logger):
+    """Event files in ``folder``; a resumed run adds one, which hides what it supersedes."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writer: SummaryWriter | None = None
+        self._writer: SummaryWriter
 
     def emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=event.step + 1)
-        if self._writer is None:
-            return
-        step, values = named_scalars(event)
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        if isinstance(event, PictureDrawn) and _take_pictures():
-            form = "HW" if event.pixels.ndim == 2 else "HWC"
-            self._writer.add_image(event.name, event.pixels, event.step, dataformats=form)
-        if isinstance(event, EpochEnded | RunEnded):
+        super().emit(event)
+        if isinstance(event, EpochEnded) and self._open:
             self._writer.flush()
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def start(self, event: RunStarted) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=event.step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def picture(self, event: PictureDrawn) -> None:
+        form = "HW" if event.pixels.ndim == 2 else "HWC"
+        self._writer.add_image(event.name, event.pixels, event.step, dataformats=form)
+
+    def end(self, event: RunEnded | None) -> None:
+        self._writer.close()
 
 
 def wandb_mode(config: RunConfig) -> str:
@@ -201,45 +204,20 @@ def wandb_mode(config: RunConfig) -> str:
     return os.environ.get("WANDB_MODE") or "online" if wanted == "auto" else wanted
 
 
-class WandbSink:
+class WandbSink(Logger):
     """Scalars over ``step``; settings and the plan's decisions as the run's config; results in its summary.
 
-    Every attempt of a run has the run's id, so a resumed run continues there.
-
-    Args:
-        folder: W&B's own files go to ``folder/wandb``.
-        run_id: of the run here; the id there too.
+    Every attempt of a run has the id ``run_id`` there too, so a resumed run continues it. W&B's own files go to
+    ``folder/wandb``.
     """
 
     name = "W&B"
 
     def __init__(self, folder: Path, run_id: str, config: RunConfig) -> None:
         self._folder, self._run_id, self._config = folder, run_id, config
-        self._run: wandb.Run | None = None
+        self._run: wandb.Run
 
-    def emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._start(event)
-        if self._run is None:
-            return
-        step, values = named_scalars(event)
-        if values:
-            self._run.log({"step": step, **values})
-        if isinstance(event, PictureDrawn) and _take_pictures():
-            import wandb
-
-            self._run.log({"step": event.step, event.name: wandb.Image(event.pixels)})
-        if isinstance(event, RunEnded):
-            self._run.summary.update({**plain(event.final_metrics), "status": event.status})
-            if event.best_epoch is not None:
-                best = {f"best_{name}": value for name, value in plain(event.best_metric).items()}
-                self._run.summary.update({"best_epoch": event.best_epoch, **best})
-            self._finish(failed=event.status == "failed")
-
-    def close(self) -> None:
-        self._finish(failed=True)
-
-    def _start(self, event: RunStarted) -> None:
+    def start(self, event: RunStarted) -> None:
         import wandb
 
         mode: Any = wandb_mode(self._config)
@@ -259,10 +237,21 @@ class WandbSink:
         # Not W&B's own step, which cannot go back: a resumed run repeats what came after its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
-    def _finish(self, *, failed: bool) -> None:
-        if self._run is not None:
-            run, self._run = self._run, None
-            run.finish(exit_code=int(failed))
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def picture(self, event: PictureDrawn) -> None:
+        import wandb
+
+        self._run.log({"step": event.step, event.name: wandb.Image(event.pixels)})
+
+    def end(self, event: RunEnded | None) -> None:
+        if event is not None:
+            self._run.summary.update({**plain(event.final_metrics), "status": event.status})
+            if event.best_epoch is not None:
+                best = {f"best_{name}": value for name, value in plain(event.best_metric).items()}
+                self._run.summary.update({"best_epoch": event.best_epoch, **best})
+        self._run.finish(exit_code=int(event is None or event.status == "failed"))
 
 
 #: Limits of MLflow's REST API ("Log Batch") and of its parameters' values in older servers.
@@ -271,15 +260,11 @@ _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _RUN_TAG = "lockstep.run"
 
 
-class MlflowSink:
+class MlflowSink(Logger):
     """Scalars over the optimizer step; settings and the plan's decisions as parameters.
 
-    All attempts of a run go to one run there, which a tag finds again. Uses a separate client: neither the
-    active run nor the tracking URI of the caller changes.
-
-    Args:
-        folder: without ``telemetry.mlflow_uri`` and ``MLFLOW_TRACKING_URI``, files go to ``folder/mlruns``.
-        run_id: of the run here.
+    All attempts of run ``run_id`` go to one run there, which a tag finds again. Without ``telemetry.mlflow_uri`` and
+    ``MLFLOW_TRACKING_URI``, files go to ``folder/mlruns``. The active run and the tracking URI of the caller stay.
     """
 
     name = "MLflow"
@@ -288,31 +273,15 @@ class MlflowSink:
         uri = config.telemetry.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._uri = uri or (folder / "mlruns").as_uri()
         self._run_id, self._config = run_id, config
-        self._client: MlflowClient | None = None
+        self._client: MlflowClient
         self._there = ""
 
-    def emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._start(event)
-        if self._client is None:
-            return
-        step, values = named_scalars(event)
-        if values:
-            self._log(self._client, step, values)
-        if isinstance(event, PictureDrawn) and _take_pictures():
-            file = f"pictures/{event.name}-epoch-{event.epoch:04d}.png"
-            self._client.log_image(self._there, event.pixels, artifact_file=file)
-        if isinstance(event, RunEnded):
-            self._end(_STATUS.get(event.status, "FAILED"))
-
-    def close(self) -> None:
-        self._end("FAILED")
-
-    def _start(self, event: RunStarted) -> None:
+    def start(self, event: RunStarted) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         with _files_allowed(self._uri):
-            client = MlflowClient(tracking_uri=self._uri)
+            client = self._client = MlflowClient(tracking_uri=self._uri)
         name = self._config.telemetry.mlflow_experiment
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
@@ -320,31 +289,27 @@ class MlflowSink:
         if earlier:
             self._there = earlier[0].info.run_id
             client.update_run(self._there, status="RUNNING")
-        else:
-            tags, run_name = {_RUN_TAG: self._run_id}, self._config.name or self._run_id
-            self._there = client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
-            self._log_parameters(client, event.plan)
-        self._client = client
-
-    def _log_parameters(self, client: MlflowClient, plan: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        settings = flattened({**self._config.model_dump(mode="json"), "plan": plan_values(plan)})
+            return
+        tags, run_name = {_RUN_TAG: self._run_id}, self._config.name or self._run_id
+        self._there = client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+        settings = flattened({**self._config.model_dump(mode="json"), "plan": plan_values(event.plan)})
         parameters = [Param(_allowed(key), str(value)[:_VALUE_LENGTH]) for key, value in settings.items()]
         for start in range(0, len(parameters), _PARAMS_A_CALL):
             client.log_batch(self._there, params=parameters[start : start + _PARAMS_A_CALL])
 
-    def _log(self, client: MlflowClient, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
         metrics = [Metric(_allowed(name), float(value), now, step) for name, value in values.items()]
-        client.log_batch(self._there, metrics=metrics)
+        self._client.log_batch(self._there, metrics=metrics)
 
-    def _end(self, status: str) -> None:
-        if self._client is not None:
-            client, self._client = self._client, None
-            client.set_terminated(self._there, status)
+    def picture(self, event: PictureDrawn) -> None:
+        file = f"pictures/{event.name}-epoch-{event.epoch:04d}.png"
+        self._client.log_image(self._there, event.pixels, artifact_file=file)
+
+    def end(self, event: RunEnded | None) -> None:
+        self._client.set_terminated(self._there, "FAILED" if event is None else _STATUS.get(event.status, "FAILED"))
 
 
 def _allowed(name: str) -> str:
@@ -356,14 +321,13 @@ def _allowed(name: str) -> str:
 def _files_allowed(uri: str) -> Iterator[None]:
     """MLflow 3 opens a store of plain files only on demand; whoever names one, demands it."""
     variable = "MLFLOW_ALLOW_FILE_STORE"
-    if urlparse(uri).scheme not in {"", "file"} or variable in os.environ:
-        yield
-        return
-    os.environ[variable] = "true"
+    demands = urlparse(uri).scheme in {"", "file"} and variable not in os.environ
     try:
+        os.environ |= {variable: "true"} if demands else {}
         yield
     finally:
-        del os.environ[variable]
+        if demands:
+            del os.environ[variable]
 
 
 #: The loggers: the setting of ``telemetry`` that asks for each, and how it is made. The setting of one that needs a
@@ -377,7 +341,6 @@ LOGGERS: Mapping[str, Callable[[RunDir, RunConfig], Sink]] = {
 
 
 def _off(logger: str) -> str | bool:
-    """The setting with which it is off."""
     return "off" if logger == "tensorboard" else False
 
 
@@ -390,11 +353,7 @@ QUIET: Mapping[str, Any] = {
 
 
 def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
-    """The loggers that ``config`` asks for. Those that may wait for a server do so in the background.
-
-    Raises:
-        ConfigError: one is not installed.
-    """
+    """The loggers that ``config`` asks for. Raises :class:`ConfigError` for one that is not installed."""
     return [build(run_dir, config) for name, build in LOGGERS.items() if is_wanted(name, config)]
 
 

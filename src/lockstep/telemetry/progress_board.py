@@ -23,7 +23,7 @@ _RECORD = struct.Struct("<qqqq")
 
 
 class Activity(IntEnum):
-    """What a rank is at. Untimed ones may take as long as they like."""
+    """What a rank is at."""
 
     STARTING = 0
     FIRST_STEP = 1
@@ -52,18 +52,14 @@ class Activity(IntEnum):
         """What a rank that has finished ``step`` optimizer steps is at, in words."""
         if self in (Activity.WAITING_FOR_DATA, Activity.STEP):
             return f"step {step + 1}" + (", waiting for data" if self is Activity.WAITING_FOR_DATA else "")
-        return _PHRASES[self] + (f" after step {step}" if step else "")
+        return _PHRASES.get(self, self.name.lower().replace("_", " ")) + (f" after step {step}" if step else "")
 
 
 _PHRASES = {
-    Activity.STARTING: "starting",
     Activity.FIRST_STEP: "the first step",
     Activity.HOOKS: "hooks and logging",
     Activity.EVALUATING: "an evaluation",
-    Activity.COMPUTING_METRICS: "computing metrics",
     Activity.SAVING: "saving a checkpoint",
-    Activity.COMPILING: "compiling",
-    Activity.ENDING: "ending",
     Activity.AWAITING_SAVE: "waiting for rank 0 to save a checkpoint",
     Activity.WRITING_PROFILE: "writing a profile",
 }
@@ -71,10 +67,7 @@ _PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The newest record of a rank. ``beats`` grows with every sign of progress; ``step``: optimizer steps done.
-
-    ``writer``: the system's number of the thread that writes a checkpoint; 0: none does.
-    """
+    """The newest record of a rank: signs of progress, optimizer steps done; ``writer``: thread that saves."""
 
     beats: int = 0
     step: int = 0
@@ -85,24 +78,21 @@ class Sign:
 class PulseBoard:
     """The records of all ranks of one launcher, made and read by it. Linux only.
 
-    The memory has no name, so it is gone with the launcher, however that ends; ranks reach it through the
-    launcher's ``/proc`` entry.
+    The memory has no name, so it is gone with the launcher; ranks reach it through the launcher's ``/proc`` entry.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+        self._bytes = _RECORD.size * ranks
         self._fd = os.memfd_create("lockstep-pulses")
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.clear()
 
     def clear(self) -> None:
-        """Forget what an earlier start of the ranks said."""
-        os.pwrite(self._fd, bytes(_RECORD.size * self._ranks), 0)
+        os.pwrite(self._fd, bytes(self._bytes), 0)
 
     def read(self) -> list[Sign]:
-        """The newest record of each rank, by local rank."""
-        content = os.pread(self._fd, _RECORD.size * self._ranks, 0)
-        records = _RECORD.iter_unpack(content)
+        """By local rank."""
+        records = _RECORD.iter_unpack(os.pread(self._fd, self._bytes, 0))
         return [Sign(beats, step, Activity(activity), writer) for beats, step, activity, writer in records]
 
     def close(self) -> None:
@@ -110,16 +100,13 @@ class PulseBoard:
 
 
 class Pulse:
-    """This process's own record; see the module's functions."""
+    """This process's record."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
-        self._place = 0
-        self._beats = 0
-        self._step = 0
-        self._writer = 0
+        self._place = self._beats = self._step = self._writer = 0
         self.activity = Activity.STARTING
-        #: Whether anybody looks, so that what takes long had better be said.
+        #: Whether a launcher looks, so that what takes long had better be said.
         self.is_watched = False
 
     def connect(self, environ: Mapping[str, str]) -> None:
@@ -134,35 +121,26 @@ class Pulse:
 
     @property
     def sign(self) -> Sign:
-        """This process's newest record."""
         return Sign(self._beats, self._step, self.activity, self._writer)
 
     def at(self, activity: Activity, step: int | None = None) -> None:
-        """Report progress: this process begins ``activity``, or continues it.
-
-        Args:
-            step: optimizer steps done; ``None``: as before.
-        """
+        """Report progress: this process begins ``activity``, or continues it; ``step``: optimizer steps done."""
         if self.activity is Activity.FIRST_STEP and activity in (Activity.WAITING_FOR_DATA, Activity.STEP):
             activity = Activity.FIRST_STEP
         self._beats += 1
         self._step = self._step if step is None else step
         self.activity = activity
-        self._tell()
+        self._write()
 
     def goes_on(self) -> None:
-        """This process makes progress at what it is at."""
         self.at(self.activity)
 
     def writes_in(self, thread: int) -> None:
-        """What moves a save is from now on also what ``thread`` reads and writes; 0: it has ended.
-
-        To be called in the thread that makes the other signs, not in ``thread``.
-        """
+        """What ``thread`` reads and writes counts as progress of a save, too; 0: it has ended. Not for ``thread``."""
         self._writer = thread
-        self._tell()
+        self._write()
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         if self._fd is not None:
             os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, self.activity, self._writer), self._place)
 

@@ -5,7 +5,6 @@ What is written of a configuration can be read again, and names no code in the r
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import secrets
@@ -20,7 +19,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
 from lockstep.errors import ConfigError, RunFolderError
-from lockstep.telemetry.files import damaged
+from lockstep.telemetry.files import damaged, read_json
 
 FORMAT_VERSION = 1
 
@@ -62,26 +61,17 @@ class RunRecord(BaseModel):
     tags: list[str] = []
 
     def changed(self, changes: Mapping[str, Any]) -> RunRecord:
-        """A record with some fields replaced. ``changes`` with an unknown key are a programming error."""
-        unknown = changes.keys() - type(self).model_fields.keys()
-        if unknown:
+        if unknown := changes.keys() - type(self).model_fields.keys():
             raise TypeError(f"run.json has no {', '.join(sorted(unknown))}")
         return type(self).model_validate({**self.model_dump(), **changes})
 
 
 def parse_record(content: Any, path: Path) -> RunRecord:
-    """``content`` of ``path``, a ``run.json``, as a record.
-
-    Raises:
-        RunFolderError: another format, a newer version of it, or fields of the wrong type.
-    """
+    """``content`` of ``path``, a ``run.json``. Raises :class:`RunFolderError`."""
     version = content.get("format_version") if isinstance(content, dict) else None
     if not isinstance(version, int) or isinstance(version, bool):
-        raise RunFolderError(
-            f"{path.parent} is not a run folder",
-            why="its run.json is not one of Lockstep's",
-            fix="`lockstep runs` lists the runs",
-        )
+        why, fix = "its run.json is not one of Lockstep's", "`lockstep runs` lists the runs"
+        raise RunFolderError(f"{path.parent} is not a run folder", why=why, fix=fix)
     if version > FORMAT_VERSION:
         raise RunFolderError(
             f"{path.parent} was written by a newer version of Lockstep",
@@ -90,12 +80,11 @@ def parse_record(content: Any, path: Path) -> RunRecord:
         )
     try:
         return RunRecord.model_validate(content)
-    except (ValidationError, RecursionError) as error:
-        why = str(error)
-        if isinstance(error, ValidationError):
-            places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
-            why = "; ".join(f"{place}: {said}" for place, said in places)
-        raise damaged(path, why) from None
+    except ValidationError as error:
+        places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
+        raise damaged(path, "; ".join(f"{place}: {said}" for place, said in places)) from None
+    except RecursionError as error:
+        raise damaged(path, str(error)) from None
 
 
 def new_run_id(folder: Path | None = None) -> str:
@@ -126,10 +115,9 @@ def versions() -> dict[str, str]:
 def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
     """Rows that no later attempt superseded, in their order.
 
-    An attempt that resumes from step ``s`` repeats what older attempts did beyond ``s``: those rows are
-    superseded. ``resumed_from`` maps an attempt to its ``s``. Ranks that are restarted within an attempt
-    do the same, so a row also supersedes earlier ones of its step or beyond. Rows without a usable
-    attempt or step cannot be placed and are kept.
+    An attempt that resumes from step ``s`` (``resumed_from`` maps it to ``s``) repeats what older attempts did beyond
+    ``s``. Ranks that are restarted within an attempt do the same, so a row also supersedes earlier ones of its step
+    or beyond. Rows without a usable attempt or step cannot be placed and are kept.
     """
     limits: dict[int, float] = {}
     kept: list[dict[str, Any]] = []
@@ -146,12 +134,6 @@ def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -
     return kept
 
 
-def is_whole(row: Mapping[str, Any]) -> bool:
-    """Whether a row of ``metrics.json`` names its epoch, and its step and duration are numbers."""
-    numbers = (row.get("step", 0), row.get("duration_s") or 0.0)
-    return isinstance(row.get("epoch"), int) and all(isinstance(number, int | float) for number in numbers)
-
-
 def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of several rows for one epoch, the last; in the order of their epochs' first rows."""
     chosen: dict[Any, dict[str, Any]] = {}
@@ -166,11 +148,7 @@ NO_CONFIG = (yaml.YAMLError, ValueError, TypeError, RuntimeError, ConfigError)
 
 
 def frozen_text(config: RunConfig, folder: Path) -> str:
-    """What :func:`parse_frozen` will read in the run folder ``folder``.
-
-    Raises:
-        ConfigError: it could not.
-    """
+    """What :func:`parse_frozen` will read in the run folder ``folder``. Raises :class:`ConfigError` if it could not."""
     content = dump(config)
     try:
         size = len(content.encode("utf-8"))
@@ -201,8 +179,7 @@ def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
 def _refuse_own_code(config: RunConfig, folder: Path) -> None:
     """Raise :class:`ValueError` when a setting names a file of code inside ``folder``.
 
-    Of what Lockstep itself imports, the task and a data module, it writes the whole, resolved path. Other settings
-    mean what the task takes them for, but no code of the user's lies in a run folder.
+    Of what Lockstep itself imports, the task and a data module, it writes the whole, resolved path.
     """
     settings = config.task.settings
     imported = (config.task.name, settings.get("datamodule"))
@@ -218,22 +195,17 @@ def _refuse_own_code(config: RunConfig, folder: Path) -> None:
 
 
 def read_forecast(path: Path) -> dict[str, Any]:
-    """The report of ``lockstep forecast``: its file, or the folder with ``report.json``.
-
-    Raises:
-        ConfigError: there is none, or the file is not a forecast.
-    """
+    """The report of ``lockstep forecast``: its file, or the folder of it. Raises :class:`ConfigError`."""
     file = path / "report.json" if path.is_dir() else path
     fix = "name the folder that `lockstep forecast` printed, or its report.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
     rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
     try:
+        found = read_json(file)
         complete = all(rates <= row.keys() for row in found["rows"]) and "task" in found
         if found["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= found["settings"].keys():
             return dict(found)
+    except RunFolderError as error:
+        raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
     except (TypeError, KeyError, AttributeError):
         pass
     raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)

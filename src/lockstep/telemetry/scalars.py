@@ -43,19 +43,17 @@ def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
     """
     match event:
         case StepLogged():
-            values = {"lr": event.lr}
-            values |= {} if event.loss is None else {"train/loss": event.loss}
-            values |= {} if event.grad_norm is None else {"train/grad_norm": event.grad_norm}
-            values |= {f"throughput/{name}": getattr(event, name) for name in ("samples_per_s", "data_wait_share")}
-            values |= {} if event.items_per_s is None else {"throughput/items_per_s": event.items_per_s}
-            values |= {} if event.mfu is None else {"throughput/mfu": event.mfu}
+            speed = ("samples_per_s", "data_wait_share", "items_per_s", "mfu")
+            values: dict[str, float | None] = {"lr": event.lr}
+            values |= {f"train/{name}": getattr(event, name) for name in ("loss", "grad_norm")}
+            values |= {f"throughput/{name}": getattr(event, name) for name in speed}
             values |= {f"train/{name}": value for name, value in event.scalars.items()}
-            return event.step, values
+            return event.step, {name: value for name, value in values.items() if value is not None}
         case RanksLogged():
-            own = [rank.own_s for rank in event.ranks if rank.own_s is not None]
-            values = {"ranks/peak_gb_max": max(rank.peak_gb for rank in event.ranks)}
-            values |= {"ranks/own_s_min": min(own), "ranks/own_s_max": max(own)} if own else {}
-            return event.step, values
+            extremes = {"ranks/peak_gb_max": max(rank.peak_gb for rank in event.ranks)}
+            if own := [rank.own_s for rank in event.ranks if rank.own_s is not None]:
+                extremes |= {"ranks/own_s_min": min(own), "ranks/own_s_max": max(own)}
+            return event.step, extremes
         case EpochEnded():
             return event.step, {"epoch": event.epoch, **_by_split(event.row, train="train_epoch")}
         case Evaluated():
@@ -64,22 +62,6 @@ def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
             return event.step, _by_split(event.final_metrics, only="test")
         case _:
             return 0, {}
-
-
-def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
-    """What the plan decided, by title; ``plan`` as ``Plan.as_dict()`` gives it."""
-    return {decision["title"]: decision["shown"] for decision in plan.get("decisions", {}).values()}
 
 
 def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | None = None) -> dict[str, float]:
@@ -91,3 +73,16 @@ def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | 
         if underscore and split in folders and only in (None, split):
             result[f"{folders[split]}/{name}"] = value
     return result
+
+
+def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What the plan decided, by title; ``plan`` as ``Plan.as_dict()`` gives it."""
+    return {decision["title"]: decision["shown"] for decision in plan.get("decisions", {}).values()}

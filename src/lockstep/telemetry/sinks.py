@@ -1,23 +1,23 @@
-"""Sinks that keep a run's record: the run folder's files, and the loggers that are asked for.
-
-Only rank 0 has sinks. :func:`standard_sinks` puts together what every run has.
-"""
+"""What keeps a run's record: sinks of events on rank 0 (folder, console, upload, loggers), the load of each node."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep import events
 from lockstep.config import RunConfig
+from lockstep.errors import StorageError
+from lockstep.hardware.monitor import INTERVAL_S, Monitor, SystemSource
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
 from lockstep.telemetry.pictures import encode_png, encode_wav
-from lockstep.telemetry.records import is_whole
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.upload import Uploader, UploadSink, check_target
 
@@ -25,12 +25,7 @@ RESULTS_FILE = "training_results.json"
 
 
 def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events.Fanout:
-    """The sinks of a run: its folder (essential); console, upload and loggers (switched off if they fail).
-
-    Raises:
-        ConfigError: a logger was asked for and is not installed; ``telemetry.upload_to`` is not a target that
-            fsspec knows.
-    """
+    """The sinks of a run: its folder (essential); console, upload and loggers (switched off if they fail)."""
     mode = config.telemetry.progress
     optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
     if config.telemetry.upload_to is not None:
@@ -40,26 +35,33 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events
 
 
 def check_sinks(config: RunConfig, folder: Path | None) -> None:
-    """Whether the loggers and the upload that ``config`` asks for can be made; asked before there is a run, or attempt.
+    """Raise :class:`ConfigError` unless the loggers and the upload that ``config`` asks for can be made.
 
-    Args:
-        folder: the run's; ``None`` when its name is still to be chosen.
-
-    Raises:
-        ConfigError: a logger is not installed; fsspec does not know ``telemetry.upload_to``, or it is in ``folder``.
+    ``folder``: the run's; ``None`` when its name is still to be chosen.
     """
-    settings = config.telemetry
     for name in LOGGERS:
         is_wanted(name, config)
-    if settings.upload_to is not None:
-        check_target(settings.upload_to, folder)
+    if config.telemetry.upload_to is not None:
+        check_target(config.telemetry.upload_to, folder)
+
+
+@contextmanager
+def monitored(
+    folder: Path, devices: Iterable[str], *, node: int = 0, interval_s: float = INTERVAL_S
+) -> Iterator[Monitor]:
+    """Sample this node into ``system-<node>.jsonl`` while the body runs: the host, and GPUs among ``devices``."""
+    lines = JsonLines(folder / f"system-{node}.jsonl")
+
+    def write(sample: Mapping[str, Any]) -> None:
+        with contextlib.suppress(StorageError):  # a full disk is for the run's own record to report
+            lines.append(sample)
+
+    with Monitor(SystemSource(devices), write, interval_s=interval_s) as monitor:
+        yield monitor
 
 
 class RunFolderSink:
-    """Writes ``run.json``, ``metrics.json``, the rows of ``*.jsonl`` and ``training_results.json``.
-
-    A sink of the *essential* kind: what it cannot write raises :class:`~lockstep.errors.StorageError`.
-    """
+    """Writes the run folder's files; what it cannot write raises :class:`~lockstep.errors.StorageError`."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run = run_dir
@@ -78,18 +80,19 @@ class RunFolderSink:
             case events.RanksLogged():
                 self._ranks.append(asdict(event))
             case events.EpochEnded():
-                self._epoch(event)
+                row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
+                self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
+                self._run.write_epochs(self._rows)
+                self._keep_best(event, event.row)
             case events.Evaluated():
-                place = {name: getattr(event, name) for name in ("attempt", "step", "epoch", "improved")}
-                self._evaluations.append({**place, **event.metrics})
-                self._judged(event, event.metrics)
+                self._evaluations.append({**_place(event), "improved": event.improved, **event.metrics})
+                self._keep_best(event, event.metrics)
             case events.PictureDrawn():
                 make_folders(self._run.pictures)
                 file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
                 write_bytes(file, encode_png(event.pixels), durable=False)
             case events.Remarked():
-                place = {name: getattr(event, name) for name in ("attempt", "step", "epoch")}
-                self._remarks.append({**place, "remarks": [self._remark(one) for one in event.remarks]})
+                self._remarks.append({**_place(event), "remarks": [self._remark(one) for one in event.remarks]})
             case events.Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case events.RunEnded():
@@ -102,7 +105,7 @@ class RunFolderSink:
 
     def _start(self, event: events.RunStarted) -> None:
         # Epochs after the checkpoint of this attempt are run again; unusable rows of a damaged file are dropped.
-        self._rows = [row for row in self._run.epochs() if is_whole(row) and row.get("step", 0) <= event.step]
+        self._rows = [row for row in self._run.epochs() if _is_whole(row) and row.get("step", 0) <= event.step]
         self._config = self._run.config()
         self._run.write_epochs(self._rows)
         drawn = max((row["epoch"] for row in self._rows), default=0) + 1
@@ -123,13 +126,7 @@ class RunFolderSink:
             write_bytes(file, content, durable=False)
         return {"text": remark.text, "audio": file.name}
 
-    def _epoch(self, event: events.EpochEnded) -> None:
-        row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
-        self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
-        self._run.write_epochs(self._rows)
-        self._judged(event, event.row)
-
-    def _judged(self, event: events.EpochEnded | events.Evaluated, metrics: Mapping[str, float]) -> None:
+    def _keep_best(self, event: events.EpochEnded | events.Evaluated, metrics: Mapping[str, float]) -> None:
         if event.improved:
             best = {key: value for key, value in metrics.items() if key.startswith("val_")}
             self._run.update(best_epoch=event.epoch, best_metric=best)
@@ -143,8 +140,18 @@ class RunFolderSink:
         )
 
 
+def _place(event: events.Evaluated | events.Remarked) -> dict[str, int]:
+    return {"attempt": event.attempt, "step": event.step, "epoch": event.epoch}
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    """Whether a row of ``metrics.json`` names its epoch, and its step and duration are numbers."""
+    numbers = (row.get("step", 0), row.get("duration_s") or 0.0)
+    return isinstance(row.get("epoch"), int) and all(isinstance(number, int | float) for number in numbers)
+
+
 def step_row(event: events.StepLogged) -> dict[str, Any]:
-    """A line of ``steps.jsonl``. Units: ``lr`` per step, rates over all ranks, shares from 0 to 1."""
+    """A line of ``steps.jsonl``."""
     row = {field.name: getattr(event, field.name) for field in fields(event)}
     return {name: value for name, value in row.items() if value is not None or name not in ("items_per_s", "mfu")}
 

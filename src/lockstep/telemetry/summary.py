@@ -16,20 +16,19 @@ from typing import Any
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import damaged, last_row
-from lockstep.telemetry.lookup import one_line, or_else, read_runs
-from lockstep.telemetry.records import RunRecord
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import RunDir, RunRecord, one_line, or_else, read_runs
 from lockstep.telemetry.scalars import flattened
-from lockstep.telemetry.system import newest_samples
 
 #: A run folder from elsewhere may contain texts of any length.
 _MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
+#: Older samples are stale: the run has ended, or its node has stopped.
+FRESH_S = 15.0
+#: Of a plan: what the configuration says already, and texts.
+_NOT_COMPARED = ("config", "reasons", "notes", "decisions", "task.")
 
 
 def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
-    """The fields of ``run.json``, with the status as judged now, and what the other files of the folder say.
-
-    Added to the record:
+    """The fields of ``run.json`` (``record``, if it has been read), with the status as judged now, and some more.
 
     - ``location``: the folder's name; ``path``: the folder
     - ``devices``, ``strategy``, ``precision``, ``world_size``: of the newest attempt
@@ -38,9 +37,6 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     - ``eta_s``: seconds to the end of a running run, where that can be estimated
     - ``last_epoch``: the newest row of ``metrics.json``; ``samples_per_s``: the median of all rows
 
-    Args:
-        record: of the run, if it has been read.
-
     Raises:
         RunFolderError: the folder holds no run, or its record is damaged.
     """
@@ -48,6 +44,10 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     status, beat, rows = run.judge(record), run.progress(), or_else(run.epochs, [])
     plan = or_else(run.plan, {})
     placement, last = record.placement or {}, rows[-1] if rows else {}
+    devices = placement.get("devices") or []
+    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
+        why = "the devices of its placement are not a list of names"
+        raise damaged(run.run_file, why, "restore the file, or delete the run")
     step, total = (beat.step, beat.total) if beat else (None, None)
     speeds = [speed for row in rows if isinstance(speed := row.get("samples_per_s"), int | float)]
     return {
@@ -60,7 +60,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
         "status": status,
         "location": run.path.name,
         "path": str(run.path),
-        "devices": _devices(run, placement),
+        "devices": devices,
         **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
         "epoch": last.get("epoch"),
         "epochs": epochs if isinstance(epochs := plan.get("epochs"), int) else None,
@@ -85,46 +85,34 @@ def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]
     return found
 
 
-def _devices(run: RunDir, placement: dict[str, Any]) -> list[str]:
-    devices = placement.get("devices") or []
-    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
-        why = "the devices of its placement are not a list of names"
-        raise damaged(run.run_file, why, "restore the file, or delete the run")
-    return devices
-
-
-#: Older samples are stale: the run has ended, or its node has stopped.
-FRESH_S = 15.0
-
-
 def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
-    """``run``: its summary, the newest logged step, every rank; ``nodes``: the newest sample of each.
-
-    Costs the same however many steps the run has. ``seconds_left`` is the summary's ``eta_s``.
-
-    Raises:
-        RunFolderError: there is no run, or it cannot be read.
-    """
+    """``run``: its summary, the newest logged step, every rank; ``nodes``: the newest sample of each. For polling."""
     now = time.time() if now is None else now
-    summary, step, ranks = summarize(run), last_row(run.steps_file), last_row(run.ranks_file)
+    summary, ranks = summarize(run), last_row(run.ranks_file) or {}
     state = {
         **summary,
         "seconds_left": summary["eta_s"],
-        "logged": step,
+        "logged": last_row(run.steps_file),
         "ranks": _ranks(run, ranks),
-        "slow_rank": (ranks or {}).get("slow_rank"),
+        "slow_rank": ranks.get("slow_rank"),
     }
     nodes = [sample for sample in newest_samples(run.path) if now - sample.get("time", 0) < FRESH_S]
     return {"run": state, "nodes": nodes}
 
 
-def _ranks(run: RunDir, newest: dict[str, Any] | None) -> list[dict[str, Any]]:
+def newest_samples(folder: Path) -> list[dict[str, Any]]:
+    """The last row of each node's ``system-<node>.jsonl``, by file name."""
+    rows = [last_row(file) for file in sorted(folder.glob("system-*.jsonl"))]
+    return [row for row in rows if row is not None]
+
+
+def _ranks(run: RunDir, newest: dict[str, Any]) -> list[dict[str, Any]]:
     """The ranks of the newest row; a row written at the end of an epoch gets the last known ``own_s``."""
-    rows: list[dict[str, Any]] = (newest or {}).get("ranks", [])
-    if len(rows) < 2 or _has_own(newest or {}):
+    rows: list[dict[str, Any]] = newest.get("ranks", [])
+    if len(rows) < 2 or _has_own(newest):
         return rows
-    before = last_row(run.ranks_file, _has_own)
-    known = {rank["rank"]: rank["own_s"] for rank in (before or {}).get("ranks", [])}
+    before = last_row(run.ranks_file, _has_own) or {}
+    known = {rank["rank"]: rank["own_s"] for rank in before.get("ranks", [])}
     return [{**rank, "own_s": known.get(rank["rank"])} for rank in rows]
 
 
@@ -132,16 +120,9 @@ def _has_own(row: dict[str, Any]) -> bool:
     return any(rank.get("own_s") is not None for rank in row.get("ranks", []))
 
 
-#: Of a plan: what the configuration says already, and texts.
-_NOT_COMPARED = ("config", "reasons", "notes", "decisions", "task.")
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """One value per run under each name, in the order of ``labels``.
-
-    ``settings`` (``optimizer.lr``) and ``plan`` (``schedule.lr``) hold only what differs.
-    """
+    """One value per run under each name, in the order of ``labels``; of settings and plans, what differs."""
 
     labels: list[str]
     results: dict[str, list[Any]]
@@ -150,19 +131,11 @@ class Comparison:
 
     @property
     def differences(self) -> dict[str, list[Any]]:
-        """Settings and plans in one table."""
         return self.settings | {f"plan: {key}": values for key, values in self.plan.items()}
 
 
 def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None) -> Comparison:
-    """Compare ``runs``; what cannot be read of one counts as not set.
-
-    Args:
-        more: further results, by name, one value per run.
-
-    Raises:
-        RunFolderError: the record of a run cannot be read.
-    """
+    """Compare ``runs``; what cannot be read of one counts as not set. ``more``: further results by name."""
     found = [summarize(run) for run in runs]
     plans = [flattened(or_else(run.plan, {})) for run in runs]
     decided = differences(plans)
@@ -177,9 +150,8 @@ def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None)
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The name of each run, or its id; both where several have the same."""
     names = [one["name"] or one["id"] for one in summaries]
-    return [
-        f"{name} ({one['id']})" if names.count(name) > 1 else name for name, one in zip(names, summaries, strict=True)
-    ]
+    pairs = zip(names, summaries, strict=True)
+    return [f"{name} ({one['id']})" if names.count(name) > 1 else name for name, one in pairs]
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
@@ -193,8 +165,7 @@ def _results(
 ) -> dict[str, list[Any]]:
     rows: dict[str, list[Any]] = {
         "run": [one["id"] for one in found],
-        "task": [one["task"] for one in found],
-        "status": [one["status"] for one in found],
+        **{name: [one[name] for one in found] for name in ("task", "status")},
         "devices": [", ".join(one["devices"]) for one in found],
         "strategy": [one["strategy"] for one in found],
         "global batch": [plan.get("batch.global_batch") for plan in plans],

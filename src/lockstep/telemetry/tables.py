@@ -19,7 +19,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], stream: T
 
 
 def drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The table of :func:`print_table` for a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -56,7 +55,6 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def rich_console(stream: TextIO) -> Console:
-    """A console that writes to ``stream`` without highlighting texts."""
     from rich.console import Console
 
     return Console(file=stream, highlight=False, emoji=False)

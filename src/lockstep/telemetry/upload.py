@@ -1,7 +1,4 @@
-"""Copy a growing folder to any target that fsspec knows, in the background.
-
-:class:`Uploader` does the work; :class:`UploadSink` starts it at the events of a run.
-"""
+"""Copy a growing folder to any target that fsspec knows, in the background."""
 
 from __future__ import annotations
 
@@ -27,23 +24,13 @@ class Retry:
 
     attempts: int = 3
     backoff_s: float = 1.0
-    sleep: Callable[[float], None] = time.sleep
 
 
 class Uploader:
-    """Copies what is new or changed in a folder to ``target``, in a separate thread.
+    """Copies what is new or changed in a folder to ``target``, a path or a URL that fsspec knows, in a separate thread.
 
-    Nothing is removed at the target. A file that cannot be copied is reported and tried again in the next pass;
-    it never ends the run.
-
-    Args:
-        local_dir: may not exist yet.
-        target: a URL that fsspec knows (``s3://bucket/run``, ``gs://…``, ``file:///mnt/share/run``) or a path.
-        report: called once per pass with what could not be copied; default: a warning in the log.
-        close_timeout_s: how long :meth:`close` waits for the last pass.
-
-    Raises:
-        ConfigError: fsspec does not know the target or lacks the package for it; or it is in the folder itself.
+    Nothing is removed at the target. What cannot be copied is reported once per pass (default: a warning in the log),
+    tried again in the next one, and never ends the run. Raises :class:`ConfigError` as :func:`check_target`.
     """
 
     def __init__(
@@ -55,13 +42,10 @@ class Uploader:
         report: Callable[[str], None] = _log.warning,
         close_timeout_s: float = 600.0,
     ) -> None:
-        self.local_dir = Path(local_dir)
-        self.target = str(target)
+        self.local_dir, self.target = Path(local_dir), str(target)
         self.failures: dict[str, str] = {}
-        self._retry = retry or Retry()
-        self._report = report
-        self._close_timeout_s = close_timeout_s
-        self._done: dict[str, object] = {}
+        self._retry, self._report, self._close_timeout_s = retry or Retry(), report, close_timeout_s
+        self._done: dict[str, tuple[int, int]] = {}
         self._wanted, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         check_target(self.target, self.local_dir)
@@ -105,58 +89,41 @@ class Uploader:
 
         filesystem, root = fsspec.core.url_to_fs(self.target)
         failures = {}
-        for item in sorted(_items(self.local_dir)):
-            if self._done.get(item.name) != item.version:
-                why = self._copy(filesystem, f"{root.rstrip('/')}/{item.name}", item)
-                if why is None:
-                    self._done[item.name] = item.version
-                else:
-                    failures[item.name] = why
+        for path in sorted(_files(self.local_dir)):
+            name = path.relative_to(self.local_dir).as_posix()
+            leads = path.is_symlink() and path.is_dir()
+            try:
+                status = path.lstat() if leads else path.stat()
+                version = (status.st_mtime_ns, status.st_size)
+                if self._done.get(name) != version:
+                    self._copy(filesystem, path, f"{root.rstrip('/')}/{name}", leads=leads)
+                    self._done[name] = version
+            except Exception as error:  # whatever the target's library raises
+                if path.exists():  # else it was removed meanwhile: an old checkpoint
+                    failures[name] = _words(error)
         self.failures = failures
 
-    def _copy(self, filesystem: Any, remote: str, item: _Item) -> str | None:
-        """Why the file could not be copied, or ``None``."""
-        why = None
-        for attempt in range(self._retry.attempts):
-            if attempt:
-                self._retry.sleep(self._retry.backoff_s * 2 ** (attempt - 1))
+    def _copy(self, filesystem: Any, path: Path, remote: str, *, leads: bool) -> None:
+        for attempt in range(1, self._retry.attempts + 1):
             try:
                 filesystem.makedirs(remote.rpartition("/")[0], exist_ok=True)
-                if item.pointer is not None:
-                    filesystem.pipe_file(remote, item.pointer.encode())
+                if leads:  # `last` and `best` of checkpoints/: to the reader a text file means the same
+                    filesystem.pipe_file(remote, str(path.readlink()).encode())
                 else:
-                    filesystem.put_file(str(self.local_dir / item.name), remote)
-                return None
-            except Exception as error:  # whatever the target's library raises
-                if isinstance(error, FileNotFoundError) and not (self.local_dir / item.name).exists():
-                    return None  # removed meanwhile: an old checkpoint
-                why = _words(error)
-        return why
+                    filesystem.put_file(str(path), remote)
+                return
+            except Exception:
+                if attempt == self._retry.attempts or not path.exists():
+                    raise
+                time.sleep(self._retry.backoff_s * 2 ** (attempt - 1))
 
 
-@dataclass(frozen=True, order=True)
-class _Item:
-    """A file below the folder; ``version`` changes with its content, ``pointer`` is where a link to a folder leads."""
-
-    name: str
-    version: tuple[int, int]
-    pointer: str | None = None
-
-
-def _items(folder: Path) -> Iterator[_Item]:
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below ``folder``, and links to folders, without temporary ones."""
     for base, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if TEMPORARY not in name]
-        for name in [*names, *(name for name in folders if (Path(base) / name).is_symlink())]:
-            path = Path(base) / name
-            # `last` and `best` of checkpoints/ link to folders; to the reader a text file means the same.
-            pointer = str(path.readlink()) if path.is_symlink() and path.is_dir() else None
-            try:
-                status = path.lstat() if pointer else path.stat()
-            except FileNotFoundError:
-                continue
-            if TEMPORARY not in name:
-                where = path.relative_to(folder).as_posix()
-                yield _Item(where, (status.st_mtime_ns, status.st_size), pointer)
+        links = [name for name in folders if (Path(base) / name).is_symlink()]
+        yield from (Path(base) / name for name in [*names, *links] if TEMPORARY not in name)
 
 
 def _words(error: Exception) -> str:
@@ -164,22 +131,15 @@ def _words(error: Exception) -> str:
 
 
 def check_target(target: str, local_dir: Path | None) -> None:
-    """Whether a folder can be uploaded to ``target``. ``local_dir``: where the folder is, if that is known.
-
-    Raises:
-        ConfigError: as :class:`Uploader`.
-    """
+    """Raise :class:`ConfigError` unless a folder, ``local_dir`` if it is known, can be uploaded to ``target``."""
     import fsspec
 
     protocol, _, path = target.rpartition("://")
     protocol = protocol or "file"
     on_disk = protocol in ("file", "local")
     if on_disk and local_dir is not None and Path(path).resolve().is_relative_to(local_dir.resolve()):
-        raise ConfigError(
-            f"cannot upload {local_dir} to {target}",
-            why="the target is that folder, or in it",
-            fix="choose a target elsewhere",
-        )
+        why, fix = "the target is that folder, or in it", "choose a target elsewhere"
+        raise ConfigError(f"cannot upload {local_dir} to {target}", why=why, fix=fix)
     try:
         fsspec.get_filesystem_class(protocol.partition("::")[0])
     except (ValueError, ImportError) as error:
@@ -194,13 +154,11 @@ class UploadSink:
     """Uploads the run folder after every ``every_epochs`` epochs, and at the end."""
 
     def __init__(self, uploader: Uploader, *, every_epochs: int = 1) -> None:
-        self._uploader = uploader
-        self._every_epochs = every_epochs
+        self._uploader, self._every_epochs = uploader, every_epochs
 
     def emit(self, event: Event) -> None:
         if isinstance(event, EpochEnded) and event.epoch % self._every_epochs == 0:
             self._uploader.request()
 
     def close(self) -> None:
-        """The last pass: the other sinks have written all they had."""
         self._uploader.close()

@@ -38,9 +38,8 @@ from lockstep.launch.health.memory import RankMemory, advice, evaluation_advice,
 from lockstep.launch.local.rank_output import log_file
 from lockstep.launch.local.signals import STOPPED
 from lockstep.planning.batch import BatchPlan
-from lockstep.telemetry.lookup import or_else
 from lockstep.telemetry.progress_board import Activity
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import RunDir, or_else
 
 _NO_FAILURE = (0, *STOPPED)
 

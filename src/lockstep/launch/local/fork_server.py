@@ -40,8 +40,7 @@ from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.local.forked import Forked, asked_gpu, fork
 from lockstep.launch.local.rank_output import flush
 from lockstep.launch.local.signals import STOP_SIGNALS, StopRequest, exit_code, held_back
-from lockstep.telemetry.lookup import or_else
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.telemetry.rundir import RunDir, or_else, read_json, write_json
 
 #: Variables that count when a process starts; a server serves launches with the same ones.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")

@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.optim import Optimizer
 
 from lockstep.hardware.monitor import INTERVAL_S
-from lockstep.telemetry.system import monitored
+from lockstep.telemetry.sinks import monitored
 
 
 class ConfigurationCheck(Callback):

@@ -33,8 +33,7 @@ from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.espeak import PACKAGE, engine_version
 from lockstep.tasks.speech.manifest import Utterance, read_manifest, write_manifest
 from lockstep.tasks.speech.voices import Line, draw_line
-from lockstep.telemetry.creation import make_folder
-from lockstep.telemetry.files import TEMPORARY, read_json, write_json
+from lockstep.telemetry.files import TEMPORARY, make_folder, read_json, write_json
 
 SPLITS = ("train", "val", "test")
 SET_PREFIX = "speech-"
