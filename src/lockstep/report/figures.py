@@ -246,7 +246,7 @@ def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Pictur
 
 
 def _with_shares(names: Sequence[str], table: Sequence[Sequence[float]]) -> list[str]:
-    """Each class with the share of its own in its row."""
+    """Each class with its share of its row."""
     shares = [f"{row[place] / sum(row):.2f}" if sum(row) else "none" for place, row in enumerate(table)]
     return [f"{name} ({share})" for name, share in zip(names, shares, strict=True)]
 

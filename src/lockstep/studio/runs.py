@@ -286,7 +286,7 @@ def describe(run: RunDir, summary: Mapping[str, Any], start: Command | None) -> 
 
 
 def _names(folder: Path, suffix: str) -> list[str]:
-    """Files in a folder that is no link, which may lead anywhere."""
+    """Files in a folder, unless that is a link, which may lead anywhere."""
     names = names_in(folder) if folder.is_dir() and not folder.is_symlink() else []
     return sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
 
