@@ -25,18 +25,17 @@ from lockstep.bench.summary import fit_alpha_beta, summarise
 from lockstep.bench.timing import on_site
 from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
-from lockstep.forecast.estimate import Counting
-from lockstep.forecast.footprint import blocking_messages
+from lockstep.forecast.footprint import Footprint, blocking_messages
 from lockstep.forecast.measured import (
     cases,
     contention,
-    gradients_of,
     jitter,
     meeting,
     step_of,
     take_turn,
     timed_steps,
 )
+from lockstep.forecast.memory import Counting
 from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 
@@ -58,7 +57,6 @@ SUBJECTS = (
 def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
     """On a rank: what the forecast needs, and what it is compared with, in turns."""
     with on_site(rank, together.config, together.plan) as site:
-        rank.report(gradients_of(site, alone))
         for number in range(rounds):
             turn = take_turn(site, alone, synced=together.plan.sync_batchnorm)
             messages = [measure_message(site.collectives, "all_reduce", size, site.device) for size in SIZES]
@@ -68,21 +66,19 @@ def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) 
 
 
 def predict_ranks(
-    rows: list[dict[str, Any]], ranks: int, shape: Step, setting: Setting, alike: bool
+    rows: list[dict[str, Any]], ranks: int, counted: Footprint, setting: Setting, alike: bool
 ) -> list[dict[str, Any]]:
-    """Predicted against measured milliseconds, by round; ``shape`` and ``setting``: what needs no measuring.
+    """Predicted against measured milliseconds, by round; ``counted`` and ``setting``: what needs no measuring.
 
     How steps differ and what a message in mid-step costs is told by all rounds, the rest by its own.
     """
-    gradients, *rows = rows
     turns = [row["alone"] for row in rows]
     differ = jitter(turns, alike)
     waits = setting.blocking > 0 or setting.strategy == "fsdp"
     found = []
     for row in rows:
         fit = fit_alpha_beta([m["bytes"] for m in row["messages"]], [m["latency_us"] / 1e6 for m in row["messages"]])
-        step = step_of(shape.batch_size, gradients, [row["alone"]], None, alike=alike)
-        step = replace(step, blocks=shape.blocks, jitter_s=differ)
+        step = replace(step_of(counted, [row["alone"]], None, alike=alike), jitter_s=differ)
         setting = replace(
             setting,
             cluster=measured_cluster(fit.alpha_s, fit.beta_s_per_byte, ranks, max(0.1, fit.error)),
@@ -117,7 +113,7 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
             if outcome.ended != "done":
                 raise SystemExit(f"{name}, {ranks} ranks: {outcome.ended} ({outcome.error})")
             joint = bool(resolve_reduction(base.config.distributed, base.facts.joint_bytes, on_cpu=True).value)
-            shape = Step(counting.size, 0.0, 0.0, 0.0, (), (), blocks=counting.footprint(counting.size, True).blocks)
+            counted = counting.footprint(counting.size, True)
             setting = Setting(
                 cluster_of("25gbe", ranks),
                 strategy=strategy,
@@ -125,7 +121,7 @@ def ranks_of_this_machine(counts: list[int], rounds: int, steps: int) -> list[di
                 blocking=blocking_messages(base.task, base.config),
                 joint=strategy == "ddp" and joint,
             )
-            found = predict_ranks(outcome.rows, ranks, shape, setting, base.plan.order.bucketed)
+            found = predict_ranks(outcome.rows, ranks, counted, setting, base.plan.order.bucketed)
             ratios = [row["ratio"] for row in found]
             ratio = statistics.median(ratios)
             results.append({"subject": name, "strategy": strategy, "ranks": ranks, "ratio": ratio, "rounds": found})

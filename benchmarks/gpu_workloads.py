@@ -228,7 +228,7 @@ def forecast(options: argparse.Namespace) -> dict[str, Any]:
     """Predicted and measured, of eager steps: a compiled model has other activations than those that are counted."""
     from lockstep.bench.step import bench_step
     from lockstep.bench.trials import Subject
-    from lockstep.forecast.estimate import estimate_memory
+    from lockstep.forecast.memory import estimate_memory
     from lockstep.forecast.project import forecast as forecast_speed
     from lockstep.forecast.scaling import Wish
     from lockstep.hardware import detect_devices

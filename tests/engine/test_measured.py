@@ -20,7 +20,7 @@ from lockstep.events import Note
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.planning import Plan, TaskFacts, make_plan
-from lockstep.planning import measured as planned
+from lockstep.planning import resolve as planned
 from lockstep.planning.plan import LoaderPlan, Measured, ResumePoint
 from tests.attempts import attempt
 from tests.gloo import run_ranks
@@ -67,7 +67,7 @@ class Views(Images):
 
 @pytest.fixture
 def measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "ACCELERATORS", ("gpu", "cpu"))
+    monkeypatch.setattr(planned, "MEASURED_ON", ("gpu", "cpu"))
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *, second: bool) -> list[int]:
@@ -128,7 +128,7 @@ def test_a_model_that_takes_no_other_layout_keeps_its_own(tmp_path: Path, measur
 
 def _apart(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Each rank finds another way faster; rank 0's second way is the slowest of all."""
-    planned.ACCELERATORS = ("cpu",)
+    planned.MEASURED_ON = ("cpu",)
     calls = list[int]()
 
     def seconds(trial: Any, steps: Any, number: int) -> float:

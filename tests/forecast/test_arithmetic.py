@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.forecast.allocation_tracker import Work
+from lockstep.forecast.footprint import Work
 from lockstep.forecast.collectives import (
     LEVELS,
     Cluster,

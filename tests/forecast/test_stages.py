@@ -20,7 +20,7 @@ from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.strategies.pipeline import PipelineModel
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
-from lockstep.forecast.estimate import Counting, estimate_memory
+from lockstep.forecast.memory import Counting, estimate_memory
 from lockstep.hardware.world import World
 from tests.forecast.test_memory import Deep
 from tests.gloo import run_ranks

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from lockstep.hardware import detect, detect_devices, get_available_gpus
 from lockstep.hardware.detect import (
-    ProbedDevice,
     TorchBuild,
     cuda_precisions,
     find_devices,
@@ -44,15 +43,15 @@ def h100(number: int, **changes: object) -> NvmlGpu:
     return NvmlGpu(**values)  # type: ignore[arg-type]
 
 
-def nobody() -> list[ProbedDevice]:
+def nobody() -> list[NvmlGpu]:
     raise AssertionError("torch need not be asked here")
 
 
-def broken() -> list[ProbedDevice]:
+def broken() -> list[NvmlGpu]:
     raise OSError("CUDA error: unknown error")
 
 
-def answers(*devices: ProbedDevice) -> Callable[[], list[ProbedDevice]]:
+def answers(*devices: NvmlGpu) -> Callable[[], list[NvmlGpu]]:
     return lambda: list(devices)
 
 
@@ -157,8 +156,8 @@ def test_of_unequal_gpus_cuda_says_which_is_first() -> None:
     users = (GpuUser(5, "python", 1.0),)
     nvml = FakeNvml([h100(0, name="Tesla T4", capability=(7, 5)), h100(1, users=users)])
     probed = answers(
-        ProbedDevice("cuda", 0, "NVIDIA H100 80GB HBM3", 85_000_000_000, 84_000_000_000, "1", (9, 0)),
-        ProbedDevice("cuda", 1, "Tesla T4", 15_000_000_000, 14_000_000_000, "0", (7, 5)),
+        NvmlGpu("1", "NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 84_000_000_000),
+        NvmlGpu("0", "Tesla T4", (7, 5), 15_000_000_000, 14_000_000_000),
     )
     devices = find_devices({}, CUDA, nvml, probed)
     assert gpus_of(devices) == [("gpu:0", "GPU-1"), ("gpu:1", "GPU-0")]
@@ -173,7 +172,7 @@ def test_mig_slices_are_numbered_by_cuda_and_described_by_nvml() -> None:
         def by_uuid(self, uuid: str) -> NvmlGpu | None:
             return part if uuid == "MIG-7" else None
 
-    probed = answers(ProbedDevice("cuda", 0, part.name, 10_000_000_000, 9_000_000_000, "7", (9, 0)))
+    probed = answers(NvmlGpu("7", part.name, (9, 0), 10_000_000_000, 9_000_000_000))
     for environ, gpu in (({"CUDA_VISIBLE_DEVICES": "MIG-7"}, h100(0)), ({}, h100(0, mig=True))):
         devices = find_devices(environ, CUDA, WithSlice([gpu]), probed)
         assert gpus_of(devices) == [("gpu:0", "MIG-7")]
@@ -236,7 +235,7 @@ def test_cuda_precisions(capability: tuple[int, int], expected: tuple[str, ...])
 
 
 def test_rocm_gpus_are_gpus() -> None:
-    probed = answers(ProbedDevice("cuda", 0, "AMD Instinct MI300X", 205_000_000_000, 200_000_000_000, "", (9, 4)))
+    probed = answers(NvmlGpu("", "AMD Instinct MI300X", (9, 4), 205_000_000_000, 200_000_000_000))
     devices = find_devices({}, TorchBuild(hip="6.4"), None, probed)
     assert (devices[1].id, devices[1].supported, devices[1].memory_gb) == ("gpu:0", True, 205.0)
     assert devices[1].precisions == ("32", "16-mixed", "bf16-mixed", "bf16-true")
@@ -244,7 +243,7 @@ def test_rocm_gpus_are_gpus() -> None:
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "npu"])
 def test_other_accelerators_are_listed_as_not_supported_yet(kind: str) -> None:
-    device = find_devices({}, CPU_ONLY, None, answers(ProbedDevice(kind, 0, "Thing")))[1]
+    device = find_devices({}, CPU_ONLY, None, answers(NvmlGpu("", "Thing", (0, 0), kind=kind)))[1]
     assert (device.id, device.kind, device.supported) == (f"{kind}:0", kind, False)
     assert "not supported yet" in device.note
 
@@ -273,7 +272,7 @@ def test_the_probe_agrees_with_torch_here_and_passes_over_a_file_of_that_name(
     found = detect.probe()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     expected = torch.accelerator.device_count() if accelerator is not None else 0
-    assert [device.index for device in found] == list(range(expected))
+    assert len(found) == expected
 
 
 def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +291,8 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_answers() -> None:
-    line = '[{"kind": "cuda", "index": 0, "name": "X", "total": 2, "free": 1, "uuid": "u", "capability": [8, 6]}]'
-    assert read_answer(f"a library says hello\n{line}\n") == [ProbedDevice("cuda", 0, "X", 2, 1, "u", (8, 6))]
+    line = '[{"kind": "cuda", "name": "X", "total": 2, "free": 1, "uuid": "u", "capability": [8, 6]}]'
+    assert read_answer(f"a library says hello\n{line}\n") == [NvmlGpu("u", "X", (8, 6), 2, 1)]
     assert read_answer("[]") == []
 
 
@@ -319,24 +318,16 @@ UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33"]
         (None, [0, 1, 2]),
         ("", []),
         ("-1", []),
-        ("none", []),
-        ("NoDevFiles", []),
         ("0", [0]),
         ("2,0", [2, 0]),
         (" 1 , 2 ", [1, 2]),
-        ("+1", [1]),
-        ("1gpu,0", [1, 0]),
-        ("0,-1,2", [0]),
-        ("0,7,2", [0]),
-        ("0,,2", [0]),
-        ("1,1", []),
         ("GPU-bb33", [2]),
         ("GPU-bb33,GPU-aa11", [2, 0]),
-        ("GPU-b", [2]),
-        ("GPU-aa", []),
-        ("GPU-bb33,GPU-zz", [2]),
-        ("GPU-bb33,0", [2]),
-        ("GPU-bb33,GPU-bb", []),
+        # Only the driver knows: a rest after a number, what is not there, one named twice, both kinds.
+        *(
+            (text, None)
+            for text in ("none", "1gpu", "0,-1,2", "0,7,2", "1,1", "GPU-b", "GPU-bb33,GPU-zz", "GPU-bb33,0")
+        ),
         ("MIG-aa11", None),
         ("MIG-GPU-aa11/1/0", None),
     ],

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import SchedulerConfig
-from lockstep.planning.horizon import scale_lr
-from lockstep.planning.schedule import resolve_schedule
+from lockstep.planning.horizon import resolve_schedule, scale_lr
 
 
 def schedule(name="cosine", total=100, per_epoch=10, lr=1.0, **settings):

@@ -60,8 +60,7 @@ def memory(
     name, mapping = to_mapping(settings, task)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
     from lockstep.bench.trials import Subject
-    from lockstep.forecast.estimate import estimate_memory, print_memory
-    from lockstep.forecast.memory import MOST, check_strategy, parse_memory
+    from lockstep.forecast.memory import MOST, check_strategy, estimate_memory, parse_memory, print_memory
 
     limit = None if memory is None else parse_memory(memory)
     if gpus is not None and not 1 <= gpus <= MOST:

@@ -10,14 +10,11 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Level:
-    """What devices of one level talk over. Each of the figures is a middle with a low and a high.
+    """What devices of one level talk over.
 
-    Attributes:
-        name: for people.
-        alpha_s: seconds for a message to its neighbour, however short: (fast, middle, slow).
-        bandwidth: bytes a second that rings reach: (slow, middle, fast). Of a node: each device's; of a network: a
-            node's, or each device's when ``per_device``.
-        source: where the figures come from.
+    ``alpha_s``: seconds for a message to its neighbour, however short: (fast, middle, slow). ``bandwidth``: bytes a
+    second that rings reach: (slow, middle, fast); of a node: each device's; of a network: a node's, or each device's
+    when ``per_device``. ``source``: where the figures come from.
     """
 
     name: str
@@ -29,13 +26,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``per_node`` devices a node; ``launch_s``: what every collective costs before its first message."""
+    """``per_node`` devices a node; ``launch_s``: what every collective costs before its first message.
+
+    ``alpha_place``, ``beta_place``: which of the three figures counts: 0 good, 1 middle, 2 bad.
+    """
 
     per_node: int
     node: Level
     network: Level
     launch_s: tuple[float, float, float] = (6.6e-6, 8.4e-6, 14e-6)
-    #: Which of the three figures counts: 0 good, 1 middle, 2 bad; for α and for β.
     alpha_place: int = 1
     beta_place: int = 1
 
@@ -45,16 +44,15 @@ class Cluster:
     def bandwidth(self, devices: int) -> float:
         """Bytes a second that every device can send in a ring over all of them: the slowest link's, shared by none."""
         place = 2 - self.beta_place
-        node = self.node.bandwidth[place]
         if self.nodes(devices) == 1:
-            return node
+            return self.node.bandwidth[place]
         # The last node may have fewer devices.
         lines = (devices - 1) % self.per_node + 1 if self.network.per_device else 1
-        return min(node, self.network.bandwidth[place] * lines)
+        return min(self.node.bandwidth[place], self.network.bandwidth[place] * lines)
 
     def latency(self, hops: int, network_hops: int) -> float:
-        alphas = self.node.alpha_s[self.alpha_place], self.network.alpha_s[self.alpha_place]
-        return self.launch_s[self.alpha_place] + hops * alphas[0] + network_hops * alphas[1]
+        place = self.alpha_place
+        return self.launch_s[place] + hops * self.node.alpha_s[place] + network_hops * self.network.alpha_s[place]
 
 
 def all_reduce(size: float, devices: int, cluster: Cluster) -> float:

@@ -2,18 +2,31 @@
 
 The task's own model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
 that asks for a value on the way runs on real ones. The second step is counted: then the optimizer has its state.
+Scratch memory inside a kernel and what a driver takes for itself are not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
-from lockstep._compat.fake_tensors import FakeTensorMode, replace_tensors, unset_fake_temporarily
+from lockstep._compat.fake_tensors import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_mutable,
+    overload_packet,
+    replace_tensors,
+    storage_key,
+    unset_fake_temporarily,
+)
 from lockstep._compat.torch import BatchNorm, tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
@@ -25,12 +38,100 @@ from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of,
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError, many
-from lockstep.forecast.allocation_tracker import Kind, Ledger, Work
 from lockstep.hardware.host import usable_memory
 
 Result = TypeVar("Result")
-
+Kind = Literal["parameters", "buffers", "gradients", "optimizer", "batch", "activations"]
+#: What stays from step to step.
+STATE: tuple[Kind, ...] = ("parameters", "buffers", "gradients", "optimizer")
 _CPU = torch.device("cpu")
+
+
+class Work(NamedTuple):
+    """One operator: floating-point operations, bytes read and written, and whether it computes in 16 bits."""
+
+    flops: float
+    moved: float
+    half: bool = False
+
+
+class Ledger(TorchDispatchMode):
+    """While entered, counts bytes by kind of every storage that operators return, and the work of each operator.
+
+    Args:
+        block: an allocator hands out whole blocks of this number of bytes (512 for torch's on GPUs; 1 counts exactly).
+
+    Attributes:
+        live: bytes by kind now.
+        peak: the same at the moment when their sum was largest since :meth:`reset`.
+        work: of each operator since :meth:`reset`.
+    """
+
+    def __init__(self, block: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._block = block
+        self._kind: Kind = "activations"
+        self._alive: dict[int, tuple[Kind, int, weakref.ref[Any]]] = {}
+        self.live: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the peak and the work; what is alive stays so."""
+        self.peak: Mapping[Kind, int] = dict(self.live)
+        self.work: list[Work] = []
+
+    @contextmanager
+    def counting(self, kind: Kind) -> Iterator[None]:
+        """New storages inside are of ``kind``."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def add(self, tree: Any, kind: Kind) -> None:
+        """Count the tensors of ``tree``, made before or otherwise, as ``kind``."""
+        for tensor in _tensors(tree):
+            self._note(tensor, kind)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        fresh = [tensor for tensor in _tensors(result) if storage_key(tensor) not in self._alive]
+        for tensor in fresh:
+            self._note(tensor, self._kind)
+        if fresh or is_mutable(func):
+            packet = overload_packet(func)
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result) if packet in flop_registry else 0
+            used = _tensors((args, kwargs, result))
+            half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in used)
+            self.work.append(Work(float(flops), float(sum(tensor.nbytes for tensor in used)), half))
+        return result
+
+    def _note(self, tensor: Tensor, kind: Kind) -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        size = -(-storage.nbytes() // self._block) * self._block
+        if key in self._alive:
+            before, known, reference = self._alive[key]
+            self.live[before] -= known
+        else:
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._alive[key] = kind, size, reference
+        self.live[kind] += size
+        if sum(self.live.values()) > sum(self.peak.values()):
+            self.peak = dict(self.live)
+
+    def _forget(self, key: int) -> None:
+        kind, size, _ = self._alive.pop(key)
+        self.live[kind] -= size
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def bytes_of(tree: Any) -> int:
+    """Of the tensors in ``tree``."""
+    return sum(tensor.nbytes for tensor in _tensors(tree))
 
 
 @dataclass(frozen=True)
@@ -38,25 +139,29 @@ class Footprint:
     """Bytes of one device at its fullest, by kind, with a batch of ``batch_size`` samples.
 
     Attributes:
-        kinds: parameters, buffers, gradients, optimizer, batch, activations (what operators made in between).
         gradients: bytes of each gradient, in the order in which the backward finishes them.
+        ready: of each gradient, how many operators of ``backward`` came before it was there.
         blocks: bytes of the parameters of each part that fsdp would shard separately; last, the rest (may be 0).
         outputs: bytes of what the model returns to the loss.
-        forward, backward, optimizer: the work of each part of the step.
-        ready: of each gradient, how many operators of ``backward`` came before it was there.
         on: ``fake`` or ``real`` tensors.
+        forward, backward, optimizer: the work of each part of the step.
     """
 
     batch_size: int
     kinds: dict[str, int]
     gradients: tuple[int, ...]
+    ready: Sequence[int]
     blocks: tuple[int, ...]
     outputs: int
     on: str
-    forward: Sequence[Work] = field(default=(), repr=False)
-    backward: Sequence[Work] = field(default=(), repr=False)
-    optimizer: Sequence[Work] = field(default=(), repr=False)
-    ready: Sequence[int] = field(default=(), repr=False)
+    forward: Sequence[Work]
+    backward: Sequence[Work]
+    optimizer: Sequence[Work]
+
+    def ready_by(self, cost: Callable[[Work], float]) -> tuple[float, ...]:
+        """When each gradient is there, as a share of what the backward costs."""
+        passed = [0.0, *accumulate(map(cost, self.backward))]
+        return tuple(passed[place] / passed[-1] for place in self.ready)
 
 
 def count_step(
@@ -74,7 +179,7 @@ def count_step(
     Args:
         keep_gradients: gradients have a place of their own during the whole step, as in DDP's buckets and between
             micro-batches; without it they come into being as activations go.
-        block: as for :class:`~lockstep.forecast.allocation_tracker.Ledger`.
+        block: as for :class:`Ledger`.
         recompute: what is inside of fsdp's blocks is computed again in the backward pass.
 
     Raises:
@@ -83,15 +188,15 @@ def count_step(
 
     def count(batch: Any, fake: FakeTensorMode | None) -> Footprint:
         ledger = Ledger(block)
-        arrived: list[tuple[Tensor, int]] = []
+        arrived: list[tuple[int, int]] = []
         outputs: list[int] = []
 
         def keep_gradient(parameter: Tensor) -> None:
             ledger.add(parameter.grad, "gradients")
-            arrived.append((parameter, len(ledger.work)))
+            arrived.append((parameter.nbytes, len(ledger.work)))
 
         with ledger:
-            model = cast(model_of(task, fake), config.hardware.precision)
+            model = cast(_model_of(task, fake), config.hardware.precision)
             ledger.add(list(model.parameters()), "parameters")
             ledger.add(list(model.buffers()), "buffers")
             ledger.add(batch, "batch")
@@ -99,55 +204,65 @@ def count_step(
                 checkpoint_activations(model, blocks_of(task, bare(model)))
             with ledger.counting("optimizer"):
                 optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(keep_gradient)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(keep_gradient)
             model.register_forward_hook(lambda _, __, output: outputs.append(bytes_of(output)))
             precision = Precision(config.hardware.precision, _CPU, 1.0)
             for _ in range(2):
                 arrived.clear()
                 outputs.clear()
-                forward, backward, update = _step(ledger, task, model, optimizer, precision, batch, keep_gradients)
+                for parameter in trained:
+                    if not keep_gradients:
+                        parameter.grad = None
+                    elif parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                        ledger.add(parameter.grad, "gradients")
+                ledger.reset()
+                with precision.autocast():
+                    total = task.loss(bare(model), batch).total.float()
+                forward = len(ledger.work)
+                total.backward()
+                del total
+                backward = len(ledger.work)
+                with ledger.counting("optimizer"):
+                    optimizer.step()
         return Footprint(
-            batch_size,
-            {str(kind): size for kind, size in ledger.peak.items()},
-            tuple(parameter.nbytes for parameter, _ in arrived),
-            tuple(_blocks(task, model)),
-            sum(outputs),
-            "real" if fake is None else "fake",
-            forward,
-            backward,
-            update,
-            tuple(place - len(forward) for _, place in arrived),
+            batch_size=batch_size,
+            kinds={str(kind): size for kind, size in ledger.peak.items()},
+            gradients=tuple(size for size, _ in arrived),
+            ready=tuple(place - forward for _, place in arrived),
+            blocks=tuple(_blocks(task, model)),
+            outputs=sum(outputs),
+            on="real" if fake is None else "fake",
+            forward=ledger.work[:forward],
+            backward=ledger.work[forward:backward],
+            optimizer=ledger.work[backward:],
         )
 
-    return counted(task, config, batch, batch_size, count)
+    return _counted(task, config, batch, batch_size, count)
 
 
-def bytes_of(tree: Any) -> int:
-    """Of the tensors in ``tree``."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def counted(
+def _counted(
     task: Task, config: RunConfig, batch: Any, batch_size: int, count: Callable[[Any, FakeTensorMode | None], Result]
 ) -> Result:
-    """What ``count`` finds on tensors without memory like those of ``batch``, or where that fails on ``batch`` itself.
-
-    Args:
-        count: called with the batch and the mode of tensors without memory, if they are such.
-
-    Raises:
-        TaskError, UnsupportedError: as :func:`count_step`.
-    """
+    """What ``count`` finds on tensors without memory like those of ``batch``; where that fails, on ``batch`` itself."""
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
-            shapes = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-            return count(shapes, fake)
+            return count(
+                tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch), fake
+            )
     except LockstepError:
         raise
     except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met
-        _check_room(task, error)
+        # Parameters, gradients and two moments.
+        state, (_, free) = 4 * sum(p.nbytes for p in blueprint(task).parameters()), usable_memory()
+        if state > free:
+            raise UnsupportedError(
+                f"the step cannot be counted without memory, and needs {state / 1e9:.1f} GB for the model alone",
+                why=f"{free / 1e9:.1f} GB are free here; on tensors without memory: {type(error).__name__}: {error}",
+                fix="keep what reads values (.item(), .tolist(), branches on them) out of the loss and the model",
+            ) from None
     try:
         with seeded(config.training.seed):
             return count(batch, None)
@@ -161,19 +276,7 @@ def counted(
         ) from error
 
 
-def _check_room(task: Task, met: Exception) -> None:
-    """Refuse a model whose parameters, gradients and two moments this machine has no memory for."""
-    state = 4 * sum(p.nbytes for p in blueprint(task).parameters())
-    _, free = usable_memory()
-    if state > free:
-        raise UnsupportedError(
-            f"the step cannot be counted without memory, and needs {state / 1e9:.1f} GB for the model's state alone",
-            why=f"{free / 1e9:.1f} GB are free here; on tensors without memory: {type(met).__name__}: {met}",
-            fix="keep what reads values (.item(), .tolist(), branches on them) out of the loss and the model",
-        )
-
-
-def model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
+def _model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
     """The model in training mode; with ``fake`` its tensors have shapes alone."""
     if fake is None:
         return build_model(task).train()
@@ -181,38 +284,6 @@ def model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
         model = blueprint(task)
     replace_tensors(model, lambda tensor: torch.empty_like(fake.from_tensor(tensor), device="cpu"))
     return model.train()
-
-
-def _step(
-    ledger: Ledger,
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    precision: Precision,
-    batch: Any,
-    keep_gradients: bool,
-) -> tuple[Sequence[Work], Sequence[Work], Sequence[Work]]:
-    """One step; the work of forward, backward and optimizer."""
-    for parameter in model.parameters():
-        if not keep_gradients:
-            parameter.grad = None
-        elif parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-            ledger.add(parameter.grad, "gradients")
-    ledger.reset()
-    with precision.autocast():
-        total = task.loss(bare(model), batch).total.float()
-    forward = len(ledger.work)
-    total.backward()
-    del total
-    backward = len(ledger.work)
-    with ledger.counting("optimizer"):
-        optimizer.step()
-    work = ledger.work
-    return work[:forward], work[forward:backward], work[backward:]
-
-
-STATE: tuple[Kind, ...] = ("parameters", "buffers", "gradients", "optimizer")
 
 
 class StageCount(NamedTuple):
@@ -234,20 +305,16 @@ class StageCount(NamedTuple):
 def count_stages(
     task: Task, config: RunConfig, batch: Any, batch_size: int, *, devices: int, block: int = 1
 ) -> list[StageCount]:
-    """Count each stage of ``task`` on a micro-batch, alone, on what the stage before it returned.
+    """Count each of ``devices`` stages or more on a micro-batch, alone, on what the stage before it returned.
 
     As in training (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch.
-
-    Args:
-        devices: the least number of stages.
-        block: as for :class:`~lockstep.forecast.allocation_tracker.Ledger`.
 
     Raises:
         TaskError, ConfigError, UnsupportedError: the model cannot be cut so, or a step cannot be counted.
     """
 
     def count(batch: Any, fake: FakeTensorMode | None) -> list[StageCount]:
-        model = model_of(task, fake)
+        model = _model_of(task, fake)
         stages = stages_of(task, model, devices)
         optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
         precision = Precision(config.hardware.precision, _CPU, 1.0)
@@ -273,28 +340,25 @@ def count_stages(
                 wanted = [tensor for tensor in ends if tensor.requires_grad]
                 if wanted:
                     torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-                most, work = ledger.peak["activations"], ledger.work
+                most, cost = ledger.peak["activations"], sum(work.flops + work.moved for work in ledger.work)
                 with ledger.counting("optimizer"):
                     optimizer.step()
             state = {str(kind): ledger.live[kind] for kind in STATE}
-            cost = sum(operator.flops + operator.moved for operator in work)
             found.append(StageCount(state, bytes_of(leaves), bytes_of(inputs), held, most, cost))
             for parameter in trained:  # else the next stage's step would step it again
                 parameter.grad = None
         return found
 
-    return counted(task, config, batch, batch_size, count)
+    return _counted(task, config, batch, batch_size, count)
 
 
-def _blocks(task: Task, model: nn.Module) -> list[int]:
+def _blocks(task: Task, model: nn.Module) -> Iterator[int]:
     """Bytes of the blocks that fsdp gathers one by one; last, of the rest. What two share counts once."""
     seen: set[nn.Parameter] = set()
-    sizes = []
     for part in (*blocks_of(task, bare(model)), model):
         fresh = set(part.parameters()) - seen
-        sizes.append(sum(parameter.nbytes for parameter in fresh))
+        yield sum(parameter.nbytes for parameter in fresh)
         seen |= fresh
-    return sizes
 
 
 def blocking_messages(task: Task, config: RunConfig) -> int:

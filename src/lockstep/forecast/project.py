@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
+from lockstep.bench.comm import bench_comm
+from lockstep.bench.loader import bench_loader
 from lockstep.bench.report import BenchReport, Say
-from lockstep.bench.trials import Subject
+from lockstep.bench.trials import Subject, new_trials
 from lockstep.config import RunConfig
-from lockstep.errors import UsageError, many
-from lockstep.forecast.allocation_tracker import Work
-from lockstep.forecast.collectives import Cluster, cluster_of
-from lockstep.forecast.estimate import Counting
-from lockstep.forecast.footprint import Footprint, blocking_messages
-from lockstep.forecast.measured import measured
-from lockstep.forecast.memory import MOST, choose_strategy, gigabytes, total
+from lockstep.errors import LockstepError, RunError, UsageError, many
+from lockstep.forecast.collectives import Cluster, cluster_of, measured_cluster
+from lockstep.forecast.footprint import Footprint, Work, blocking_messages
+from lockstep.forecast.measured import Row, cases, contention, counts_beside, measure_alone, meeting, step_of
+from lockstep.forecast.memory import MOST, Counting, choose_strategy, gigabytes, total
 from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
+from lockstep.hardware.host import usable_cores
 from lockstep.hardware.peaks import known_gpus, memory_bandwidth, peak_flops
 from lockstep.planning.resolve import resolve_reduction
 from lockstep.strategies import auto_strategy, find_strategy
@@ -34,7 +34,8 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
         UsageError: settings that contradict each other. RunError: the step could not be measured.
     """
     base = subject.base
-    devices, size = list(base.placement.devices), Counting(subject).size
+    devices, counting = list(base.placement.devices), Counting(subject)
+    size = counting.size
     blocking = blocking_messages(base.task, base.config)
     cluster = _checked(wish, devices, base.config)
     report = BenchReport("forecast", subject.name, {"devices": [wish.gpu or devices[0]], "batch_size": size})
@@ -47,19 +48,18 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     else:
         with report.kept():
             collective = wish.strategy is not None and find_strategy(wish.strategy).forward_is_collective
-            step, setting, notes = measured(subject, wish, cluster, size, collective or blocking > 0, say)
+            step, setting, notes = _measured(counting, wish, cluster, collective or blocking > 0, say)
         if report.partial:
             report.verdict = "nothing is foreseen: the measurement was stopped"
             return report
         counting = Counting(subject, per_node=setting.cluster.per_node)
-    on_cpu = wish.gpu is None and base.placement.accelerator == "cpu"
-    joint = bool(resolve_reduction(base.config.distributed, base.facts.joint_bytes, on_cpu=on_cpu).value)
+    on_cpu, distributed = wish.gpu is None and base.placement.accelerator == "cpu", base.config.distributed
+    joint = bool(resolve_reduction(distributed, base.facts.joint_bytes, on_cpu=on_cpu).value)
     step, setting, ddp_fits, how = _strategy(step, setting, counting, wish)
-    cap = base.config.distributed.bucket_cap_mb
     setting = replace(
         setting,
         accumulate=base.plan.batch.accumulate,
-        bucket_bytes=None if cap is None else int(cap * 2**20),
+        bucket_bytes=None if distributed.bucket_cap_mb is None else int(distributed.bucket_cap_mb * 2**20),
         blocking=blocking,
         joint=not setting.sharded and joint,
     )
@@ -74,8 +74,16 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
         "strategy": setting.strategy,
         "precision": base.placement.precision,
     }
-    report.notes = [*how, *report.notes, *notes, *assumptions(step, setting)]
-    _conclude(report, step, setting, ddp_fits)
+    most = report.rows[-1]
+    report.verdict = (
+        f"{most['gpus']} GPUs: {most['samples_per_s']:,.0f} samples/s "
+        f"({most['samples_per_s_low']:,.0f} to {most['samples_per_s_high']:,.0f}), efficiency "
+        f"{most['efficiency']:.0%} ({most['efficiency_low']:.0%} to {most['efficiency_high']:.0%})"
+    )
+    advice = advise(step, most["gpus"], setting, ddp_fits=ddp_fits)
+    report.extra = {"advice": advice}
+    told = [f"advice: {line}" for line in advice]
+    report.notes = [*told, *how, *report.notes, *notes, *_assumptions(step, setting)]
     return report
 
 
@@ -109,77 +117,124 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
     return None
 
 
+def _measured(
+    counting: Counting, wish: Wish, cluster: Cluster | None, waits: bool, say: Say
+) -> tuple[Step, Setting, list[str]]:
+    """One device's step, and what ranks on one machine do to each other where ``cluster`` is to be measured.
+
+    ``waits``: ranks wait for each other in mid-step.
+    """
+    subject, base, size = counting.subject, counting.base, counting.size
+    devices, on_cpu = list(base.placement.devices), base.placement.accelerator == "cpu"
+    counts = counts_beside(wish.gpus, len(devices)) if cluster is None else [1]
+    turns: list[Sequence[Row]] = []
+    with new_trials() as trials:
+        for count in counts:
+            say(f"{wish.repeats} times {wish.steps} steps of {many(count, 'device')}, without communication")
+            together, alone = cases(subject, devices[:count], size, wish.steps)
+            outcome = trials.run_case(measure_alone, together, alone, wish.repeats, task=base.task)
+            if outcome.ended == "stopped":
+                raise KeyboardInterrupt
+            if not outcome.rows or outcome.ended != "done":
+                raise RunError("the step could not be measured", why=outcome.error or outcome.ended)
+            turns.append(outcome.rows)
+    rate, alike = _loader_rate(subject, say), base.plan.order.bucketed
+    step = step_of(counting.footprint(size, True), turns[0], rate, alike=alike)
+    notes = [
+        f"the step was measured on {devices[0]}: {step.seconds * 1e3:.3g} ms (within {step.spread:.0%}), jitter "
+        f"{step.jitter_s * 1e3:.2g} ms"
+    ]
+    if cluster is not None:
+        return step, Setting(cluster), notes
+    say(f"messages between {len(devices)} devices")
+    comm = _unless_stopped(bench_comm(subject.given, most=max(1 << 20, min(64 << 20, sum(step.gradients))), say=say))
+    fit = comm.extra.get("fits", {}).get("all_reduce")
+    if fit is None:
+        raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
+    cluster = measured_cluster(fit["alpha_s"], fit["beta_s_per_byte"], len(devices), max(fit["error"], 0.1))
+    slowed = {count: contention(each, count if on_cpu else 0, waits) for count, each in zip(counts, turns, strict=True)}
+    costs = meeting(turns[-1], counts[-1], fit["alpha_s"] / 2) if on_cpu else 0.0
+    spare = max(0.0, usable_cores() - len(devices) * (base.config.training.threads or 1)) / len(devices)
+    overlap = min(1.0, spare) if on_cpu else 1.0
+    notes.append(f"messages were measured between {', '.join(devices)}: {comm.verdict}")
+    notes += [
+        f"{count} devices of this machine, without communication, take {by:.2f} times as long"
+        for count, by in slowed.items()
+    ]
+    if on_cpu and overlap < 1:
+        notes.append(f"the ranks' cores carry the messages too: {overlap:.0%} of the backward hides them")
+    if costs > 0:
+        notes.append(f"a message in mid-step costs these ranks {costs * 1e3:.2g} ms beside its own time, measured")
+    return step, Setting(cluster, overlap=overlap, contention=slowed, meeting_s=costs), notes
+
+
+def _unless_stopped(report: BenchReport) -> BenchReport:
+    """Raises :class:`KeyboardInterrupt` where a signal ended it: then it ends the forecast too."""
+    if report.partial:
+        raise KeyboardInterrupt
+    return report
+
+
+def _loader_rate(subject: Subject, say: Say) -> float | None:
+    """Samples a second of the loader that the plan takes, or ``None``."""
+    workers = subject.base.plan.loader.num_workers
+    try:
+        rows = _unless_stopped(bench_loader(subject, workers=[workers], seconds=1.0, say=say)).rows
+    except LockstepError:
+        return None
+    rates = [row["samples_per_s"] for row in rows if row["status"] == "ok" and row["samples_per_s"] > 0]
+    return rates[0] if rates else None
+
+
 def _strategy(
     step: Step, setting: Setting, counting: Counting, wish: Wish
 ) -> tuple[Step, Setting, bool | None, list[str]]:
     """What ``auto`` would take, unless another one is wished for; and whether the whole model fits, if known."""
     ranks, notes, chosen, ddp_fits = max(wish.gpus), list[str](), wish.strategy, None
     whole, sharded = auto_strategy(MOST), auto_strategy(MOST, fits=False)
-    config = counting.subject.base.config.fsdp
+    config, fsdp = counting.config, counting.config.fsdp
     if wish.memory is not None:
         names = (auto_strategy(1), whole, sharded)
         totals = {name: total(counting.memory(name, ranks, step.batch_size)) for name in names}
         fitting, why = choose_strategy(totals, ranks, wish.memory)
-        ddp_fits = totals[whole] <= wish.memory
-        chosen = chosen or fitting
-        notes.append(
-            f"strategy {chosen}: " + (why if chosen == fitting else f"as set ({whole}: {gigabytes(totals[whole])})")
-        )
+        ddp_fits, chosen = totals[whole] <= wish.memory, chosen or fitting
+        as_set = f"as set ({whole}: {gigabytes(totals[whole])})"
+        notes.append(f"strategy {chosen}: {why if chosen == fitting else as_set}")
     if chosen is None or find_strategy(chosen).messages != "gather":
         return step, replace(setting, strategy=whole), ddp_fits, notes
-    if not step.blocks:
-        step = replace(step, blocks=counting.footprint(step.batch_size, True).blocks)
-    if config.activation_checkpointing or counting.subject.base.config.training.activation_checkpointing:
+    if fsdp.activation_checkpointing or config.training.activation_checkpointing:
         step = replace(step, backward_s=step.backward_s + step.forward_s)
         notes.append("activation_checkpointing: a forward more in every backward")
-    if config.cpu_offload:
+    if fsdp.cpu_offload:
         notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
-    half = counting.subject.base.placement.precision != "32"
-    setting = replace(setting, strategy=chosen, half=half, hybrid=config.sharding == "hybrid")
-    return step, setting, ddp_fits, notes
+    half = counting.base.placement.precision != "32"
+    return step, replace(setting, strategy=chosen, half=half, hybrid=fsdp.sharding == "hybrid"), ddp_fits, notes
 
 
-def assumptions(step: Step, setting: Setting) -> list[str]:
+def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
     """What the figures rest on, for people."""
     cluster = setting.cluster
-    levels = [("inside a node", cluster.node), ("between nodes", cluster.network)]
+    levels = {"inside a node": cluster.node, "between nodes": cluster.network}
     if cluster.node is cluster.network:
-        levels = [("between devices", cluster.node)]
-    lines = [
-        f"{where}: {level.name}, {level.bandwidth[1] / 1e9:.3g} GB/s ({level.bandwidth[0] / 1e9:.3g} to "
-        f"{level.bandwidth[2] / 1e9:.3g}){' for each device' if level.per_device else ''}, "
-        f"{level.alpha_s[1] * 1e6:.3g} µs a hop; {level.source}"
-        for where, level in levels
-    ]
+        levels = {"between devices": cluster.node}
+    for where, level in levels.items():
+        low, middle, high = (bandwidth / 1e9 for bandwidth in level.bandwidth)
+        each = " for each device" if level.per_device else ""
+        hop = f"{level.alpha_s[1] * 1e6:.3g} µs a hop; {level.source}"
+        yield f"{where}: {level.name}, {middle:.3g} GB/s ({low:.3g} to {high:.3g}){each}, {hop}"
+    gradients = f"ddp sends {sum(step.gradients) / 1e6:.3g} MB of gradients in"
     if setting.joint:
-        lines.append(f"ddp sends {sum(step.gradients) / 1e6:.3g} MB of gradients in one message, after the backward")
+        yield f"{gradients} one message, after the backward"
     elif not setting.sharded:
-        sizes = [bucket.size for bucket in step_buckets(step, setting)]
-        lines.append(
-            f"ddp sends {sum(sizes) / 1e6:.3g} MB of gradients in {many(len(sizes), 'bucket')}, as they become ready"
-        )
+        yield f"{gradients} {many(len(step_buckets(step, setting)), 'bucket')}, as they become ready"
     if setting.blocking:
-        lines.append(f"synchronised BatchNorm waits for {setting.blocking} short messages in every micro-batch")
+        yield f"synchronised BatchNorm waits for {setting.blocking} short messages in every micro-batch"
     if step.loader_rate is not None:
-        lines.append(f"every rank's loader brings {step.loader_rate:,.0f} samples/s, as here: a node has cores enough")
-    lines.append("steps vary independently of each other; a device that is always slow is not foreseen")
+        yield f"every rank's loader brings {step.loader_rate:,.0f} samples/s, as here: a node has cores enough"
+    yield "steps vary independently of each other; a device that is always slow is not foreseen"
     half = ", what a message in mid-step costs by half" if setting.meeting_s else ""
-    lines.append(
-        f"error bars: measured spread, α and β of the links, jitter halved or doubled, overlap down to 80 %{half}"
-    )
-    return lines
-
-
-def _conclude(report: BenchReport, step: Step, setting: Setting, ddp_fits: bool | None) -> None:
-    most = report.rows[-1]
-    report.verdict = (
-        f"{most['gpus']} GPUs: {most['samples_per_s']:,.0f} samples/s "
-        f"({most['samples_per_s_low']:,.0f} to {most['samples_per_s_high']:,.0f}), efficiency "
-        f"{most['efficiency']:.0%} ({most['efficiency_low']:.0%} to {most['efficiency_high']:.0%})"
-    )
-    report.extra = {"advice": advise(step, most["gpus"], setting, ddp_fits=ddp_fits)}
-    report.notes = [*(f"advice: {line}" for line in report.extra["advice"]), *report.notes]
+    yield f"error bars: measured spread, α and β of the links, jitter halved or doubled, overlap down to 80 %{half}"
 
 
 def advise(step: Step, devices: int, setting: Setting, *, ddp_fits: bool | None = None) -> list[str]:
@@ -225,25 +280,22 @@ def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterato
         yield gain(half=True), "gradients sent in 16 bits (no setting of Lockstep)"
 
 
-class Machine(NamedTuple):
-    """A device: operations (in 32 and in 16 bits) and bytes a second that programs reach, seconds to start a kernel.
-
-    ``source``: where the figures come from.
-    """
-
-    flops: float
-    half_flops: float
-    bandwidth: float
-    launch_s: float
-    source: str
-
-
 #: Shares of a data sheet's peak that large kernels reach: the middle, and the range that forecasts carry. Published
 #: training runs use 35 to 60 % of the arithmetic (PaLM, https://arxiv.org/abs/2204.02311, table 3), and copies 70 to
 #: 90 % of the memory's speed.
 REACHED_FLOPS, REACHED_BANDWIDTH = (0.35, 0.5, 0.65), (0.7, 0.8, 0.9)
 #: Seconds between two kernels that eager torch starts from Python: low, middle, high.
 LAUNCH_S = (3e-6, 5e-6, 8e-6)
+
+
+class Machine(NamedTuple):
+    """Operations (in 32 and in 16 bits) and bytes a second that programs reach, seconds to start a kernel."""
+
+    flops: float
+    half_flops: float
+    bandwidth: float
+    launch_s: float
+    source: str
 
 
 def gpu_machine(name: str, place: int = 1) -> Machine:
@@ -270,31 +322,24 @@ def seconds(work: Sequence[Work], machine: Machine) -> float:
 
     One after another, each as slow as the slowest of its arithmetic, its memory traffic and its launch.
     """
-    return sum(
-        max(
-            item.flops / (machine.half_flops if item.half else machine.flops),
-            item.moved / machine.bandwidth,
-            machine.launch_s,
-        )
-        for item in work
-    )
+    rates = {False: machine.flops, True: machine.half_flops}
+    return sum(max(op.flops / rates[op.half], op.moved / machine.bandwidth, machine.launch_s) for op in work)
 
 
 def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
     """A step on a GPU that is not here: the roofline of every operator that the task's own step starts."""
     slow, middle, fast = (gpu_machine(gpu, place) for place in range(3))
     parts = (footprint.forward, footprint.backward, footprint.optimizer)
-    times = [[seconds(part, machine) for part in parts] for machine in (slow, middle, fast)]
-    totals = [sum(row) for row in times]
-    passed = [0.0, *accumulate(seconds([work], middle) for work in footprint.backward)]
+    longest, shortest = (sum(seconds(part, machine) for part in parts) for machine in (slow, fast))
+    forward_s, backward_s, optimizer_s = (seconds(part, middle) for part in parts)
     step = Step(
         batch_size=footprint.batch_size,
-        forward_s=times[1][0],
-        backward_s=times[1][1],
-        optimizer_s=times[1][2],
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=optimizer_s,
         gradients=footprint.gradients,
-        ready=tuple(passed[place] / passed[-1] for place in footprint.ready),
-        spread=(totals[0] / totals[2]) ** 0.5 - 1,
+        ready=footprint.ready_by(lambda work: seconds([work], middle)),
+        spread=(longest / shortest) ** 0.5 - 1,
         blocks=footprint.blocks,
     )
     flops = sum(work.flops for part in parts for work in part)
@@ -303,6 +348,6 @@ def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
         f"{flops / 1e12:.3g} TFLOP, on {gpu} ({middle.source}) at {middle.flops / 1e12:.3g} TFLOP/s "
         f"({middle.half_flops / 1e12:.3g} in 16 bits), {middle.bandwidth / 1e9:.0f} GB/s and "
         f"{middle.launch_s * 1e6:.0f} µs a kernel; between the cautious and the good case lies a factor of "
-        f"{totals[0] / totals[2]:.2g}"
+        f"{longest / shortest:.2g}"
     )
     return step, [note, "input is taken to keep up, and every GPU to be equally fast"]

@@ -28,8 +28,7 @@ class Step:
     """One device's step, measured or modelled; seconds of one micro-batch of ``batch_size`` samples.
 
     Attributes:
-        data_s: waiting for input. other_s: what the host does in between.
-        jitter_s: standard deviation of a step.
+        data_s: waiting for input. other_s: what the host does in between. jitter_s: standard deviation of a step.
         spread: relative uncertainty of all these times.
         gradients, ready: bytes of each gradient in the order of the backward, and when it is there (share of it).
         blocks: bytes of what fsdp shards separately.
@@ -61,15 +60,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Wish:
-    """What to forecast.
+    """What to forecast, for numbers of devices ``gpus``.
 
     Attributes:
-        gpus: numbers of devices.
         interconnect: as for :func:`~lockstep.forecast.collectives.cluster_of`, or ``measured``: between the devices
             that are chosen, which are here.
         per_node: devices a node.
-        gpu: a GPU that is not here, by its driver's name: the step is modelled; ``None``: measured on the first
-            device.
+        gpu: a GPU that is not here, whose step is modelled; ``None``: measured on the first device.
         memory: bytes of each device, to choose the strategy; ``None``: not known.
         strategy: ``ddp``, ``fsdp``, or ``None`` to choose.
         steps, repeats: of each measurement.
@@ -92,14 +89,11 @@ class Setting:
     Attributes:
         overlap: share of the backward during which messages travel beside it: 1 on GPUs; 0 where the ranks' own cores
             carry the messages.
-        contention: how many times longer a device computes because others share its machine, by number of devices;
-            numbers between take the nearest below.
+        contention: how many times longer a device computes because others share its machine, by number of devices.
         blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
         half: ddp's gradients, fsdp's parameters travel in 16 bits.
-        meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores: the
-            wait for the last rank, and being woken.
-        joint: ddp's gradients and count travel in one message after the backward
-            (:mod:`lockstep.engine.strategies.ddp`).
+        meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores.
+        joint: ddp's gradients and count travel in one message after the backward.
         hybrid: fsdp divides the model within each node only.
     """
 
@@ -132,8 +126,8 @@ class Setting:
         return min(devices, self.cluster.per_node) if self.hybrid else devices
 
     def slowed(self, devices: int) -> float:
-        known = [count for count in self.contention if count <= devices]
-        return self.contention[max(known)] if known else 1.0
+        """The contention of so many devices, or of the nearest number below."""
+        return self.contention[max(known)] if (known := [n for n in self.contention if n <= devices]) else 1.0
 
 
 class Prediction(NamedTuple):
@@ -149,9 +143,8 @@ class Prediction(NamedTuple):
 
 def predict(step: Step, devices: int, setting: Setting) -> Prediction:
     """The step of ``devices`` devices, each with the batch of one (weak scaling)."""
-    alone = _parts(step, 1, replace(setting, contention={}))
     parts = _parts(step, devices, setting)
-    taken, single = sum(parts.values()), sum(alone.values())
+    taken, single = sum(parts.values()), sum(_parts(step, 1, replace(setting, contention={})).values())
     samples = step.batch_size * setting.accumulate * devices
     efficiency = single / taken if taken else 1.0
     return Prediction(devices, taken, samples / taken, efficiency, parts, bytes_sent(step, devices, setting))
@@ -160,29 +153,21 @@ def predict(step: Step, devices: int, setting: Setting) -> Prediction:
 def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
     here, k = step.scaled(setting.slowed(devices)), setting.accumulate
     compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s / setting.holders(devices)
-    waiting = _fsdp(here, devices, setting) if setting.sharded else _ddp(here, devices, setting)
-    waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
-    waiting += meetings(step, setting) * setting.meeting_s if devices > 1 else 0.0
+    waiting = 0.0
+    if devices > 1:
+        waiting = _fsdp(here, devices, setting) if setting.sharded else _ddp(here, devices, setting)
+        waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
+        # Of fsdp each block's two gathers and its scatter; and the last message: ddp's gradients, or fsdp's norm.
+        gathers = 3 * sum(size > 0 for size in step.blocks) if setting.sharded else 0
+        waiting += (k * (gathers + setting.blocking) + 1) * setting.meeting_s
     straggler = here.jitter_s * math.sqrt(k) * expected_max(devices)
-    busy = compute + waiting + straggler
     load = 0.0 if step.loader_rate is None else k * step.batch_size / step.loader_rate
-    data = max(k * here.data_s, load - busy)
+    data = max(k * here.data_s, load - compute - waiting - straggler)
     return {"compute": compute, "communication": waiting, "straggler": straggler, "data": data}
-
-
-def meetings(step: Step, setting: Setting) -> int:
-    """Messages of a step that computation waits for where nothing hides them.
-
-    The last one: ddp's gradients, or the norm of fsdp's.
-    """
-    sharded = 3 * sum(size > 0 for size in step.blocks) if setting.sharded else 0
-    return setting.accumulate * (sharded + setting.blocking) + 1
 
 
 def _ddp(step: Step, devices: int, setting: Setting) -> float:
     """Communication that no computation hides: buckets as they fill, one message at a time."""
-    if devices == 1:
-        return 0.0
     if setting.joint:
         return all_reduce(sum(step.gradients) + COUNT_BYTES, devices, setting.cluster)
     count = all_reduce(COUNT_BYTES, devices, setting.cluster)
@@ -218,19 +203,13 @@ def buckets(sizes: Sequence[int], ready: Sequence[float], cap: int | None = None
         if filled >= limit:
             found.append(Bucket(filled, when))
             filled = 0
-    if filled:
-        found.append(Bucket(filled, ready[-1]))
-    return found
+    return [*found, Bucket(filled, ready[-1])] if filled else found
 
 
 def exposed(messages: Sequence[tuple[float, float]], backward_s: float) -> float:
-    """Seconds after the backward until the last message has arrived.
-
-    Args:
-        messages: (when it may start, how long it takes), in the order in which they are sent; one at a time.
-    """
+    """Seconds after the backward until the last of ``messages`` (when it may start, its seconds) has arrived."""
     free = 0.0
-    for ready, seconds in messages:
+    for ready, seconds in messages:  # in the order in which they are sent; one at a time
         free = max(free, ready) + seconds
     return max(0.0, free - backward_s)
 
@@ -245,8 +224,6 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
     The next block's messages travel beside the work on this one. Nothing is beside the gathers of the root, around
     all blocks, and of the first block of each pass, nor beside the scatters of the block and the root that end it.
     """
-    if devices == 1:
-        return 0.0
     *inner, around = step.blocks
     blocks, holders = [size for size in inner if size], setting.holders(devices)
 
@@ -257,13 +234,13 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
         between = all_reduce_between_nodes(size, devices, setting.cluster) if setting.hybrid else 0.0
         return all_gather(size, holders, setting.cluster) + between if size else 0.0
 
-    ends = gather(blocks[0]) if blocks else 0.0, gather(blocks[-1]) if blocks else 0.0
-    last = scatter(blocks[0]) if blocks else 0.0
+    first, last = (blocks[0], blocks[-1]) if blocks else (0, 0)
     hidden = sum(map(gather, blocks[1:])), sum(map(gather, blocks[:-1])) + sum(map(scatter, blocks[1:]))
-    forward = gather(around) + ends[0] + max(0.0, hidden[0] - step.forward_s * setting.overlap)
-    backward = gather(around) + ends[1] + max(0.0, hidden[1] - step.backward_s * setting.overlap)
+    open_ends = 2 * gather(around) + gather(first) + gather(last) + scatter(first) + scatter(around)
+    late = max(0.0, hidden[0] - step.forward_s * setting.overlap)
+    late += max(0.0, hidden[1] - step.backward_s * setting.overlap)
     short = 2 * all_reduce(COUNT_BYTES, devices, setting.cluster)  # loss and count; the norm
-    return setting.accumulate * (forward + backward + last + scatter(around)) + short
+    return setting.accumulate * (open_ends + late) + short
 
 
 def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
@@ -288,16 +265,14 @@ def expected_max(devices: int) -> float:
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-_Case = tuple[Step, Setting]
-
-
 def with_error_bars(step: Step, devices: int, setting: Setting) -> dict[str, Any]:
     """A row of a report: :func:`predict`, with a low and a high for samples a second and for efficiency.
 
     Each uncertain input is moved to its low and its high separately; the deviations add up in squares.
     """
     middle = predict(step, devices, setting)
-    pairs = [tuple(predict(case, devices, by) for case, by in pair) for pair in _variations(step, setting)]
+    cases = [predict(case, devices, by) for case, by in _variations(step, setting)]
+    pairs = list(zip(cases[::2], cases[1::2], strict=True))
     slow, fast = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
     least, most = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
     return {
@@ -315,20 +290,20 @@ def with_error_bars(step: Step, devices: int, setting: Setting) -> dict[str, Any
     }
 
 
-def _variations(step: Step, setting: Setting) -> Iterator[tuple[_Case, _Case]]:
-    """Pairs of a bad and a good case, in which one uncertain input differs."""
-
-    def changed(bad: dict[str, Any], good: dict[str, Any]) -> tuple[_Case, _Case]:
-        return (step, replace(setting, **bad)), (step, replace(setting, **good))
-
-    cluster, meeting_s = setting.cluster, setting.meeting_s
-    yield (step.scaled(1 + step.spread), setting), (step.scaled(1 / (1 + step.spread)), setting)
-    yield (replace(step, jitter_s=2 * step.jitter_s), setting), (replace(step, jitter_s=step.jitter_s / 2), setting)
-    yield changed({"cluster": replace(cluster, beta_place=2)}, {"cluster": replace(cluster, beta_place=0)})
-    yield changed({"cluster": replace(cluster, alpha_place=2)}, {"cluster": replace(cluster, alpha_place=0)})
-    # Messages and kernels share a GPU's memory and some of its multiprocessors.
-    yield changed({"overlap": 0.8 * setting.overlap}, {})
-    yield changed({"meeting_s": 1.5 * meeting_s}, {"meeting_s": 0.5 * meeting_s})
+def _variations(step: Step, setting: Setting) -> Iterator[tuple[Step, Setting]]:
+    """A bad and a good case for each uncertain input, in turns."""
+    for factor in (1 + step.spread, 1 / (1 + step.spread)):
+        yield step.scaled(factor), setting
+    for factor in (2.0, 0.5):
+        yield replace(step, jitter_s=factor * step.jitter_s), setting
+    for place in (2, 0):
+        yield step, replace(setting, cluster=replace(setting.cluster, beta_place=place))
+    for place in (2, 0):
+        yield step, replace(setting, cluster=replace(setting.cluster, alpha_place=place))
+    for share in (0.8, 1.0):  # messages and kernels share a GPU's memory and some of its multiprocessors
+        yield step, replace(setting, overlap=share * setting.overlap)
+    for factor in (1.5, 0.5):
+        yield step, replace(setting, meeting_s=factor * setting.meeting_s)
 
 
 def _propagate(middle: float, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -1,18 +1,11 @@
 """What is here, what a selection of it resolves to, and who this process is. Imports no torch."""
 
-from lockstep.hardware.detect import detect_devices, get_available_gpus
-from lockstep.hardware.device import Device, GpuUser
-from lockstep.hardware.resolve import Placement, resolve_hardware, resolve_placement
-from lockstep.hardware.world import World, read_world
-
-__all__ = [
-    "Device",
-    "GpuUser",
-    "Placement",
-    "World",
-    "detect_devices",
-    "get_available_gpus",
-    "read_world",
-    "resolve_hardware",
-    "resolve_placement",
-]
+from lockstep.hardware.detect import detect_devices as detect_devices
+from lockstep.hardware.detect import get_available_gpus as get_available_gpus
+from lockstep.hardware.device import Device as Device
+from lockstep.hardware.device import GpuUser as GpuUser
+from lockstep.hardware.resolve import Placement as Placement
+from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
+from lockstep.hardware.resolve import resolve_placement as resolve_placement
+from lockstep.hardware.world import World as World
+from lockstep.hardware.world import read_world as read_world

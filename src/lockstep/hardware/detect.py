@@ -10,73 +10,28 @@ import contextlib
 import functools
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.hardware.device import Device, GpuUser, gigabytes, usable_gpus
+from lockstep.hardware.device import Device, gigabytes, usable_gpus
 from lockstep.hardware.nvml import Nvml, NvmlGpu, open_nvml
 
-__all__ = ["Device", "GpuUser", "detect_devices", "find_devices", "get_available_gpus"]
-
-
-def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None:
-    """Positions in ``uuids`` (bus order) of the visible GPUs, in the order of their indices.
-
-    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
-
-    Args:
-        variable: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` when it is not set.
-        uuids: every GPU's ``GPU-…`` identifier.
-
-    Returns:
-        ``None`` for MIG slices, which only the CUDA runtime itself can number. As with the driver, the first
-        entry that names no GPU ends the list, and an entry named twice empties it.
-    """
-    if variable is None:
-        return list(range(len(uuids)))
-    entries = [entry.strip() for entry in variable.split(",")]
-    if entries[0].startswith("MIG-"):
-        return None
-    by_uuid = entries[0].startswith("GPU-")
-    found: list[int] = []
-    for entry in entries:
-        position = _by_uuid(entry, uuids) if by_uuid else _by_number(entry, len(uuids))
-        if position is None:
-            break
-        if position in found:
-            return []
-        found.append(position)
-    return found
-
-
-def _by_uuid(entry: str, uuids: Sequence[str]) -> int | None:
-    """A UUID, or a beginning of one that fits only one GPU."""
-    matches = [position for position, uuid in enumerate(uuids) if uuid.startswith(entry)]
-    return matches[0] if entry.startswith("GPU-") and len(matches) == 1 else None
-
-
-def _by_number(entry: str, count: int) -> int | None:
-    # Like C's strtoul, the driver reads "1gpu" as 1.
-    number = re.match(r"\+?\d+", entry)
-    return int(number[0]) if number and int(number[0]) < count else None
-
-
 TIMEOUT_S = 120.0
-
+#: In the order in which generations of GPUs learned them.
+PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
 # Runs in a separate process, so that what torch opens is closed again at once.
 _SCRIPT = """
 import json, torch
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = []
 for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
-    entry = {"kind": accelerator.type, "index": index, "name": accelerator.type}
+    entry = {"kind": accelerator.type, "uuid": "", "name": accelerator.type, "capability": [0, 0]}
     module = getattr(torch, accelerator.type, None)
     if accelerator.type == "cuda":
         properties = torch.cuda.get_device_properties(index)
@@ -98,89 +53,9 @@ class TorchBuild:
     hip: str | None = None
     xpu: str | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class ProbedDevice:
-    """One accelerator as torch numbers it. Memory in bytes."""
-
-    kind: str
-    index: int
-    name: str
-    total: int = 0
-    free: int | None = None
-    uuid: str = ""
-    capability: tuple[int, int] = (0, 0)
-
-
-def read_torch_build() -> TorchBuild:
-    """Read ``torch/version.py`` without importing torch."""
-    spec = find_spec("torch")
-    folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
-    if folder is None:
-        return TorchBuild()
-    try:
-        values = runpy.run_path(str(Path(folder) / "version.py"))
-    except (OSError, SyntaxError, NameError, ImportError):
-        return TorchBuild()
-    return TorchBuild(cuda=values.get("cuda"), hip=values.get("hip"), xpu=values.get("xpu"))
-
-
-def worth_probing(build: TorchBuild) -> bool:
-    """Whether torch could find an accelerator at all: a probe takes seconds, so not without a reason."""
-    from importlib.metadata import entry_points
-
-    if build.hip or build.xpu or sys.platform == "darwin" or entry_points(group="torch.backends"):
-        return True
-    return build.cuda is not None and _has_cuda_driver()
-
-
-def probe() -> list[ProbedDevice]:
-    """What ``torch.accelerator`` finds, asked in a separate process.
-
-    Raises:
-        OSError: the process failed, took too long, or did not answer; the text says why.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _SCRIPT],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise OSError(f"torch did not answer within {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return read_answer(done.stdout)
-
-
-def read_answer(text: str) -> list[ProbedDevice]:
-    """The devices in the probe's output; its last line, since libraries may print before it.
-
-    Raises:
-        OSError: it is not an answer.
-    """
-    try:
-        entries = json.loads(text.strip().splitlines()[-1])
-        return [ProbedDevice(**{**entry, "capability": tuple(entry.get("capability", (0, 0)))}) for entry in entries]
-    except (IndexError, ValueError, TypeError) as error:
-        raise OSError(f"torch's answer was not understood: {error}") from None
-
-
-def _has_cuda_driver() -> bool:
-    """Loading the driver's library starts nothing; a context would need its ``cuInit``."""
-    import ctypes
-
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-#: In the order in which generations of GPUs learned them.
-PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
+    @property
+    def cuda_major(self) -> int:
+        return int((self.cuda or "0").partition(".")[0])
 
 
 def detect_devices(*, refresh: bool = False) -> list[Device]:
@@ -202,14 +77,62 @@ def get_available_gpus() -> list[dict[str, Any]]:
 @functools.cache
 def _detected() -> tuple[Device, ...]:
     build = read_torch_build()
-    ask = probe if worth_probing(build) else list[ProbedDevice]
+    ask = probe if worth_probing(build) else list[NvmlGpu]
     nvml = open_nvml()
     with nvml or contextlib.nullcontext():
         return tuple(find_devices(os.environ, build, nvml, ask))
 
 
+def read_torch_build() -> TorchBuild:
+    """Read ``torch/version.py`` without importing torch."""
+    spec = find_spec("torch")
+    folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    try:
+        values = runpy.run_path(str(Path(folder or "") / "version.py"))
+    except (OSError, SyntaxError, NameError, ImportError):
+        return TorchBuild()
+    return TorchBuild(cuda=values.get("cuda"), hip=values.get("hip"), xpu=values.get("xpu"))
+
+
+def worth_probing(build: TorchBuild) -> bool:
+    """Whether torch could find an accelerator at all: a probe takes seconds, so not without a reason."""
+    import ctypes
+    from importlib.metadata import entry_points
+
+    if build.hip or build.xpu or sys.platform == "darwin" or entry_points(group="torch.backends"):
+        return True
+    with contextlib.suppress(OSError):  # loading the driver starts nothing; a context would need its ``cuInit``
+        return build.cuda is not None and bool(ctypes.CDLL("libcuda.so.1"))
+    return False
+
+
+def probe() -> list[NvmlGpu]:
+    """What ``torch.accelerator`` finds, asked in a separate process.
+
+    Raises:
+        OSError: the process failed, took too long, or did not answer; the text says why.
+    """
+    command = [sys.executable, "-P", "-c", _SCRIPT]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"torch did not answer within {TIMEOUT_S:g} s") from None
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return read_answer(done.stdout)
+
+
+def read_answer(text: str) -> list[NvmlGpu]:
+    """The devices in the probe's output; its last line, since libraries may print before it. Raises ``OSError``."""
+    try:
+        entries = json.loads(text.strip().splitlines()[-1])
+        return [NvmlGpu(**{**entry, "capability": tuple(entry["capability"])}) for entry in entries]
+    except (LookupError, ValueError, TypeError) as error:
+        raise OSError(f"torch's answer was not understood: {error}") from None
+
+
 def find_devices(
-    environ: Mapping[str, str], build: TorchBuild, nvml: Nvml | None, ask_torch: Callable[[], list[ProbedDevice]]
+    environ: Mapping[str, str], build: TorchBuild, nvml: Nvml | None, ask_torch: Callable[[], list[NvmlGpu]]
 ) -> list[Device]:
     """Put together what the sources say.
 
@@ -220,19 +143,18 @@ def find_devices(
         ask_torch: called only when NVML does not know; raises ``OSError`` when torch cannot either.
     """
     gpus = nvml.gpus() if nvml else []
-    if nvml and gpus:
-        problem = _driver_problem(build, nvml)
-        order = _nvml_order(gpus, environ)
-        if problem or order is not None:
-            chosen = gpus if order is None else [gpus[position] for position in order]
-            return [_cpu(), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(chosen))]
+    problem = _driver_problem(build, nvml) if nvml and gpus else ""
+    order = _nvml_order(gpus, environ) if gpus else None
+    if problem or order is not None:
+        chosen = gpus if order is None else [gpus[position] for position in order]
+        return [_cpu(), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(chosen))]
     try:
         found = ask_torch()
     except OSError as error:
         problem = f"torch cannot use it: {error}"
         note = "" if gpus else f"the search for accelerators failed: {error}"
         return [_cpu(note), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(gpus))]
-    return [_cpu(), *(_probed(device, build, nvml, gpus) for device in found)]
+    return [_cpu(), *(_probed(index, device, build, nvml, gpus) for index, device in enumerate(found))]
 
 
 def _nvml_order(gpus: Sequence[NvmlGpu], environ: Mapping[str, str]) -> list[int] | None:
@@ -240,12 +162,26 @@ def _nvml_order(gpus: Sequence[NvmlGpu], environ: Mapping[str, str]) -> list[int
 
     CUDA puts the fastest GPU first unless it is set to follow the bus; among equal GPUs that is the bus order too.
     """
-    if any(gpu.mig for gpu in gpus):
-        return None
-    by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    if not by_bus and len({gpu.name for gpu in gpus}) > 1:
+    by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) == 1
+    if not by_bus or any(gpu.mig for gpu in gpus):
         return None
     return visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
+
+
+def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None:
+    """Positions in ``uuids`` of the GPUs that ``CUDA_VISIBLE_DEVICES`` names, by numbers or by UUIDs.
+
+    ``None`` for any other value, such as MIG slices, which only the CUDA runtime itself can number.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    if variable.strip() in {"", "-1"}:
+        return []
+    positions = {**{str(position): position for position in range(len(uuids))}, **{u: n for n, u in enumerate(uuids)}}
+    entries = [entry.strip() for entry in variable.split(",")]
+    found = [positions[entry] for entry in entries if entry in positions]
+    alike = len({entry.isdecimal() for entry in entries}) == 1
+    return found if alike and len(found) == len(entries) == len(set(found)) else None
 
 
 def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
@@ -255,14 +191,18 @@ def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
         return f"the installed torch is a {kind} build: install the CUDA build"
     driver = nvml.driver_cuda()
     # Within a major version any driver runs any build: "CUDA minor version compatibility".
-    if driver[0] < int(build.cuda.partition(".")[0]):
+    if driver[0] < build.cuda_major:
         return f"the driver supports CUDA {driver[0]}.{driver[1]}, torch needs {build.cuda}: update the driver"
     return ""
 
 
 def _gpu(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
     """A GPU as torch numbers it; ``problem``: why it cannot be used, if that is known."""
-    problem = problem or _capability_problem(gpu.capability, build)
+    capability = "compute capability {}.{}".format(*gpu.capability)
+    # CUDA 13 dropped what came before Turing (its release notes, "Deprecated Architectures").
+    if not problem and build.cuda_major >= 13 and (0, 0) < gpu.capability < (7, 5):
+        problem = f"{capability} is older than CUDA {build.cuda} supports: install torch for CUDA 12"
+    note = "" if gpu.capability >= (8, 0) else f"{capability}: bf16-mixed needs 8.0, 16-mixed 7.0"
     return Device(
         id=f"gpu:{index}",
         kind="gpu",
@@ -273,18 +213,18 @@ def _gpu(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
         precisions=() if problem else cuda_precisions(gpu.capability),
         uuid=gpu.uuid or None,
         supported=not problem,
-        note=problem or _precision_note(gpu.capability),
+        note=problem or note,
     )
 
 
-def _probed(device: ProbedDevice, build: TorchBuild, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> Device:
+def _probed(index: int, device: NvmlGpu, build: TorchBuild, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> Device:
     """A device that torch numbered, with what NVML knows about it."""
     if device.kind != "cuda":
         return Device(
-            id=f"{device.kind}:{device.index}",
+            id=f"{device.kind}:{index}",
             kind=device.kind,
             name=device.name,
-            memory_gb=gigabytes(device.total),
+            memory_gb=gigabytes(device.total or 0),
             precisions=(),
             supported=False,
             note=f"{device.kind} is not supported yet: Lockstep trains on CUDA and ROCm GPUs and on CPUs",
@@ -292,9 +232,7 @@ def _probed(device: ProbedDevice, build: TorchBuild, nvml: Nvml | None, gpus: Se
     known = nvml and next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == device.uuid), None)
     if nvml and device.uuid and known is None:
         known = nvml.by_uuid(f"MIG-{device.uuid}")
-    uuid, users = (known.uuid, known.users) if known else (device.uuid, ())
-    gpu = NvmlGpu(uuid, device.name, device.capability, device.total, device.free, users)
-    return _gpu(device.index, gpu, build, "")
+    return _gpu(index, replace(device, uuid=known.uuid, users=known.users) if known else device, build, "")
 
 
 def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
@@ -305,20 +243,6 @@ def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
     that torch gives ROCm's GPUs are above both, as these compute in both formats.
     """
     return PRECISIONS[: 1 + (capability >= (7, 0)) + 2 * (capability >= (8, 0))]
-
-
-def _precision_note(capability: tuple[int, int]) -> str:
-    if capability >= (8, 0):
-        return ""
-    return f"compute capability {capability[0]}.{capability[1]}: bf16-mixed needs 8.0, 16-mixed 7.0"
-
-
-def _capability_problem(capability: tuple[int, int], build: TorchBuild) -> str:
-    """CUDA 13 dropped what came before Turing (its release notes, "Deprecated Architectures")."""
-    if build.cuda and int(build.cuda.partition(".")[0]) >= 13 and (0, 0) < capability < (7, 5):
-        major, minor = capability
-        return f"compute capability {major}.{minor} is older than CUDA {build.cuda} supports: install torch for CUDA 12"
-    return ""
 
 
 def _cpu(note: str = "") -> Device:

@@ -10,6 +10,10 @@ from typing import Any
 from lockstep.errors import DeviceError
 from lockstep.events import Note
 
+_FORM = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,3})")
+#: More ranks than this on one machine are a typing error.
+MAX_DEVICES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class GpuUser:
@@ -27,14 +31,11 @@ class Device:
     Attributes:
         id: ``"cpu"``, ``"gpu:<index>"`` (torch's ``cuda:<index>``), or, not supported yet, ``"mps:0"`` and the like.
         kind: ``"cpu"``, ``"gpu"``, or torch's name of another accelerator.
-        name: the model, as the driver or the system reports it.
-        memory_gb: total memory in 1e9 bytes, one decimal.
-        free_gb: unused memory; ``None`` where unknown.
+        memory_gb, free_gb: in 1e9 bytes, one decimal; free memory is ``None`` where unknown.
         users: processes on a GPU.
         precisions: what training can use here, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
         uuid: the driver's name of this very GPU.
-        supported: whether Lockstep can train here.
-        note: why it is not supported, or what else people should know.
+        supported: whether Lockstep can train here; ``note``: why not, or what else people should know.
         cores: of a CPU, the logical cores that this process may use.
     """
 
@@ -65,17 +66,9 @@ def gigabytes(size: float) -> float:
     return round(size / 1e9, 1)
 
 
-_FORM = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,3})")
-#: More ranks than this on one machine are a typing error.
-MAX_DEVICES = 1024
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Devices of one accelerator, in the order of the ranks, and how they were chosen.
-
-    ``explicit`` is false where the user did not name them.
-    """
+    """Devices of one accelerator, in the order of the ranks; ``explicit``: the user has named them."""
 
     devices: tuple[str, ...]
     reason: str
@@ -96,18 +89,24 @@ def parse(names: Iterable[str]) -> tuple[str, ...]:
         raise DeviceError(f"{len(given)} devices are selected", why=f"at most {MAX_DEVICES} are", fix="name fewer")
     if given == ("all",):
         return given
+    if "all" in given:
+        why = "it means every GPU, or the CPU on a machine without one"
+        raise DeviceError("`all` cannot be combined with other devices", why=why, fix="use --devices all")
     for name in given:
-        if name == "all":
-            raise DeviceError(
-                "`all` cannot be combined with other devices",
-                why="it means every GPU, or the CPU on a machine without one",
-                fix="use --devices all",
-            )
         if not isinstance(name, str) or not _FORM.fullmatch(name):
-            raise DeviceError(
-                f"{name!r} is not a device", why="a device is cpu or gpu:<index>", fix=_nearest_form(str(name))
-            )
+            fix = _nearest_form(str(name).strip().lower())
+            raise DeviceError(f"{name!r} is not a device", why="a device is cpu or gpu:<index>", fix=fix)
     return given
+
+
+def _nearest_form(name: str) -> str:
+    """A hint for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
+    number = re.fullmatch(r"(?:cuda|gpu|nvidia)[\s:_]*(\d{0,4})", name)
+    if name.isdecimal():
+        return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
+    if number:
+        return f"write gpu:{int(number[1] or 0)}"
+    return "write cpu" if name == "cpu" else "`lockstep devices` lists what is here"
 
 
 def choose_default(detected: Sequence[Device]) -> Selection:
@@ -125,16 +124,16 @@ def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
         DeviceError: a device that is not here, or that Lockstep cannot use.
     """
     if names == ("all",):
-        gpus = usable_gpus(detected)
+        gpus = tuple(gpu.id for gpu in usable_gpus(detected))
         if gpus:
-            return Selection(tuple(gpu.id for gpu in gpus), "all: every GPU", explicit=True)
+            return Selection(gpus, "all: every GPU", explicit=True)
         return Selection(("cpu",), "all: there is no GPU that Lockstep can use, so the CPU")
     for name in names:
         find(name, detected)
-    gpu_names = tuple(name for name in names if name != "cpu")
-    if gpu_names and len(gpu_names) < len(names):
+    gpus = tuple(name for name in names if name != "cpu")
+    if gpus and len(gpus) < len(names):
         note = Note("cpu_ignored", "The CPU is ignored: a run uses GPUs or the CPU, not both.")
-        return Selection(gpu_names, "as selected, without the CPU", (note,), explicit=True)
+        return Selection(gpus, "as selected, without the CPU", (note,), explicit=True)
     return Selection(names, "as selected", explicit=True)
 
 
@@ -145,11 +144,9 @@ def find(name: str, detected: Sequence[Device]) -> Device:
         DeviceError: it is not here, or Lockstep cannot use it.
     """
     device = next((device for device in detected if device.id == name), None)
-    usable = [device for device in detected if device.supported]
-    fix = f"choose from: {describe(usable)}"
+    fix = f"choose from: {describe([device for device in detected if device.supported])}"
     if device is None:
-        here = describe(detected)
-        raise DeviceError(f"there is no {name} on this machine", why=f"found: {here}", fix=fix)
+        raise DeviceError(f"there is no {name} on this machine", why=f"found: {describe(detected)}", fix=fix)
     if not device.supported:
         raise DeviceError(f"{name} ({device.name}) cannot be used", why=device.note or "not supported yet", fix=fix)
     return device
@@ -163,15 +160,3 @@ def describe(devices: Sequence[Device]) -> str:
 def usable_gpus(detected: Sequence[Device]) -> list[Device]:
     """The GPUs that Lockstep can train on."""
     return [device for device in detected if device.kind == "gpu" and device.supported]
-
-
-def _nearest_form(name: str) -> str:
-    """A hint for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
-    number = re.fullmatch(r"\s*(?:cuda|gpu|nvidia)?[\s:_]*(\d{1,4})?\s*", name.lower())
-    if name.strip().isdecimal():
-        return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
-    if number and name.strip():
-        return f"write gpu:{int(number[1] or 0)}"
-    if name.strip().lower() == "cpu":
-        return "write cpu"
-    return "`lockstep devices` lists what is here"

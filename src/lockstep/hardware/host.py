@@ -31,31 +31,27 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def usable_memory(root: Path = ROOT) -> tuple[int, int]:
-    """Total and free memory in bytes, cut to the cgroup's limit."""
+    """Total and free memory in bytes, cut to the cgroup's limit, whose file cache the kernel would give back."""
     import psutil
 
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     for folder in _cgroup_folders(root, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        used = _memory_in_use(folder)
         if limit is not None and limit < total:
-            total, free = limit, min(free, max(0, limit - used))
+            used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+            counts = _counts(folder / "memory.stat")
+            cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            total, free = limit, min(free, max(0, limit - max(0, used - cached)))
     return total, free
 
 
 def oom_kills(root: Path = ROOT) -> int:
     """How many processes the kernel has killed for want of memory: in this cgroup, or on the machine; 0: not known."""
-    files = [
-        folder / name for folder in _cgroup_folders(root, "memory") for name in ("memory.events", "memory.oom_control")
-    ]
-    for file in (*files, root / "proc/vmstat"):
-        try:
-            counts = dict(line.split() for line in file.read_text().splitlines())
-            return int(counts["oom_kill"])
-        except (OSError, ValueError, KeyError):
-            continue
-    return 0
+    names = ("memory.events", "memory.oom_control")
+    files = [folder / name for folder in _cgroup_folders(root, "memory") for name in names]
+    found = (_counts(file).get("oom_kill") for file in (*files, root / "proc/vmstat"))
+    return next((count for count in found if count is not None), 0)
 
 
 def cpu_name(root: Path = ROOT) -> str:
@@ -77,12 +73,11 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         return
     base = root / "sys/fs/cgroup"
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = base / controllers if controllers and (base / controllers).is_dir() else base
-        top = base / controller if controllers and (base / controller).is_dir() else top
+        names = [name for name in (controllers, controller) if controllers and (base / name).is_dir()]
+        top = base / names[-1] if names else base
         folder = top / path.strip("/")
         # In a container the path is often the host's, and the limits lie at the top.
         yield from (place for place in (folder, *folder.parents) if place.is_dir() and place.is_relative_to(top))
@@ -97,14 +92,12 @@ def _cpu_quota(folder: Path) -> tuple[int, int]:
         return _number(folder / "cpu.cfs_quota_us") or 0, _number(folder / "cpu.cfs_period_us") or 0
 
 
-def _memory_in_use(folder: Path) -> int:
-    """Bytes, less the file cache that the kernel would give back."""
-    used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+def _counts(file: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty where there are none."""
     try:
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
+        return {name: int(count) for name, count in (line.split() for line in file.read_text().splitlines())}
     except (OSError, ValueError):
-        return used
+        return {}
 
 
 def _number(file: Path) -> int | None:

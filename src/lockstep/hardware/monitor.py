@@ -17,7 +17,6 @@ say. ``users`` stands in every tenth sample, and ``note`` in the first when ther
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -63,19 +62,18 @@ class SystemSource:
         self._nvml: Nvml | None = None
         self._gpus: list[Device] = []
         self._samples = 0
-        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> SystemSource:
         psutil.cpu_percent()  # the first call only starts the measurement
-        nvml = self._open_driver()
-        if nvml is not None:
-            self._nvml = self._open.enter_context(nvml)
+        self._nvml = self._open_driver()
+        if self._nvml is not None:
             gpus = [device for device in self._detect() if device.kind == "gpu" and device.uuid is not None]
             self._gpus = [gpu for gpu in gpus if self._wanted is None or gpu.id in self._wanted]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.close()
+        if self._nvml is not None:
+            self._nvml.__exit__()
         self._nvml = None
 
     def sample(self) -> Sample:
@@ -108,6 +106,10 @@ class Monitor:
     Args:
         source: what to sample; entered and left in the thread, so that opening a driver does not delay the caller.
         write: receives every sample, in the thread. What it raises ends the monitor and nothing else.
+
+    Attributes:
+        cpu_s: CPU seconds that the thread has used.
+        error: what ended the monitor before it was stopped.
     """
 
     def __init__(
@@ -115,44 +117,34 @@ class Monitor:
     ) -> None:
         self._source, self._write, self._interval_s = source, write, interval_s
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="lockstep-monitor", daemon=True)
         self.cpu_s = 0.0
-        """CPU seconds that the thread has used."""
         self.error: Exception | None = None
-        """What ended the monitor before it was stopped."""
 
     def __enter__(self) -> Monitor:
-        assert self._thread is None, "a monitor is started once"
-        self._thread = threading.Thread(target=self._run, name="lockstep-monitor", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._end.set()
-        if self._thread is not None:
-            self._thread.join(_PATIENCE_S)  # a GPU that has fallen off the bus may never answer
+        self._thread.join(_PATIENCE_S)  # a GPU that has fallen off the bus may never answer
 
     def _run(self) -> None:
-        ended = False
+        failures, ended = 0, False
         try:
             with self._source as source:
                 while not ended:
                     ended = self._end.wait(self._interval_s)
-                    self._take(source)
+                    try:
+                        sample, failures = source.sample(), 0
+                    except Exception as error:  # one that fails is left out, until too many have failed in a row
+                        failures += 1
+                        if failures >= _MAX_FAILURES:
+                            text = f"the monitor has ended: {error}"
+                            self._write({"time": time.time(), "host": {}, "devices": [], "note": text})
+                            raise
+                    else:
+                        self._write(sample)
                     self.cpu_s = time.thread_time()
         except Exception as error:  # drivers and disks fail in many ways, and none of them may end a run
             self.error = error
-
-    def _take(self, source: SystemSource) -> None:
-        """Take a sample; one that fails is left out, until too many have failed in a row."""
-        try:
-            sample = source.sample()
-        except Exception as error:
-            self._failures += 1
-            if self._failures >= _MAX_FAILURES:
-                self._write({"time": time.time(), "host": {}, "devices": [], "note": f"the monitor has ended: {error}"})
-                raise
-            return
-        self._failures = 0
-        self._write(sample)

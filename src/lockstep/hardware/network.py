@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import MutableMapping
@@ -11,8 +12,6 @@ import psutil
 
 #: Gloo listens on the address of this interface.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
 #: An address for documentation (RFC 5737), which no host has: its route is the default route.
 _ELSEWHERE = "192.0.2.1"
 
@@ -26,8 +25,7 @@ def address_towards(host: str) -> str | None:
     if address is not None and is_loopback(address):
         entries = chain.from_iterable(psutil.net_if_addrs().values())
         own = (entry.address for entry in entries if entry.family == socket.AF_INET)
-        outside = (one for one in own if not is_loopback(one))
-        address = _source(_ELSEWHERE) or next(outside, address)
+        address = _source(_ELSEWHERE) or next((one for one in own if not is_loopback(one)), address)
     return address
 
 
@@ -36,17 +34,11 @@ def _source(host: str) -> str | None:
 
     A datagram socket that is connected sends nothing, but the kernel has chosen the route (``man 7 ip``).
     """
-    try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, target in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0]).partition("%")[0]
-        except OSError:
-            continue
     return None
 
 
@@ -63,11 +55,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` (a name or an address) resolves to an address that this machine has.
-
-    Raises:
-        OSError: it does not resolve.
-    """
+    """Whether ``host`` (a name or an address) means an address of this machine. Raises ``OSError`` for no address."""
     found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     return any(is_loopback(address) or interface_of(address) for address in found)
 
@@ -77,8 +65,6 @@ def choose_interface(environ: MutableMapping[str, str], towards: str) -> None:
 
     Left alone it takes the address of the host's name, which many systems map to 127.0.1.1: out of others' reach.
     """
-    if GLOO_INTERFACE not in environ:
-        address = address_towards(towards)
-        interface = interface_of(address) if address else None
-        if interface is not None:
-            environ[GLOO_INTERFACE] = interface
+    address = None if GLOO_INTERFACE in environ else address_towards(towards)
+    if address is not None and (interface := interface_of(address)) is not None:
+        environ[GLOO_INTERFACE] = interface

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -13,12 +14,8 @@ _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
 _POWER_CAP = {"power cap": 0x4}
 #: nvmlGpuTopologyLevel_t (nvml.h).
 _PATHS = {
-    0: "one board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one PCIe host bridge",
-    40: "one NUMA node",
-    50: "two CPU sockets",
+    **{0: "one board", 10: "one PCIe switch", 20: "several PCIe switches"},
+    **{30: "one PCIe host bridge", 40: "one NUMA node", 50: "two CPU sockets"},
 }
 #: NVML_P2P_CAPS_INDEX_READ (nvml.h); the bindings have a tuple there.
 _P2P_READ = 0
@@ -26,27 +23,25 @@ _P2P_READ = 0
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """One GPU (or MIG slice). Memory in bytes, ``None`` where the driver does not say."""
+    """One GPU (or MIG slice), or another accelerator of ``kind``. Memory in bytes, ``None`` where it is not known."""
 
     uuid: str
     name: str
     capability: tuple[int, int]
-    total: int | None
-    free: int | None
+    total: int | None = None
+    free: int | None = None
     users: tuple[GpuUser, ...] = ()
     mig: bool = False
+    kind: str = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuHealth:
     """How a GPU is doing; ``None`` where the driver does not say.
 
-    Attributes:
-        temperature_c: of the chip, °C.
-        ecc: whether error correction of its memory is on.
-        ecc_errors: uncorrectable memory errors since the driver was loaded.
-        repair: of broken memory rows: ``"pending"`` (at the next reset), ``"failed"``, or empty.
-        slowdowns: why its clocks are held back now: ``"hot"``, ``"power brake"``, ``"hardware"``.
+    ``ecc``: whether error correction is on; ``ecc_errors``: uncorrectable ones since the driver was loaded. ``repair``:
+    of broken memory rows: ``"pending"`` (at the next reset), ``"failed"``, or empty. ``slowdowns``: why its clocks are
+    held back now: ``"hot"``, ``"power brake"``, ``"hardware"``.
     """
 
     temperature_c: int | None = None
@@ -60,16 +55,9 @@ class GpuHealth:
 class GpuReading:
     """What a GPU does at this moment; ``None`` where the driver does not say (a MIG slice has no utilisation).
 
-    Attributes:
-        utilisation: share of the last sample period (up to a second) in which a kernel ran, 0 to 1.
-        memory_gb: in use by all processes, 1e9 bytes.
-        memory_total_gb: 1e9 bytes.
-        power_w: drawn, watts.
-        power_limit_w: what the board may draw.
-        temperature_c: of the chip, °C.
-        sm_clock_mhz: of the multiprocessors.
-        memory_clock_mhz: of the memory.
-        throttled: why its clocks are held back: ``"power cap"`` (usual under load), and as in :class:`GpuHealth`.
+    ``utilisation``: share of the last sample period (up to a second) in which a kernel ran, 0 to 1. ``memory_gb``: in
+    use by all processes, in 1e9 bytes. ``throttled``: as the slowdowns of :class:`GpuHealth`, and ``"power cap"``,
+    which is usual under load.
     """
 
     utilisation: float | None = None
@@ -124,29 +112,24 @@ class Nvml:
 
     def health(self, uuid: str) -> GpuHealth:
         """Temperature, memory errors and slowdowns of a GPU."""
-        lib, ask = self._lib, self._ask
-        handle = self._handle(uuid)
+        lib, ask, handle = self._lib, self._ask, self._handle(uuid)
         ecc = ask(lib.nvmlDeviceGetEccMode, handle)
+        kinds = (lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC)
         rows = ask(lib.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
-        reasons = ask(lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return GpuHealth(
             temperature_c=ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
             ecc=None if ecc is None else bool(ecc[0]),
-            ecc_errors=ask(
-                lib.nvmlDeviceGetTotalEccErrors, handle, lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
-            ),
+            ecc_errors=ask(lib.nvmlDeviceGetTotalEccErrors, handle, *kinds),
             repair="" if rows is None else "failed" if rows[3] else "pending" if rows[2] else "",
-            slowdowns=tuple(name for name, bits in _SLOWDOWNS.items() if reasons & bits),
+            slowdowns=self._slowed_by(handle, _SLOWDOWNS),
         )
 
     def reading(self, uuid: str) -> GpuReading:
         """What a GPU does now; cheap enough for once a second."""
-        lib, ask = self._lib, self._ask
-        handle = self._handle(uuid)
+        lib, ask, handle = self._lib, self._ask, self._handle(uuid)
         rates = ask(lib.nvmlDeviceGetUtilizationRates, handle)  # percent
         memory = ask(lib.nvmlDeviceGetMemoryInfo, handle)
         power, limit = ask(lib.nvmlDeviceGetPowerUsage, handle), ask(lib.nvmlDeviceGetEnforcedPowerLimit, handle)  # mW
-        reasons = ask(lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return GpuReading(
             utilisation=None if rates is None else rates.gpu / 100,
             memory_gb=None if memory is None else gigabytes(int(memory.total) - int(memory.free)),
@@ -156,7 +139,7 @@ class Nvml:
             temperature_c=ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
             sm_clock_mhz=ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_SM),
             memory_clock_mhz=ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_MEM),
-            throttled=tuple(name for name, bits in (_POWER_CAP | _SLOWDOWNS).items() if reasons & bits),
+            throttled=self._slowed_by(handle, _POWER_CAP | _SLOWDOWNS),
         )
 
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
@@ -168,11 +151,10 @@ class Nvml:
         lib, ask = self._lib, self._ask
         pair = [self._handle(uuid) for uuid in (one, other)]
         reads = ask(lib.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
-        level = ask(lib.nvmlDeviceGetTopologyCommonAncestor, *pair)
         return GpuLink(
             peer=None if reads is None else reads == lib.NVML_P2P_STATUS_OK,
             nvlink=ask(lib.nvmlDeviceGetP2PStatus, *pair, lib.NVML_P2P_CAPS_INDEX_NVLINK) == lib.NVML_P2P_STATUS_OK,
-            path=_PATHS.get(level, ""),
+            path=_PATHS.get(ask(lib.nvmlDeviceGetTopologyCommonAncestor, *pair), ""),
         )
 
     def __enter__(self) -> Nvml:
@@ -194,14 +176,18 @@ class Nvml:
             self._handles[uuid] = self._ask(self._lib.nvmlDeviceGetHandleByUUID, uuid.encode())
         return self._handles[uuid]
 
+    def _slowed_by(self, handle: Any, kinds: Mapping[str, int]) -> tuple[str, ...]:
+        reasons = self._ask(self._lib.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        return tuple(name for name, bits in kinds.items() if reasons & bits)
+
     def _describe(self, handle: Any) -> NvmlGpu:
-        memory = self._ask(self._lib.nvmlDeviceGetMemoryInfo, handle)
-        mig = self._ask(self._lib.nvmlDeviceGetMigMode, handle)
-        parent = self._ask(self._lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
-        capability = self._ask(self._lib.nvmlDeviceGetCudaComputeCapability, handle if parent is None else parent)
+        lib, ask = self._lib, self._ask
+        memory, mig = ask(lib.nvmlDeviceGetMemoryInfo, handle), ask(lib.nvmlDeviceGetMigMode, handle)
+        parent = ask(lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        capability = ask(lib.nvmlDeviceGetCudaComputeCapability, handle if parent is None else parent)
         return NvmlGpu(
-            uuid=_text(self._ask(self._lib.nvmlDeviceGetUUID, handle)),
-            name=_text(self._ask(self._lib.nvmlDeviceGetName, handle)) or "NVIDIA GPU",
+            uuid=_text(ask(lib.nvmlDeviceGetUUID, handle)),
+            name=_text(ask(lib.nvmlDeviceGetName, handle)) or "NVIDIA GPU",
             capability=capability or (0, 0),
             total=memory and int(memory.total),
             free=memory and int(memory.free),

@@ -1,11 +1,9 @@
 """Processes that end when the process that needs them ends, however it ends.
 
-Two means, each with a gap that the other one covers:
-
-* the parent-death signal (Linux, ``man 2 prctl``, PR_SET_PDEATHSIG): cannot be missed, but fires when
-  the *thread* that started the process ends, so it is for processes started from a main thread;
-* a pipe whose write end only the parent has: works everywhere and follows the process, but needs a
-  thread of the child that still gets to run.
+Two means, each with a gap that the other one covers: the parent-death signal (Linux, ``man 2 prctl``,
+PR_SET_PDEATHSIG) cannot be missed, but fires when the *thread* that started the process ends, so it is for processes
+started from a main thread; a pipe whose write end only the parent has follows the process, but needs a thread of the
+child that still gets to run.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ def watch_pipe(fd: int) -> None:
 def make_lifeline() -> int:
     """Make standard input of this process's future children a pipe that closes when this process ends.
 
-    Standard input is the one file that every child inherits, whoever starts it. The children call
-    :func:`take_lifeline`. Returns the write end, which stays open until the process ends.
+    Standard input is the one file that every child inherits. The children call :func:`take_lifeline`. Returns the
+    write end, which stays open until the process ends.
     """
     reading, writing = os.pipe()
     os.dup2(reading, 0)
@@ -78,14 +76,23 @@ def take_lifeline() -> int:
 def bind_loader_worker() -> None:
     """In a data loader's worker: end with the process that started it, and leave Ctrl-C and SIGTERM to that process.
 
-    Works for any child of :mod:`multiprocessing`, whatever its start method. Workers may outlive the thread that
-    started them, so they have no parent-death signal.
+    Works for any child of :mod:`multiprocessing`. Workers may outlive the thread that started them, so they have no
+    parent-death signal. SLURM and systemd send SIGTERM to every process of a job, and a rank needs its workers until
+    it has saved: only the parent's one ends a worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        _obey_only(parent.pid)
-        watch_pipe(parent.sentinel)
+    if parent is None or parent.pid is None:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
+    watch_pipe(parent.sentinel)
 
 
 @contextlib.contextmanager
@@ -96,21 +103,6 @@ def sigterm_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _obey_only(parent_pid: int) -> None:
-    """Let SIGTERM end this process only when ``parent_pid`` sends it.
-
-    SLURM and systemd send it to every process of a job, and a rank needs its workers until it has saved.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent_pid:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
 
 
 def kill_marked(variable: str, value: str) -> list[int]:

@@ -9,16 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Peaks", "known_gpus", "memory_bandwidth", "peak_flops"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Of one GPU: TFLOP/s (1e12 a second) by format, memory in GB/s (1e9 bytes a second), and who says so.
-
-    ``half`` applies to fp16 and bf16 with fp32 accumulation; ``bf16`` and ``tf32`` are whether the tensor
-    cores know those formats.
-    """
+    """TFLOP/s by format (``half``: fp16, and bf16 where the tensor cores know it), memory in GB/s, and who says so."""
 
     half: float
     tf32: float | None
@@ -75,15 +69,9 @@ _PEAKS: dict[str, Peaks] = {
 
 
 def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float | None, str]:
-    """The most floating-point operations a second that a GPU can do, and where the figure comes from.
+    """FLOP/s that the GPU of that (driver's) name can do at most, or ``None``; and where the figure comes from.
 
-    Args:
-        name: what the driver calls it, as in ``Device.name``.
-        precision: ``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true``.
-        tf32: whether matrix products in single precision may use TF32 (with precision ``32``).
-
-    Returns:
-        FLOP/s, or ``None`` where there is no such figure, and the reason for either.
+    ``tf32``: with precision ``32``, whether matrix products may use TF32.
     """
     peaks = _PEAKS.get(name)
     if peaks is None:

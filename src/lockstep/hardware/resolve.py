@@ -29,15 +29,12 @@ class Placement:
         accelerator: ``gpu`` or ``cpu``; never both.
         devices: the devices of this node: one per rank, repeats included; where one rank uses several, all of them.
         strategy: the name of a :class:`~lockstep.strategies.StrategySpec`.
-        backend: how ranks talk; ``None`` with one rank.
-        world_size: ranks on all nodes.
-        nodes: machines.
+        backend: how ranks talk; ``None`` with one rank. world_size: ranks on all nodes.
         precision: ``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true``.
-        gpu: what its driver calls the first GPU; empty on a CPU.
-        tf32: whether all of its GPUs have TF32.
         reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
         notes: what was ignored or changed, for people to see.
         by_node: the devices of each node by its name, where there are several nodes.
+        gpu: what its driver calls the first GPU; empty on a CPU. tf32: whether all of its GPUs have TF32.
     """
 
     accelerator: Accelerator
@@ -76,8 +73,7 @@ def resolve_placement(
     """Decide where a run computes.
 
     Args:
-        config: which devices, strategy and precision are wanted.
-        distributed: which backend is wanted.
+        config: which devices, strategy and precision are wanted. distributed: which backend.
         world: whether somebody else started the ranks already, and how many.
         detected: what this machine has.
         in_process: whether a pipeline is one process that holds all its devices.
@@ -102,7 +98,6 @@ def resolve_placement(
     accelerator: Accelerator = "cpu" if devices[0] == "cpu" else "gpu"
     notes = list(selection.notes)
     strategy, strategy_reason = _strategy(wanted, devices, given, notes)
-    ranks = given.size if given else len(devices)
     alone = strategy.one_process or (strategy.state == "staged" and in_process)
     if alone and not strategy.one_process and given:
         raise ConfigError(
@@ -120,7 +115,7 @@ def resolve_placement(
         devices=devices,
         strategy=strategy.name,
         backend=backend,
-        world_size=1 if alone else ranks,
+        world_size=1 if alone else given.size if given else len(devices),
         nodes=given.nodes if given else 1,
         precision=precision,
         reasons={
@@ -152,10 +147,9 @@ def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | N
     Raises:
         DeviceError: an empty selection, a device that is malformed, absent or named twice.
     """
-    if detected is None:
-        from lockstep.hardware.detect import detect_devices
+    from lockstep.hardware.detect import detect_devices
 
-        detected = detect_devices()
+    detected = detect_devices() if detected is None else detected
     devices = select(parse(selected_devices), detected).devices
     repeated = [device for device, count in Counter(devices).items() if count > 1]
     if repeated:
@@ -171,39 +165,37 @@ def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | N
 
 
 def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device]) -> Selection:
-    """One device for each rank of this node, where a launcher has started the ranks already."""
-    ranks = world.local_size
-    if config.selected_devices is None:
-        return _share_out(ranks, world, detected)
-    selection = select(parse(config.selected_devices), detected)
-    if len(selection.devices) == ranks:
-        reason = f"{selection.reason}: one for each of the node's {many(ranks, 'process')}, in order"
-        return Selection(selection.devices, reason, selection.notes)
-    if selection.devices == ("cpu",):
-        reason = f"cpu is selected, for each of the node's {many(ranks, 'process')}"
-        return Selection(("cpu",) * ranks, reason, selection.notes)
-    number = len(selection.devices)
-    raise DeviceError(
-        f"{many(number, 'device')} selected, but {world.launcher} started {many(ranks, 'process')} on this node",
-        why="each process is one rank already, with one device",
-        fix=f"start {many(number, 'process')} per node, name {many(ranks, 'device')}, or leave --devices out",
-    )
+    """One device for each rank of this node, where a launcher has started the ranks already.
 
-
-def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selection:
-    """Devices for ``ranks`` processes of this node when none were named: the first GPUs, else the CPU."""
+    When none were named: the first GPUs, else the CPU.
+    """
+    ranks, processes = world.local_size, many(world.local_size, "process")
+    if config.selected_devices is not None:
+        selection = select(parse(config.selected_devices), detected)
+        number = len(selection.devices)
+        if number == ranks:
+            reason = f"{selection.reason}: one for each of the node's {processes}, in order"
+            return Selection(selection.devices, reason, selection.notes)
+        if selection.devices == ("cpu",):
+            reason = f"cpu is selected, for each of the node's {processes}"
+            return Selection(("cpu",) * ranks, reason, selection.notes)
+        raise DeviceError(
+            f"{many(number, 'device')} selected, but {world.launcher} started {processes} on this node",
+            why="each process is one rank already, with one device",
+            fix=f"start {many(number, 'process')} per node, name {many(ranks, 'device')}, or leave --devices out",
+        )
     gpus = [gpu.id for gpu in usable_gpus(detected)]
     if len(gpus) >= ranks:
-        return Selection(tuple(gpus[:ranks]), f"one GPU for each of the node's {many(ranks, 'process')}")
+        return Selection(tuple(gpus[:ranks]), f"one GPU for each of the node's {processes}")
     if not gpus:
-        reason = f"no GPU that Lockstep can use, so each of the node's {many(ranks, 'process')} computes on the CPU"
+        reason = f"no GPU that Lockstep can use, so each of the node's {processes} computes on the CPU"
         return Selection(("cpu",) * ranks, reason)
     shared = ",".join(gpus[index % len(gpus)] for index in range(ranks))
     fix = f"start {many(len(gpus), 'process')} per node, share with `--devices {shared}`, or use `--devices cpu`"
     if world.launcher == "slurm":
         fix += "; where srun hides the other GPUs from a task, start it with --gpu-bind=none"
     raise DeviceError(
-        f"{many(ranks, 'process')} on this node, but {many(len(gpus), 'GPU')}",
+        f"{processes} on this node, but {many(len(gpus), 'GPU')}",
         why=f"{world.launcher} started more processes than there are GPUs, and sharing one is never a silent choice",
         fix=fix,
     )
@@ -212,29 +204,22 @@ def _share_out(ranks: int, world: World, detected: Sequence[Device]) -> Selectio
 def _strategy(
     wanted: StrategySpec | None, devices: tuple[str, ...], world: World | None, notes: list[Note]
 ) -> tuple[StrategySpec, str]:
-    """The strategy and its reason.
-
-    Args:
-        wanted: ``None`` for ``auto``.
-        world: only when a launcher has started the ranks.
-    """
+    """The strategy and its reason; ``wanted``: ``None`` for ``auto``; ``world``: where a launcher started the ranks."""
     ranks = world.size if world else len(devices)
     spec = wanted or find_strategy(auto_strategy(ranks))
-    if spec.one_process and ranks > 1 and (world or spec.devices == "one"):
-        raise ConfigError(
-            f"strategy {spec.name} is one process, but {world.launcher} started {ranks}"
-            if world
-            else f"strategy {spec.name} takes one device, but {ranks} devices are selected",
-            fix="use --strategy auto, or " + (f"start without {world.launcher}" if world else "select one device"),
-        )
+    if spec.one_process and world and ranks > 1:
+        what = f"strategy {spec.name} is one process, but {world.launcher} started {ranks}"
+        raise ConfigError(what, fix=f"use --strategy auto, or start without {world.launcher}")
+    if spec.devices == "one" and ranks > 1:
+        what = f"strategy {spec.name} takes one device, but {ranks} devices are selected"
+        raise ConfigError(what, fix="use --strategy auto, or select one device")
     if spec.refuses is not None:
         spec.refuses(devices)
     if ranks == 1:
+        single = find_strategy(auto_strategy(1))
         if spec.devices == "many":
-            text = f"{spec.name} runs as {auto_strategy(1)}: one device is selected"
-            notes.append(Note("strategy_unused", text))
-            spec = find_strategy(auto_strategy(1))
-        return spec, "one device: this process alone"
+            notes.append(Note("strategy_unused", f"{spec.name} runs as {single.name}: one device is selected"))
+        return single if spec.devices == "many" else spec, "one device: this process alone"
     if spec.note:
         notes.append(Note("strategy_slow", spec.note))
     reason = f"{'as set' if wanted else 'several devices'}: {spec.summary}"
@@ -268,30 +253,29 @@ def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Not
 
 def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
     """The precision and its reason; refused when a chosen device lacks it."""
-    on_gpu = chosen[0].kind != "cpu"
+    on_gpu, first = chosen[0].kind != "cpu", chosen[0]
     faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
+    if wanted == "auto" and faster:
+        return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
     if wanted == "auto":
-        if faster:
-            return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
         return "32", "auto: " + ("a GPU without bfloat16" if on_gpu else "no format is faster on every CPU")
-    if wanted == "tf32":
-        if not faster:
-            raise PrecisionError(
-                f"precision tf32 is not supported on {chosen[0].id} ({chosen[0].name})",
-                why="TF32 is a format of GPUs of compute capability 8.0 and newer",
-                fix="use --precision 32, or select another device",
-            )
-        return "32", "as set: single precision, with products in TF32"
+    if wanted == "tf32" and not faster:
+        raise PrecisionError(
+            f"precision tf32 is not supported on {first.id} ({first.name})",
+            why="TF32 is a format of GPUs of compute capability 8.0 and newer",
+            fix="use --precision 32, or select another device",
+        )
     for device in chosen:
-        if wanted not in device.precisions:
+        if wanted != "tf32" and wanted not in device.precisions:
             raise PrecisionError(
                 f"precision {wanted} is not supported on {device.id} ({device.name})",
                 why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
-    return wanted, {
+    return wanted.replace("tf32", "32"), {
+        "tf32": "as set: single precision, with products in TF32",
         "32": "the model's own types: single precision unless it sets another"
-        + (f"; bf16-mixed would be faster on {chosen[0].name}" if faster else ""),
+        + (f"; bf16-mixed would be faster on {first.name}" if faster else ""),
         "16-mixed": "as set: half precision with loss scaling"
         + ("" if on_gpu else "; slow on a CPU, good for a dry run"),
         "bf16-mixed": "as set: bfloat16 where it is safe, single precision elsewhere",
@@ -339,9 +323,8 @@ def divide_if_needed(placement: Placement, state: float, detected: Sequence[Devi
         state: bytes of parameters, gradients and optimizer.
     """
     devices = placement.devices
-    if placement.spec.divides or placement.world_size == 1 or placement.accelerator != "gpu" or placement.nodes > 1:
-        return placement
-    if len(set(devices)) < len(devices):
+    several = placement.world_size > 1 and placement.nodes == 1 and len(set(devices)) == len(devices)
+    if placement.spec.divides or placement.accelerator != "gpu" or not several:
         return placement
     smallest = min((find(name, detected) for name in devices), key=lambda device: device.memory_gb)
     if smallest.memory_gb <= 0 or state <= smallest.memory_gb * 1e9 - CONTEXT:

@@ -56,49 +56,42 @@ def read_world(environ: Mapping[str, str]) -> World:
     Raises:
         ConfigError: the variables are incomplete or contradict each other.
     """
+
+    def number(name: str, default: str | None = None) -> int:
+        text = environ.get(name, default)
+        if text is None or not text.lstrip("-").isdigit():
+            raise ConfigError(
+                f"the environment variable {name} is {text!r}, not a number",
+                why="the launcher sets it for every rank",
+                fix="start the ranks with torchrun, srun or `lockstep train --devices …`, or unset RANK and WORLD_SIZE",
+            )
+        return int(text)
+
     if "RANK" in environ and "WORLD_SIZE" in environ:
         mark = environ.get("LOCKSTEP_LAUNCHER")  # of Lockstep's own launcher, which sets torchrun's variables
-        return _checked(
-            World(
-                rank=_number(environ, "RANK"),
-                size=_number(environ, "WORLD_SIZE"),
-                local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
-                local_size=_number(environ, "LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]),
-                node_rank=_number(environ, "GROUP_RANK", "0"),
-                launcher="--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun",
-                node_count=_number(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else None,
-            )
+        world = World(
+            rank=number("RANK"),
+            size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK", environ["RANK"]),
+            local_size=number("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]),
+            node_rank=number("GROUP_RANK", "0"),
+            launcher="--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun",
+            node_count=number("GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else None,
         )
     # An interactive `salloc` or `sbatch` shell sets SLURM_JOB_ID too; only `srun` sets the step's rank.
-    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        size = _number(environ, "SLURM_STEP_NUM_TASKS")
-        nodes = _number(environ, "SLURM_STEP_NUM_NODES", "1")
-        return _checked(
-            World(
-                rank=_number(environ, "SLURM_PROCID"),
-                size=size,
-                local_rank=_number(environ, "SLURM_LOCALID", "0"),
-                local_size=-(-size // nodes),
-                node_rank=_number(environ, "SLURM_NODEID", "0"),
-                launcher="slurm",
-                node_count=nodes,
-            )
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        size, nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES", "1")
+        world = World(
+            rank=number("SLURM_PROCID"),
+            size=size,
+            local_rank=number("SLURM_LOCALID", "0"),
+            local_size=-(-size // nodes),
+            node_rank=number("SLURM_NODEID", "0"),
+            launcher="slurm",
+            node_count=nodes,
         )
-    return World()
-
-
-def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = environ.get(name, default)
-    if text is None or not text.lstrip("-").isdigit():
-        raise ConfigError(
-            f"the environment variable {name} is {text!r}, not a number",
-            why="the launcher sets it for every rank",
-            fix="start the ranks with torchrun, srun or `lockstep train --devices …`, or unset RANK and WORLD_SIZE",
-        )
-    return int(text)
-
-
-def _checked(world: World) -> World:
+    else:
+        return World()
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
         raise ConfigError(
             f"rank {world.rank} of {world.size} (local {world.local_rank} of {world.local_size}) cannot be",

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from lockstep.errors import ConfigError, DataError, many
-from lockstep.planning.decision import Decision, Decisions, Frozen, by_key
+from lockstep.planning.decision import Decisions, Frozen, by_key, decide
 
 Span = tuple[int, int]
 Tail = Literal["spread", "merge", "drop"]
@@ -148,19 +148,33 @@ def resolve_batch(
         DataError: fewer samples than one step needs.
     """
     devices = ranks * devices_per_rank
-    if global_batch_size is None:
-        whole = batch_size * devices * accumulate
-        sizes = {"global_batch": whole, "batch_size": batch_size, "accumulate": accumulate}
+    reasons = dict.fromkeys(("batch_size", "accumulate"), "as configured")
+    per_device, global_batch = f"{batch_size} per device × {many(devices, 'device')}", global_batch_size
+    reasons["global_batch"] = f"{per_device} × {many(accumulate, 'micro-batch')}"
+    if global_batch is None:
+        global_batch = batch_size * devices * accumulate
+    elif global_batch < devices:
+        raise ConfigError(
+            f"global batch {global_batch} cannot be shared by {devices} devices",
+            why="each device needs at least one sample of every full step",
+            fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
+        )
+    else:  # in micro-batches of at most ``batch_size`` samples, as few and as even as can be
+        share = -(-global_batch // devices)
+        accumulate = -(-share // batch_size)
+        batch_size = -(-share // accumulate)
+        uneven = f", unevenly ({global_batch // devices} or {share} each)" if global_batch % devices else ""
+        in_parts = f"{share} in {many(accumulate, 'micro-batch')}"
         reasons = {
-            "global_batch": f"{batch_size} per device × {many(devices, 'device')} × {many(accumulate, 'micro-batch')}",
-            "batch_size": "as configured",
-            "accumulate": "as configured",
+            "global_batch": f"held at {global_batch} and shared by {many(devices, 'device')}{uneven}",
+            "batch_size": f"a device's share of {in_parts} of no more than the set size",
+            "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
         }
-    else:
-        sizes, reasons = _shared(global_batch_size, batch_size, devices)
     plan = BatchPlan(
         samples=samples,
-        **sizes,
+        global_batch=global_batch,
+        batch_size=batch_size,
+        accumulate=accumulate,
         ranks=ranks,
         devices_per_rank=devices_per_rank,
         lanes=lanes,
@@ -171,33 +185,13 @@ def resolve_batch(
     reasons["tail"] = _check_tail(plan)
     if even:
         plan = _even(plan, reasons)
-    return plan, by_key(
-        Decision(key, key.replace("_", " "), getattr(plan, key), reasons[key])
-        for key in ("global_batch", "batch_size", "accumulate", "tail")
-    )
-
-
-def _shared(global_batch: int, limit: int, devices: int) -> tuple[dict[str, int], dict[str, str]]:
-    """``global_batch`` in micro-batches of at most ``limit`` samples, as few and as even as can be."""
-    if global_batch < devices:
-        raise ConfigError(
-            f"global batch {global_batch} cannot be shared by {devices} devices",
-            why="each device needs at least one sample of every full step",
-            fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
-        )
-    share = -(-global_batch // devices)
-    accumulate = -(-share // limit)
-    uneven = "" if global_batch % devices == 0 else f", unevenly ({global_batch // devices} or {share} each)"
-    return {"global_batch": global_batch, "batch_size": -(-share // accumulate), "accumulate": accumulate}, {
-        "global_batch": f"held at {global_batch} and shared by {many(devices, 'device')}{uneven}",
-        "batch_size": f"a device's share of {share} in {many(accumulate, 'micro-batch')} of no more than the set size",
-        "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
-    }
+    keys = ("global_batch", "batch_size", "accumulate", "tail")
+    return plan, by_key(decide(key, (True, getattr(plan, key), reasons[key])) for key in keys)
 
 
 def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
     """``plan`` with a part for every micro-batch of every rank in each step, the last one of an epoch included."""
-    fits = plan.global_batch // (plan.ranks * plan.least_part)
+    fits, accumulate = plan.global_batch // (plan.ranks * plan.least_part), plan.accumulate
     if fits == 0:
         raise ConfigError(
             f"a global batch of {plan.global_batch} cannot be shared by {plan.ranks} ranks",
@@ -205,29 +199,30 @@ def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
             fix=f"use at most {many(plan.global_batch // plan.least_part, 'device')}, "
             f"or a global batch (batch size × devices × accumulation) of at least {plan.ranks * plan.least_part}",
         )
-    if fits < plan.accumulate:
+    if fits < accumulate:
         share = -(-plan.global_batch // plan.ranks)
         reasons["accumulate"] = (
-            f"{fits} instead of {plan.accumulate}: every micro-batch of every rank must have at least "
+            f"{fits} instead of {accumulate}: every micro-batch of every rank must have at least "
             f"{many(plan.least_part, 'sample')}, and of a step's some rank has only {plan.global_batch // plan.ranks}"
         )
         reasons["batch_size"] = f"a rank's share of {share} in {many(fits, 'micro-batch')}"
         size = -(-share // (fits * plan.devices_per_rank))
         plan = plan.model_copy(update={"accumulate": fits, "batch_size": size})
     least = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
+    rest = plan.samples % plan.global_batch
     if plan.samples < least:
         raise DataError(
             f"the training set has {many(plan.samples, 'sample')}",
             why=f"one step of {many(plan.ranks, 'rank')} × {many(plan.accumulate, 'micro-batch')} needs {least}",
             fix="use fewer devices or less accumulation",
         )
-    rest = plan.samples % plan.global_batch
     if plan.tail == "spread" and 0 < rest < least:
         reasons["tail"] = f"the last {rest} samples join the step before: they are too few for all ranks"
     return plan.model_copy(update={"least_window": least})
 
 
 def _check_tail(plan: BatchPlan) -> str:
+    """What becomes of the last, short batch of an epoch."""
     if plan.global_batch < plan.least_window:
         raise ConfigError(
             f"a global batch of {plan.global_batch} is too small for a model with BatchNorm",
@@ -249,10 +244,10 @@ def _check_tail(plan: BatchPlan) -> str:
         )
     if rest == 0:
         return f"{plan.samples} samples fill every step of {plan.global_batch}; there is no short batch"
-    if plan.tail == "drop":
-        return f"the last {rest} samples of each epoch are left out, as configured"
-    if plan.tail == "merge":
-        return f"the last {rest} samples join the step before, as configured"
-    if rest < plan.least_window:
+    if plan.tail == "spread" and rest < plan.least_window:
         return f"the last {rest} sample joins the step before: BatchNorm cannot take one sample alone"
-    return f"the last {rest} samples form a smaller batch, split across ranks; nothing is dropped"
+    return {
+        "drop": f"the last {rest} samples of each epoch are left out, as configured",
+        "merge": f"the last {rest} samples join the step before, as configured",
+        "spread": f"the last {rest} samples form a smaller batch, split across ranks; nothing is dropped",
+    }[plan.tail]

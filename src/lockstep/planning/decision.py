@@ -38,17 +38,38 @@ class Decision:
 
     def __post_init__(self) -> None:
         if not self.shown:
-            object.__setattr__(self, "shown", _shown(self.value))
-
-
-def _shown(value: Value) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            texts = {True: "on", False: "off", None: "none"}
+            named = self.value is None or isinstance(self.value, bool)
+            number = f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
+            object.__setattr__(self, "shown", texts[self.value] if named else number)
 
 
 #: Decisions by key, in reading order.
 Decisions = dict[str, Decision]
+
+
+#: Where the title is not the key.
+TITLES = {
+    "averaging": "averaged weights",
+    "channels_last": "layout of convolutions",
+    "cuda_graphs": "CUDA graphs",
+    "data_device": "training data",
+    "layer_decay": "rates by depth",
+    "lr": "learning rate",
+    "matmul_precision": "float32 products",
+    "one_message": "gradients",
+    "warmup": "warm-up",
+    "workers": "loader",
+}
+
+
+def decide(key: str, *rules: tuple[object, Value, str], shown: Mapping[Value, str] | None = None) -> Decision:
+    """The decision of the first rule that applies: (whether it does, the value, the reason).
+
+    ``shown``: values as users read them.
+    """
+    value, reason = next((value, reason) for applies, value, reason in rules if applies)
+    return Decision(key, TITLES.get(key, key.replace("_", " ")), value, reason, (shown or {}).get(value, ""))
 
 
 def by_key(decisions: Iterable[Decision]) -> Decisions:
@@ -57,13 +78,7 @@ def by_key(decisions: Iterable[Decision]) -> Decisions:
 
 #: Titles of 0.1 whose key is another word, and the fields that held the value of a decision then.
 _OLD_KEYS = {"learning rate": "lr", "loader": "workers"}
-_OLD_FIELDS = {
-    "threads": "threads",
-    "steps": "total_steps",
-    "sync_batchnorm": "sync_batchnorm",
-    "reproducibility": "reproducibility",
-    "checkpoints": "sharded_checkpoints",
-}
+_OLD_FIELDS = {"steps": "total_steps", "checkpoints": "sharded_checkpoints"}
 
 
 def upgraded(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +93,8 @@ def upgraded(plan: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for old in plan.pop("choices"):
         key = _OLD_KEYS.get(old["name"], old["name"].replace(" ", "_"))
-        value = plan.get(_OLD_FIELDS.get(key, ""), old["value"])
+        is_field = key in ("steps", "threads", "sync_batchnorm", "reproducibility", "checkpoints")
+        value = plan.get(_OLD_FIELDS.get(key, key), old["value"]) if is_field else old["value"]
         found[key] = {"key": key, "title": old["name"], "value": value, "reason": old["reason"], "shown": old["value"]}
     notes = [{"key": "", "text": note, "level": "info"} for note in plan.get("notes", ())]
     return {**plan, "decisions": found, "notes": notes}

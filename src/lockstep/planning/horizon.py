@@ -6,12 +6,16 @@ import math
 from dataclasses import replace
 from typing import Literal, NamedTuple, cast
 
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, SchedulerConfig
+from lockstep.errors import many
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
-from lockstep.planning.decision import Decision
+from lockstep.planning.decision import Decision, decide
 from lockstep.planning.plan import ResumePoint, TaskFacts
-from lockstep.planning.schedule import Schedule, resolve_schedule, warmup_notes
+from lockstep.planning.schedule import Schedule
+
+#: Default length of the warm-up, in epochs; and of ``onecycle`` the share of the run in which the rate rises.
+WARMUP_EPOCHS, ONE_CYCLE_RISE = 2, 0.3
 
 
 class Course(NamedTuple):
@@ -27,29 +31,25 @@ def resolve_course(config: RunConfig, batch: BatchPlan, resume: ResumePoint | No
     """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left to do."""
     own_lr = facts.optimizer_lr
     base_lr = config.optimizer.lr if own_lr is None else own_lr
-    rate, notes = scale_lr(
-        base_lr,
-        config.optimizer.lr_scaling,
-        global_batch=batch.global_batch,
-        base_batch=config.optimizer.base_batch_size or config.training.batch_size,
-    )
+    base_batch = config.optimizer.base_batch_size or config.training.batch_size
+    scaling = config.optimizer.lr_scaling
+    rate, notes = scale_lr(base_lr, scaling, global_batch=batch.global_batch, base_batch=base_batch)
     lr = cast(float, rate.value)
     if own_lr is not None:
         own = "the task's own optimizer (its first parameter group)"
         rate = replace(rate, reason=own if lr == base_lr else f"{own}: {rate.reason}")
     epochs, total, offset, reason = _length(config, batch, resume)
-    schedule, scheduled = resolve_schedule(
-        config.scheduler,
-        lr=lr,
-        scale=lr / base_lr,
-        total_steps=total + offset,
-        steps_per_epoch=batch.steps_per_epoch,
-        offset=offset,
-    )
+    sizes = {"total_steps": total + offset, "steps_per_epoch": batch.steps_per_epoch}
+    schedule, scheduled = resolve_schedule(config.scheduler, lr=lr, scale=lr / base_lr, offset=offset, **sizes)
     if facts.own_schedule:
         scheduled = [Decision("schedule", "schedule", "task", "the task's scheduler() sets the learning rates")]
-    elif not config.debug.fast_dev_run:
-        notes += warmup_notes(schedule, config.scheduler)
+    elif not config.debug.fast_dev_run and 0 < schedule.total_steps <= schedule.warmup_steps:
+        setting = "--warmup-epochs 0" if config.scheduler.warmup_steps is None else "--set scheduler.warmup_steps=0"
+        text = (
+            f"Warm-up takes all {schedule.total_steps} steps: the learning rate grows to {schedule.lr:g} at the "
+            f"last one, and the schedule never begins. Train longer, or set {setting}."
+        )
+        notes.append(Note("warmup_unfinished", text))
     return Course(epochs, schedule, (Decision("steps", "steps", total, reason), rate, *scheduled), tuple(notes))
 
 
@@ -73,10 +73,9 @@ def _length(config: RunConfig, batch: BatchPlan, resume: ResumePoint | None) -> 
     return t.epochs, total, offset, reason
 
 
-Scaling = Literal["none", "linear", "sqrt"]
-
-
-def scale_lr(lr: float, scaling: Scaling, *, global_batch: int, base_batch: int) -> tuple[Decision, list[Note]]:
+def scale_lr(
+    lr: float, scaling: Literal["none", "linear", "sqrt"], *, global_batch: int, base_batch: int
+) -> tuple[Decision, list[Note]]:
     """The peak learning rate, and a note where the user should consider scaling it.
 
     ``linear``: lr × global / base (Goyal et al. 2017, https://arxiv.org/abs/1706.02677; for SGD).
@@ -88,15 +87,48 @@ def scale_lr(lr: float, scaling: Scaling, *, global_batch: int, base_batch: int)
         global_batch: samples per optimizer step.
         base_batch: samples per optimizer step that ``lr`` was tuned for.
     """
-    ratio, reason, notes = global_batch / base_batch, "as configured; never changed silently", []
-    if scaling == "linear":
-        reason, lr = f"{lr:g} × {global_batch}/{base_batch} (linear scaling)", lr * ratio
-    elif scaling == "sqrt":
-        reason, lr = f"{lr:g} × √({global_batch}/{base_batch}) (square-root scaling)", lr * math.sqrt(ratio)
-    elif ratio > 1:
-        text = (
-            f"The global batch is {global_batch}, {ratio:g} × {base_batch}. The learning rate stays {lr:g}; "
-            f"linear scaling would set {lr * ratio:g} (--lr-scaling linear), with warm-up."
-        )
-        notes.append(Note("lr_not_scaled", text))
-    return Decision("lr", "learning rate", lr, reason), notes
+    ratio, by = global_batch / base_batch, f"{global_batch}/{base_batch}"
+    rate = decide(
+        "lr",
+        (scaling == "linear", lr * ratio, f"{lr:g} × {by} (linear scaling)"),
+        (scaling == "sqrt", lr * math.sqrt(ratio), f"{lr:g} × √({by}) (square-root scaling)"),
+        (True, lr, "as configured; never changed silently"),
+    )
+    if scaling != "none" or ratio <= 1:
+        return rate, []
+    text = (
+        f"The global batch is {global_batch}, {ratio:g} × {base_batch}. The learning rate stays {lr:g}; "
+        f"linear scaling would set {lr * ratio:g} (--lr-scaling linear), with warm-up."
+    )
+    return rate, [Note("lr_not_scaled", text)]
+
+
+def resolve_schedule(
+    config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, scale: float = 1.0, offset: int = 0
+) -> tuple[Schedule, list[Decision]]:
+    """The schedule of a run, and the decisions about it and its warm-up."""
+    given, per_epoch = config.warmup_epochs, f"of {steps_per_epoch} steps"
+    usual = min(WARMUP_EPOCHS * steps_per_epoch, total_steps // 10)
+    rise = f"onecycle rises for {ONE_CYCLE_RISE:.0%} of the run"
+    wanted = decide(
+        "warmup",
+        (config.warmup_steps is not None, config.warmup_steps, "as configured"),
+        (given == 1, steps_per_epoch, f"as configured: 1 epoch {per_epoch}"),
+        (given is not None, round((given or 0) * steps_per_epoch), f"as configured: {given or 0:g} epochs {per_epoch}"),
+        (config.name == "onecycle", round(ONE_CYCLE_RISE * total_steps), rise),
+        (True, usual, f"{WARMUP_EPOCHS} epochs {per_epoch}, at most a tenth of the run"),
+    )
+    warmup, reason = cast(int, wanted.value), wanted.reason
+    if warmup > total_steps:
+        warmup, reason = total_steps, f"{reason}; limited to the {total_steps} steps of the run"
+    sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup}
+    schedule = Schedule(**{**config.model_dump(), **sizes}, lr=lr, scale=scale, offset=offset)
+    ends = {
+        "wsd": f", constant, then down to {config.min_lr:g} in the last {config.decay_share:.0%}",
+        "plateau": f", times {config.gamma:g} after more than {config.patience} evaluations without improvement",
+    }
+    over = f"as configured, over {total_steps} optimizer steps{ends.get(config.name, '')}"
+    return schedule, [
+        Decision("schedule", "schedule", config.name, over),
+        replace(wanted, value=warmup, reason=reason, shown=many(warmup, "step")),
+    ]

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lockstep.config import DataConfig, RunConfig
-from lockstep.config.sections import OptimizerConfig, TrainingConfig
-from lockstep.errors import ConfigError, UnsupportedError, many
-from lockstep.planning.decision import Decision, by_key
+from lockstep.config import DataConfig, OptimizerConfig, RunConfig
+from lockstep.config.sections import TrainingConfig
+from lockstep.errors import ConfigError, many
+from lockstep.planning.decision import Decision, decide
+from lockstep.planning.notes import refuse
 from lockstep.planning.plan import MEASURED, LoaderFacts, LoaderPlan, Plan, TaskFacts
 
 #: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
@@ -33,28 +34,20 @@ class Recommendation(NamedTuple):
 def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
     """How many loader processes to use, and why: the fewest that keep up with the step, else the fastest.
 
-    Args:
-        rates: samples per second by number of workers; at least one.
-        demand: samples per second that the step would take if it never waited.
+    ``rates``: samples per second by number of workers. ``demand``: those that the step would take if it never waited.
     """
-    enough = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
-    if enough:
-        few = enough[0]
-        return Recommendation(
-            few, "compute", f"{_load(few, rates[few])}, a step needs {demand:,.0f}: more would only take cores from it"
-        )
     fastest = max(rates.values())
-    best = min(workers for workers, rate in rates.items() if rate >= CLOSE * fastest)
+    enough = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
+    best = enough[0] if enough else min(workers for workers, rate in rates.items() if rate >= CLOSE * fastest)
+    loads = f"{best} worker{' loads' if best == 1 else 's load'} {rates[best]:,.0f} samples/s"
+    if enough:
+        reason = f"{loads}, a step needs {demand:,.0f}: more would only take cores from it"
+        return Recommendation(best, "compute", reason)
     if rates[best] >= demand:
-        bound, end = "compute", f"just enough for the {demand:,.0f} that a step needs"
-    else:
-        waits = 1 - rates[best] / demand
-        bound, end = "data", f"a step needs {demand:,.0f}: training waits for data {waits:.0%} of the time"
-    return Recommendation(best, bound, f"{_load(best, rates[best])}, no number is faster; {end}")
-
-
-def _load(workers: int, rate: float) -> str:
-    return f"{workers} worker{' loads' if workers == 1 else 's load'} {rate:,.0f} samples/s"
+        reason = f"{loads}, no number is faster; just enough for the {demand:,.0f} that a step needs"
+        return Recommendation(best, "compute", reason)
+    waits = f"training waits for data {1 - rates[best] / demand:.0%} of the time"
+    return Recommendation(best, "data", f"{loads}, no number is faster; a step needs {demand:,.0f}: {waits}")
 
 
 def worker_counts(cores: int) -> list[int]:
@@ -76,11 +69,24 @@ def resolve_loader(
 ) -> tuple[LoaderPlan, Decision]:
     """The input pipeline of each rank, and the decision on its worker processes.
 
-    Args:
-        cores: CPU cores that this node may use.
-        pin_memory: whether page-locked host memory helps, where ``data`` does not say.
+    ``cores``: that this node may use. ``pin_memory``: whether it helps, where ``data`` does not say.
     """
-    workers, most, reason = _workers(data, facts, cores, local_ranks)
+    given, later = data.num_workers, f"worker processes would share the position in {facts.read_file}, "
+    automatic = automatic_workers(cores, local_ranks)
+    shares = f"{cores} cores for {many(local_ranks, 'rank')}, one left for the step, 2 to 4 each"
+    chosen = decide(
+        "workers",
+        (facts.streams, 0, "one process of each node reads the stream"),
+        (isinstance(given, int), given, "as configured"),
+        (facts.whole_batches, 0, "the data set returns whole batches from memory"),
+        (facts.read_file is not None, 0, f"{later}which the data set has open"),
+        (not facts.opens_files, None, "worker processes are started if the first steps show that they are faster"),
+        # A process that is started after the first sample would share what is open.
+        (facts.quick_samples, 0, "a sample is made in less time than another process needs to hand it over"),
+        (True, automatic, f"reading opens files; {shares}"),
+    )
+    workers = int(chosen.value or 0)
+    most = max(0, min(MOST_WORKERS, cores // local_ranks)) if chosen.value is None else workers
     loader = LoaderPlan(
         num_workers=workers,
         most_workers=most,
@@ -88,29 +94,8 @@ def resolve_loader(
         persistent_workers=most > 0 if data.persistent_workers is None else data.persistent_workers,
         pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
     )
-    shown = f"{workers} worker{'s' * (workers != 1)}" + (f" at first, up to {most}" if most > workers else "")
-    return loader, Decision("workers", "loader", workers, reason, shown)
-
-
-def _workers(data: DataConfig, facts: TaskFacts, cores: int, local_ranks: int) -> tuple[int, int, str]:
-    """Loader processes of each rank: at first, and at most, if the first batches show that they help; and why."""
-    if facts.streams:
-        return 0, 0, "one process of each node reads the stream"
-    if isinstance(data.num_workers, int):
-        return data.num_workers, data.num_workers, "as configured"
-    if facts.whole_batches:
-        return 0, 0, "the data set returns whole batches from memory"
-    if facts.read_file is not None:
-        return 0, 0, f"worker processes would share the position in {facts.read_file}, which the data set has open"
-    if not facts.opens_files:
-        most = max(0, min(MOST_WORKERS, cores // local_ranks))
-        return 0, most, "worker processes are started if the first steps show that they are faster"
-    # A process that is started after the first sample would share what is open.
-    if facts.quick_samples:
-        return 0, 0, "a sample is made in less time than another process needs to hand it over"
-    workers = automatic_workers(cores, local_ranks)
-    reason = f"reading opens files; {cores} cores for {many(local_ranks, 'rank')}, one left for the step, 2 to 4 each"
-    return workers, workers, reason
+    shown = many(workers, "worker") + (f" at first, up to {most}" if most > workers else "")
+    return loader, replace(chosen, value=workers, shown=shown)
 
 
 def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> int:
@@ -124,49 +109,39 @@ def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> i
     """
     compute_s = step_s - load_s
     handed_s = load_s + HANDOVER_S + batch_bytes / HANDOVER_BYTES_S
-
-    def expected(workers: int) -> float:
-        return max(compute_s, handed_s / workers, (compute_s + handed_s) / max(most, 1))
-
-    best = min(map(expected, range(1, most + 1)), default=step_s)
+    expected = {n: max(compute_s, handed_s / n, (compute_s + handed_s) / most) for n in range(1, most + 1)}
+    best = min(expected.values(), default=step_s)
     if best > 0.8 * step_s:
         return 0
-    return next(workers for workers in range(1, most + 1) if expected(workers) <= best / CLOSE)
+    return next(workers for workers, seconds in expected.items() if seconds <= best / CLOSE)
 
 
 def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:
     """``decision``, or what the module and its ``loader`` decide instead."""
-    if decision.key in {"lr", "schedule"}:
-        return _its_own(decision, "the module's configure_optimizers() sets it")
-    if decision.key == "workers":
-        return _its_own(decision, "the module's own DataLoader sets its workers")
+    own = {
+        "lr": "the module's configure_optimizers() sets it",
+        "schedule": "the module's configure_optimizers() sets it",
+        "workers": "the module's own DataLoader sets its workers",
+        **({"order": "the loader's own, which only one device can keep"} if loader.batches is not None else {}),
+    }
+    if decision.key in own:
+        return replace(decision, value=None, shown="its own", reason=own[decision.key])
     if decision.key == "batch_size" and decision.value == loader.batch_size:
         return replace(decision, reason="set by the module's DataLoader")
-    if decision.key == "order" and loader.batches is not None:
-        return _its_own(decision, "the loader's own, which only one device can keep")
-    if decision.key == "order" and not loader.shuffle:
-        reason = "the DataLoader does not shuffle: index order"
-        return replace(decision, value="index", shown="index", reason=reason)
-    if decision.key == "order":
+    if decision.key == "order" and loader.shuffle:
         return replace(decision, reason="the DataLoader shuffles: Lockstep shuffles again in each epoch")
+    if decision.key == "order":
+        return decide("order", (True, "index", "the DataLoader does not shuffle: index order"))
     return decision
 
 
-def _its_own(decision: Decision, reason: str) -> Decision:
-    return replace(decision, value=None, shown="its own", reason=reason)
-
-
 def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | None, devices: int) -> TrainingConfig:
-    """The training section with the sizes of ``loader``.
-
-    Args:
-        held: the global batch that is fixed, if any.
-        devices: of all ranks.
+    """The training section with the sizes of ``loader``; ``held``: the global batch, if it is fixed.
 
     Raises:
         ConfigError, UnsupportedError: settings that a ``LightningModule`` cannot have.
     """
-    t = config.training
+    t, why = config.training, "its steps belong to the module and Lightning's Trainer"
     refused = {
         "reproducibility: exact": t.reproducibility == "exact",
         "training.compile": t.compile,
@@ -176,59 +151,42 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
         "telemetry.record_samples": config.telemetry.record_samples,
         "data.bucketing on": config.data.bucketing == "on",
     }
-    for name, asked in refused.items():
-        if asked:
-            raise UnsupportedError(
-                f"{name} is incompatible with a LightningModule",
-                why="its steps belong to the module and Lightning's Trainer",
-                fix="remove it, or write a lockstep.Task",
-            )
-    batch_size = loader.batch_size
-    if loader.whole_steps:
-        if t.accumulate > 1:
-            raise ConfigError(
-                "training.accumulate is set, but the module optimizes manually",
-                why="with automatic_optimization = False it takes its steps itself",
-                fix="leave it out",
-            )
-        batch_size = batch_size if held is None else -(-held // devices)
+    asked = {name: (is_set, why) for name, is_set in refused.items()}
+    refuse("a LightningModule", asked, "remove it, or write a lockstep.Task")
+    if loader.whole_steps and t.accumulate > 1:
+        raise ConfigError(
+            "training.accumulate is set, but the module optimizes manually",
+            why="with automatic_optimization = False it takes its steps itself",
+            fix="leave it out",
+        )
     if loader.batches is not None and loader.batches % t.accumulate:
         raise ConfigError(
             f"training.accumulate={t.accumulate} does not divide the {loader.batches} batches of an epoch",
             why="the training loader keeps its own order, so its batches are not divided again",
             fix="set it to a divisor",
         )
-    tail = "drop" if loader.drop_last else t.tail
-    return t.model_copy(update={"batch_size": batch_size, "tail": tail})
+    batch_size = -(-held // devices) if loader.whole_steps and held is not None else loader.batch_size
+    return t.model_copy(update={"batch_size": batch_size, "tail": "drop" if loader.drop_last else t.tail})
 
 
 def of_session(plan: Plan, schedule: str) -> Plan:
     """``plan`` with the decisions that the loop takes itself, and without notes on settings that it does not use.
 
-    Args:
-        schedule: what sets the learning rates.
+    ``schedule``: what sets the learning rates.
     """
-
-    def own(decision: Decision) -> Decision:
-        if decision.key == "lr":
-            return replace(decision, reason="the loop's own optimizer (its first parameter group)")
-        if decision.key == "schedule":
-            return replace(decision, value="loop", shown="loop", reason=schedule)
-        return decision
-
     unused = ("warmup", "monitor", "weight_decay", *MEASURED)
-    decisions = by_key(own(d) for d in plan.decisions.values() if d.key not in unused)
+    decisions = {key: decision for key, decision in plan.decisions.items() if key not in unused}
+    decisions["lr"] = replace(decisions["lr"], reason="the loop's own optimizer (its first parameter group)")
+    decisions["schedule"] = decide("schedule", (True, "loop", schedule))
     notes = tuple(note for note in plan.notes if not note.key.startswith(("lr_", "warmup", "optimizer", "schedule")))
     return plan.model_copy(update={"decisions": decisions, "notes": notes})
 
 
 def sized(config: RunConfig, *, has_batch_size: bool, ranks: int, accumulate: int | None, lr: float) -> RunConfig:
-    """``config`` with the sizes of a loop over batches.
+    """``config`` with the sizes of a loop over batches, and the learning rate of its first optimizer.
 
-    Args:
-        has_batch_size: whether the user has set ``training.batch_size``; else a rank's share is one micro-batch for
-            each of ``accumulate``.
-        lr: of the loop's first optimizer.
+    ``has_batch_size``: the user has set ``training.batch_size``; else a rank's share is one micro-batch for each of
+    ``accumulate``.
     """
     training = config.training
     parts, update = training.accumulate if accumulate is None else accumulate, dict[str, Any]()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lockstep.config.sections import DataConfig
 from lockstep.errors import ConfigError
 from lockstep.events import Note
-from lockstep.planning.decision import Decision, Frozen
+from lockstep.planning.decision import Decision, Frozen, decide
 
 #: Samples of a default window: wide enough for little padding, narrow enough to mix a large data set.
 WINDOW = 4096
@@ -39,12 +39,11 @@ class SamplingFacts(Frozen):
 
 
 class OrderPlan(Frozen):
-    """Sizes in samples; all ``None`` when the order is a plain shuffle.
+    """Sizes in samples; all ``None`` when the order is a plain shuffle. A resume keeps all of it.
 
     ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are split into
     ``lanes`` strided parts (virtual ranks), so that parts that run at the same time have equal work.
-    ``sampling``: how samples are chosen, with a ``digest`` of the weights; ``positions``: of an epoch. A resume keeps
-    all of it.
+    ``sampling``: how samples are chosen, with a ``digest`` of the weights; ``positions``: of an epoch.
     """
 
     window: int | None = None
@@ -80,8 +79,7 @@ def resolve_order(
     """The order of a run, and the decision.
 
     Args:
-        samples: of the training set.
-        sampling: how they are chosen; ``None``: each once an epoch.
+        samples: of the training set. sampling: how they are chosen; ``None``: each once an epoch.
         lengths: whether the task gives the length of each.
         held: that of the run, on resume.
 
@@ -89,11 +87,28 @@ def resolve_order(
         ConfigError: sizes that do not fit, lengths that are missing, or a change of the order on resume.
     """
     chosen, given = _sampled(config, samples, sampling)
-    order, reason = _order(config, chosen.positions or samples, lengths, lanes, chosen, held)
-    reason = f"{given}; {reason}" if given else reason
-    return order, Decision(
-        "order", "order", "bucketed" if order.bucketed else order.sampling or "shuffled", reason, str(order)
-    )
+    bucketing, positions = config.bucketing, chosen.positions or samples
+    if bucketing == "on" and not lengths and held is None:
+        raise ConfigError(
+            "data.bucketing is on, but the task gives no lengths",
+            why="an order by length needs one number per training sample",
+            fix="return them from Task.lengths(), or set data.bucketing=auto",
+        )
+    if held is not None:
+        _check_held(config, positions, chosen, held)
+        order, reason = held, "as the run began: another order would repeat some samples and leave others out"
+    elif bucketing == "off" or not lengths:
+        order = chosen
+        reason = "data.bucketing is off" if bucketing == "off" else "auto: the task gives no lengths of its samples"
+    else:
+        window, block = _sizes(config, positions)
+        order = chosen.model_copy(update={"window": window, "block": block, "lanes": lanes})
+        asked = "data.bucketing is on" if bucketing == "on" else "auto: the task gives the lengths of its samples"
+        is_set = config.bucket_window or config.bucket_block
+        reason = f"{asked}; {'sizes as configured' if is_set else f'the default sizes for {positions} samples'}"
+        reason += ", on any devices"
+    kind = "bucketed" if order.bucketed else order.sampling or "shuffled"
+    return order, decide("order", (True, kind, f"{given}; {reason}" if given else reason), shown={kind: str(order)})
 
 
 def _sampled(config: DataConfig, samples: int, sampling: SamplingFacts | None) -> tuple[OrderPlan, str]:
@@ -113,38 +128,12 @@ def _sampled(config: DataConfig, samples: int, sampling: SamplingFacts | None) -
     return OrderPlan(sampling=sampling.kind, digest=sampling.digest, positions=length), why
 
 
-def _order(
-    config: DataConfig, samples: int, lengths: bool, lanes: int, chosen: OrderPlan, held: OrderPlan | None
-) -> tuple[OrderPlan, str]:
-    if held is not None:
-        _check_held(config, samples, chosen, held)
-        return held, "as the run began: another order would repeat some samples and leave others out"
-    if config.bucketing == "off":
-        return chosen, "data.bucketing is off"
-    if not lengths:
-        if config.bucketing == "on":
-            raise ConfigError(
-                "data.bucketing is on, but the task gives no lengths",
-                why="an order by length needs one number per training sample",
-                fix="return them from Task.lengths(), or set data.bucketing=auto",
-            )
-        return chosen, "auto: the task gives no lengths of its samples"
-    window, block = _sizes(config, samples)
-    given = config.bucket_window or config.bucket_block
-    sizes = "sizes as configured" if given else f"the default sizes for {samples} samples"
-    asked = "data.bucketing is on" if config.bucketing == "on" else "auto: the task gives the lengths of its samples"
-    return chosen.model_copy(
-        update={"window": window, "block": block, "lanes": lanes}
-    ), f"{asked}; {sizes}, on any devices"
-
-
 def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iterator[Note]:
     """Notes on bucketing settings that have no effect, or reduce padding less than they could."""
-    if order.block is None:
-        if config.bucket_window or config.bucket_block:
-            text = "data.bucket_window and data.bucket_block have no effect: the order is not by length."
-            yield Note("settings_unused", text)
-    elif global_batch > order.block:
+    if order.block is None and (config.bucket_window or config.bucket_block):
+        text = "data.bucket_window and data.bucket_block have no effect: the order is not by length."
+        yield Note("settings_unused", text)
+    elif order.block is not None and global_batch > order.block:
         yield Note(
             "small_blocks",
             f"A step of {global_batch} samples spans several blocks of {order.block}, whose lengths differ: "
@@ -169,26 +158,23 @@ def _sizes(config: DataConfig, samples: int) -> tuple[int, int]:
         window = WINDOW
         while window > MIN_WINDOW_SAMPLES and samples < MIN_WINDOWS * window:
             window //= 2
-    if window is None:
-        assert block is not None
-        window = BLOCKS * block
-    if block is None:
-        block = max(1, window // BLOCKS)
+    window = window or BLOCKS * (block or 1)
+    block = block or max(1, window // BLOCKS)
     check_sizes(window, block)
     return window, block
 
 
 def _check_held(config: DataConfig, samples: int, chosen: OrderPlan, held: OrderPlan) -> None:
-    asked = held
+    """Refuse settings that ask for another order than the run has."""
+    sizes: dict[str, int | None] = {}
     if held.bucketed and config.bucketing == "off":
-        asked = held.model_copy(update={"window": None, "block": None, "lanes": None})
+        sizes = {"window": None, "block": None, "lanes": None}
     elif held.bucketed:
         sizes = {"window": config.bucket_window or held.window, "block": config.bucket_block or held.block}
-        asked = held.model_copy(update=sizes)
     elif config.bucketing == "on":
-        window, block = _sizes(config, samples)
-        asked = held.model_copy(update={"window": window, "block": block})
-    asked = asked.model_copy(update={name: getattr(chosen, name) for name in ("sampling", "digest", "positions")})
+        sizes = dict(zip(("window", "block"), _sizes(config, samples), strict=True))
+    names = ("sampling", "digest", "positions")
+    asked = held.model_copy(update={**sizes, **{name: getattr(chosen, name) for name in names}})
     if asked != held:
         raise ConfigError(
             f"the run's order is {held}; asked for is {asked}",

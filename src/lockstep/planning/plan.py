@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 from pydantic import model_validator
 
+from lockstep.errors import many
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
 from lockstep.planning.decision import Decision, Frozen, upgraded
@@ -20,10 +21,10 @@ Mode = Literal["min", "max"]
 
 
 class LoaderFacts(Frozen):
-    """The user's ``DataLoader``: samples per device, whether it shuffles, whether it leaves out a short last batch.
+    """The user's ``DataLoader``.
 
-    ``whole_steps``: the module optimizes manually, so that every batch is a step: there is no accumulation.
-    ``batches``: of an epoch of a loader that keeps its own order, on one device.
+    ``whole_steps``: the module optimizes manually, so every batch is a step. ``batches``: of an epoch of a loader that
+    keeps its own order, on one device.
     """
 
     batch_size: int
@@ -36,22 +37,17 @@ class LoaderFacts(Frozen):
 class TaskFacts(Frozen):
     """What the plan must know of a task: sizes of its data and traits of its model.
 
-    ``whole_batches``: a batch is one gather. ``quick_samples``: of data that reading opens, a sample is made in less
-    time than another process needs to hand it over. ``lengths``: a hash of the lengths of the training samples, if the
-    task gives them. ``sampling``: how they are chosen. ``remarks``: what their data sets say of themselves.
-    ``loader``: the training loader that a ``LightningModule`` brings.
-    ``optimizer_lr``: the learning rate of the task's own optimizer, if it has one: of the first group whose is not 0.
-    ``own_schedule``: the task makes a scheduler for its optimizer.
-    ``monitor``: the task's metric that evaluations are judged by, and its mode. ``fingerprint``: length and content of
-    the training data; ``unstable``: the parts of samples that it leaves out, as they differ each time they are read.
-    ``read_file``: a file that the data set has open, whose position moves when a sample is read, so that worker
-    processes would move it for each other. ``opens_files``: reading samples has opened files or connections,
-    which stay open.
-    ``vectors``: parameters that are no part of a matrix, as those of norms and biases.
-    ``joint_bytes``: of the gradients, where one message can carry them; else 0.
-    ``pads``: the task can fill up a smaller batch. ``convolutions``: the model has 2-D convolutions.
-    ``array_bytes``: of training data that are arrays in memory; else 0.
-    ``multiply_adds``: of a sample's forward pass, rather too many; 0: not known.
+    Of the data: ``whole_batches``: a batch is one gather. ``quick_samples``: one is made in less time than another
+    process needs to hand it over. ``opens_files``: reading opens files or connections, which stay open; ``read_file``:
+    one whose position worker processes would move for each other. ``lengths``, ``fingerprint``: hashes of the lengths
+    and of the content of the training samples; ``unstable``: the parts that differ each time they are read.
+    ``sampling``: how they are chosen. ``remarks``: what the data sets say of themselves. ``array_bytes``: of training
+    data that are arrays in memory. ``loader``: that of a ``LightningModule``.
+
+    Of the model: ``vectors``: parameters of norms and biases. ``joint_bytes``: of gradients that one message can carry.
+    ``multiply_adds``: of a sample's forward pass; 0: not known. ``optimizer_lr``: of the task's own optimizer.
+    ``own_schedule``: the task makes a scheduler. ``monitor``: its metric of evaluations. ``pads``: it can fill up a
+    smaller batch.
     """
 
     name: str
@@ -98,8 +94,7 @@ class Measured(Frozen):
 class ResumePoint(Frozen):
     """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
 
-    ``fingerprint``: of the data it was trained on. ``accept_data``: resume on other data of the same length.
-    ``measured``: what was measured then, which stays on the same devices.
+    ``accept_data``: resume on other data than that of ``fingerprint``. ``measured`` stays on the same devices.
     """
 
     step: int
@@ -115,10 +110,7 @@ class ResumePoint(Frozen):
 
 
 class LoaderPlan(Frozen):
-    """Input pipeline of one rank.
-
-    ``most_workers``: with more than ``num_workers`` of them the loader may start processes after its first batches.
-    """
+    """Input pipeline of a rank: after its first batches the loader may start up to ``most_workers`` processes."""
 
     num_workers: int
     most_workers: int = 0
@@ -157,6 +149,10 @@ class Plan(Frozen):
     def _of_any_version(cls, values: Any) -> Any:
         return upgraded(values) if isinstance(values, dict) else values
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """Of a decision that only some plans have."""
+        return self.decisions[key].value if key in self.decisions else default
+
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
@@ -182,6 +178,16 @@ class Plan(Frozen):
         return bool(self.value("checkpoints"))
 
     @property
+    def one_message(self) -> bool:
+        """Whether ddp reduces all gradients in one message after the backward."""
+        return bool(self.value("one_message"))
+
+    @property
+    def filled_to(self) -> int:
+        """Samples that smaller batches are filled up to, for compiled code; 0: they are not."""
+        return int(self.value("compiled") or 0)
+
+    @property
     def to_measure(self) -> tuple[str, ...]:
         """Keys of the decisions that are still to be measured."""
         return tuple(key for key in MEASURED if self.value(key, "") is None)
@@ -196,20 +202,6 @@ class Plan(Frozen):
     def settled(self, *decisions: Decision) -> Plan:
         """The plan with these decisions, in the places of those with their keys."""
         return self.model_copy(update={"decisions": self.decisions | {each.key: each for each in decisions}})
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """Of a decision that only some plans have."""
-        return self.decisions[key].value if key in self.decisions else default
-
-    @property
-    def one_message(self) -> bool:
-        """Whether ddp reduces all gradients in one message after the backward."""
-        return bool(self.value("one_message"))
-
-    @property
-    def filled_to(self) -> int:
-        """Samples that smaller batches are filled up to, for compiled code; 0: they are not."""
-        return int(self.value("compiled") or 0)
 
     @property
     def world_size(self) -> int:
@@ -238,12 +230,10 @@ class Plan(Frozen):
     @property
     def effective_batch_label(self) -> str:
         """As document and page word it: ``Effective batch size: 64 (32 × 2 GPUs)``."""
-        devices = self.batch.ranks * self.batch.devices_per_rank
-        kind = "GPUs" if self.placement["accelerator"] == "gpu" else "CPU ranks"
-        factors = f"{self.batch.batch_size} × {devices} {kind if devices > 1 else kind.rstrip('s')}"
-        if self.batch.accumulate > 1:
-            factors += f" × {self.batch.accumulate} micro-batches"
-        return f"Effective batch size: {self.batch.global_batch} ({factors})"
+        batch, devices = self.batch, self.batch.ranks * self.batch.devices_per_rank
+        kind = "GPU" if self.placement["accelerator"] == "gpu" else "CPU rank"
+        parts = f" × {batch.accumulate} micro-batches" if batch.accumulate > 1 else ""
+        return f"Effective batch size: {batch.global_batch} ({batch.batch_size} × {many(devices, kind)}{parts})"
 
     def as_dict(self) -> dict[str, Any]:
         """As ``plan.json`` has it: with what follows from its fields, for readers of the file."""
