@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 
 from lockstep.events import Event
 from lockstep.hardware.device import GpuUser
@@ -57,9 +56,7 @@ class FakeNvml:
     def __enter__(self) -> FakeNvml:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         pass
 
 

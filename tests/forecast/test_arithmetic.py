@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.forecast.footprint import Work
 from lockstep.forecast.collectives import (
     LEVELS,
     Cluster,
@@ -23,6 +22,7 @@ from lockstep.forecast.collectives import (
     cluster_of,
     measured_cluster,
 )
+from lockstep.forecast.footprint import Work
 from lockstep.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
 from lockstep.forecast.project import advise, gpu_machine, seconds
 from lockstep.forecast.scaling import (

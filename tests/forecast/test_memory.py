@@ -19,8 +19,8 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import fetch
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.errors import TaskError, UnsupportedError, UsageError
-from lockstep.forecast.memory import Counting, estimate_memory, print_memory
 from lockstep.forecast.footprint import count_step
+from lockstep.forecast.memory import Counting, estimate_memory, print_memory
 from lockstep.launch.prepare import Prepared, prepare
 
 CASES = {

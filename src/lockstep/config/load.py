@@ -85,11 +85,7 @@ _BY_PEER_NAME = {name: key for key, names in _PEER_NAMES.items() for name in nam
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
-    """Merge nested mappings, later over earlier, and validate the result.
-
-    Raises:
-        ConfigError: an unknown key (with the nearest right one) or a bad value.
-    """
+    """Merge nested mappings, later over earlier, and validate the result. Raises :class:`ConfigError`."""
     merged = _with_current_names(functools.reduce(merge, layers, {}))
     try:
         return RunConfig.model_validate(merged)
@@ -118,9 +114,9 @@ def _report_renamed(old: str, new: str) -> None:
 def load(
     files: Iterable[Path] = (), sets: Iterable[str] = (), overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read files in order (each with its ``defaults:`` first), then ``a.b=c`` pairs, then flags.
+    """Files in order (each with its ``defaults:`` first), then ``a.b=c`` pairs, then flags, merged.
 
-    Returns the merged mapping, not yet validated, so that a task's own defaults can go under it.
+    Not yet validated, so that a task's own defaults can go under it.
     """
     layers = [*(read_file(Path(file)) for file in files), *map(parse_set, sets), overrides or {}]
     return functools.reduce(merge, layers, {})
@@ -210,9 +206,8 @@ for _kind in (_Loader, _Dumper):
 def parse_yaml(text: str | bytes) -> Any:
     """``text`` as plain values; no tag makes an object of a class.
 
-    Raises:
-        yaml.YAMLError: it is not YAML; or it is more than ``MAX_VALUES`` values once its aliases are written out,
-            which a text of a kilobyte can be.
+    Raises ``yaml.YAMLError`` also for more than ``MAX_VALUES`` values once its aliases are written out, which a text of
+    a kilobyte can be.
     """
     try:
         loader = _Loader(text)
@@ -321,7 +316,7 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of a settings model, sections excluded."""
     keys = []
     for name, field in model.model_fields.items():
-        section = field.annotation
+        section: Any = field.annotation
         is_section = isinstance(section, type) and issubclass(section, BaseModel)
         keys += all_keys(section, f"{prefix}{name}.") if is_section else [prefix + name]
     return keys
@@ -335,11 +330,7 @@ def key_for(option: str) -> str | None:
 
 
 def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by short name, key or top-level name as nested mappings.
-
-    Raises:
-        ConfigError: an unknown name; with the most similar one.
-    """
+    """Settings by short name, key or top-level name as nested mappings. Raises :class:`ConfigError`."""
     for name in settings:
         if name not in SHORT_NAMES and "." not in name and name not in RunConfig.model_fields:
             raise ConfigError(f"unknown setting {name!r}", fix=_suggestion(name))

@@ -1,7 +1,7 @@
 """The settings of a run: one frozen section for each owner, composed by :class:`RunConfig`.
 
-Sections hold values and the checks that need nothing but the value. What depends on the machine
-or on the data (is this GPU here, does the batch divide) is decided by ``hardware`` and ``planning``.
+Sections check what needs nothing but the value; what depends on the machine or on the data is decided by ``hardware``
+and ``planning``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TrainingConfig(Section):
     max_time_s: float | None = setting(None, "stop, with a checkpoint, after N seconds", gt=0)
     batch_size: int = setting(32, "samples per device and micro-batch", ge=1)
     global_batch_size: int | None = setting(
-        None, "samples per step over all devices; batch size and accumulation of each follow from it", ge=1
+        None, "samples per step of all devices, and so of each. Unset: batch size x devices x accumulation", ge=1
     )
     accumulate: int = setting(1, "micro-batches per rank and optimizer step", ge=1)
     tail: Literal["spread", "merge", "drop"] = setting(
@@ -205,7 +205,9 @@ class OptimizerConfig(Section):
         json_schema_extra={"enum": list(OPTIMIZERS)},
     )
     lr: float = setting(1e-3, "learning rate per optimizer step; used unchanged unless lr_scaling is set", gt=0)
-    weight_decay: float = setting(1e-4, "decoupled from the gradient in adamw, added to it in adam and sgd", ge=0)
+    weight_decay: float = setting(
+        1e-4, "weight decay, decoupled from the gradient in adamw, added to it in adam and sgd", ge=0
+    )
     weight_decay_on: Literal["all", "matrices"] = setting(
         "all", "matrices: norms and biases (less than two dimensions) have no weight decay"
     )

@@ -111,11 +111,7 @@ _IN_NODE = ("nvlink", "pcie")
 
 
 def cluster_of(names: str, per_node: int) -> Cluster:
-    """``nvlink``, ``25gbe``, or one of each: ``pcie,25gbe``. What is not named: NVLink, and InfiniBand.
-
-    Raises:
-        UsageError: a name that is not known, or two for one level.
-    """
+    """``nvlink``, ``25gbe``, or one of each: ``pcie,25gbe``. What is not named: NVLink, and InfiniBand."""
     if per_node < 1:
         raise UsageError(f"{per_node} GPUs a node make no cluster", fix="take --gpus-per-node 8, or any number from 1")
     wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
@@ -134,8 +130,7 @@ def cluster_of(names: str, per_node: int) -> Cluster:
 def measured_cluster(alpha_s: float, beta_s_per_byte: float, ranks: int, error: float) -> Cluster:
     """From t = α + β·bytes of an all-reduce among ``ranks``, as ``bench comm`` fits it: one level for all devices.
 
-    Args:
-        error: relative error of the fit, the range of both figures.
+    ``error``: relative error of the fit, the range of both figures.
     """
     bandwidth = 2 * (ranks - 1) / ranks / max(beta_s_per_byte, 1e-15)
     hop = alpha_s / (2 * (ranks - 1))

@@ -58,13 +58,9 @@ class Work(NamedTuple):
 class Ledger(TorchDispatchMode):
     """While entered, counts bytes by kind of every storage that operators return, and the work of each operator.
 
-    Args:
-        block: an allocator hands out whole blocks of this number of bytes (512 for torch's on GPUs; 1 counts exactly).
-
-    Attributes:
-        live: bytes by kind now.
-        peak: the same at the moment when their sum was largest since :meth:`reset`.
-        work: of each operator since :meth:`reset`.
+    ``block``: an allocator hands out whole blocks of this number of bytes (512 for torch's on GPUs; 1 counts exactly).
+    ``live``: bytes by kind now; ``peak``: when their sum was largest since :meth:`reset`; ``work``: of operators since
+    then.
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -174,13 +170,10 @@ def count_step(
     block: int = 1,
     recompute: bool = False,
 ) -> Footprint:
-    """Count a training step of ``task`` on ``batch``.
+    """Count a training step of ``task`` on ``batch``, with an allocator as for :class:`Ledger`.
 
-    Args:
-        keep_gradients: gradients have a place of their own during the whole step, as in DDP's buckets and between
-            micro-batches; without it they come into being as activations go.
-        block: as for :class:`Ledger`.
-        recompute: what is inside of fsdp's blocks is computed again in the backward pass.
+    ``keep_gradients``: they have a place of their own during the whole step, as in DDP's buckets and between
+    micro-batches. ``recompute``: what is inside of fsdp's blocks is computed again in the backward pass.
 
     Raises:
         TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
@@ -307,10 +300,7 @@ def count_stages(
 ) -> list[StageCount]:
     """Count each of ``devices`` stages or more on a micro-batch, alone, on what the stage before it returned.
 
-    As in training (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch.
-
-    Raises:
-        TaskError, ConfigError, UnsupportedError: the model cannot be cut so, or a step cannot be counted.
+    As in training (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch. Raises as :func:`count_step`.
     """
 
     def count(batch: Any, fake: FakeTensorMode | None) -> list[StageCount]:

@@ -146,12 +146,8 @@ def counts_beside(gpus: Sequence[int], devices: int) -> list[int]:
 def contention(turns: Sequence[Row], ranks: int, waits: bool) -> float:
     """How many times longer a step takes beside others on one machine: the median over neighbours in time.
 
-    CPU ranks share cores by turns. Those that wait for each other in mid-step wait for whole turns: three ranks on
-    two cores then take twice as long as one, not 1.5 times.
-
-    Args:
-        ranks: on cores of this machine, one thread each; 0 for GPUs.
-        waits: whether there are messages in mid-step that all wait for.
+    CPU ``ranks`` (0 for GPUs) share cores by turns. Those that ``wait`` for each other in mid-step wait for whole
+    turns: three ranks on two cores then take twice as long as one, not 1.5 times.
     """
     shifts = -(-ranks // usable_cores()) if waits else 1
     slower: float = statistics.median(turn["beside_ms"] / turn["alone_ms"] for turn in turns)
@@ -175,9 +171,8 @@ def meeting(turns: Sequence[Row], ranks: int, message_s: float) -> float:
 def jitter(turns: Sequence[Row], alike: bool) -> float:
     """Standard deviation, in seconds, by which steps of ranks at the same time differ, from its quartiles.
 
-    Args:
-        turns: of one device; the same steps in each.
-        alike: the ranks' parts of a step are equal work, so what differs from step to step is not jitter.
+    ``turns``: of one device; the same steps in each. ``alike``: the ranks' parts of a step are equal work, so what
+    differs from step to step is not jitter.
     """
     times = np.array([turn["times_ms"] for turn in turns]) / 1e3
     if not alike or len(times) == 1:

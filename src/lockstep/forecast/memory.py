@@ -45,15 +45,11 @@ def total(kinds: Mapping[str, float]) -> float:
 def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool, offloaded: bool = False) -> Kinds:
     """The memory of one device with a batch as in ``footprint``.
 
-    With a replicated state it has everything; ddp's gradients are in its buckets during the whole step, so its
-    footprint must be counted with gradients kept. With a sharded one (FSDP2, by block) it has 1/ranks of parameters,
-    gradients and optimizer; also the root's parameters, two gathered blocks (the one in use and the next), and one
-    block's gradients twice (as computed, and as input of the reduce-scatter); or, where that is more, the root's
-    parameters twice (as received, and as used) and a block's.
-
-    Args:
-        ranks: that share one copy of the model (of ``fsdp.sharding: hybrid``: those of a node).
-        offloaded: parameters, gradients and optimizer are in host memory (``fsdp.cpu_offload``).
+    With a replicated state it has everything; ddp's footprint must be counted with gradients kept, as its buckets do.
+    With a sharded one (FSDP2, by block) it has 1/``ranks`` of parameters, gradients and optimizer (none where
+    ``offloaded``); also the root's parameters, two gathered blocks (the one in use and the next), and one block's
+    gradients twice (as computed, and as input of the reduce-scatter); or, where that is more, the root's parameters
+    twice (as received, and as used) and a block's.
     """
     kinds: Kinds = dict(footprint.kinds)
     spec = find_strategy(strategy)
@@ -87,14 +83,10 @@ def _data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bo
 
 
 def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, most: int) -> int:
-    """The largest batch whose memory is within ``limit``, among 1 … ``most``; 0 when none fits.
+    """The largest batch whose memory is within ``limit``, among 1 … ``most``, beginning at ``first``; 0: none fits.
 
     Memory grows with the batch along a convex, piecewise linear curve (it is the highest of many moments, each of
     them linear), so a line through two sizes leads to a candidate, which is then counted itself.
-
-    Args:
-        memory_of: bytes for a batch size.
-        first: where the search begins.
     """
     known = {size: memory_of(size) for size in {min(first, most), min(2 * first, most), 1}}
     if known[1] > limit:
@@ -129,12 +121,7 @@ def choose_strategy(totals: Mapping[str, float], ranks: int, limit: float | None
 
 
 def check_strategy(name: str | None, *, speed: bool = False) -> str | None:
-    """``None`` for ``auto``; ``speed``: its speed is to be predicted, not only its memory.
-
-    Raises:
-        ConfigError: there is no such strategy.
-        UnsupportedError: what it sends in a step is not known.
-    """
+    """``None`` for ``auto``; ``speed``: its speed is to be predicted, too. Raises where that is not known."""
     if name in (None, "auto"):
         return None
     if speed and find_strategy(name).messages is None:
@@ -153,11 +140,7 @@ def gigabytes(size: float) -> str:
 
 
 def parse_memory(text: str) -> float:
-    """``80GB``, ``24GiB``, ``500MB`` or bytes, as bytes.
-
-    Raises:
-        UsageError: anything else, or nothing at all.
-    """
+    """``80GB``, ``24GiB``, ``500MB`` or bytes, as bytes. Raises :class:`UsageError`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     factor = _UNITS.get(found[2].upper()) if found else None
     if not found or factor is None or not float(found[1]) > 0:
@@ -195,11 +178,7 @@ class Counting:
 
     @cached_property
     def shared(self) -> BatchPlan:
-        """How the devices share a global batch: hypothetical GPUs divide a constant one again.
-
-        Raises:
-            ConfigError: it has fewer samples than there are devices.
-        """
+        """How the devices share a global batch: hypothetical GPUs divide a constant one again."""
         training = self.config.training
         if self.gpus is None or training.global_batch_size is None:
             return self.base.plan.batch
@@ -296,13 +275,8 @@ def estimate_memory(
 ) -> dict[str, Any]:
     """Memory by strategy, the largest batch that fits, and which strategy to take.
 
-    Args:
-        gpus: a number of hypothetical GPUs, instead of the chosen devices.
-        limit: bytes of each device; ``None`` asks the devices, as far as they are here.
-        strategy: only this one; ``None``: all that the number of devices allows.
-
-    Raises:
-        UsageError: settings that contradict each other.
+    ``gpus``: a number of hypothetical GPUs, instead of the chosen devices. ``limit``: bytes of each; ``None`` asks the
+    devices that are here. ``strategy``: only this one. Raises :class:`UsageError`.
     """
     base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
     ranks, size = counting.ranks, counting.size

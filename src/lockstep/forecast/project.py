@@ -30,8 +30,7 @@ BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
 def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> BenchReport:
     """Predict samples a second and efficiency for each of ``wish.gpus``, the batch per device held.
 
-    Raises:
-        UsageError: settings that contradict each other. RunError: the step could not be measured.
+    Raises :class:`UsageError` for contradictions, :class:`RunError` where the step could not be measured.
     """
     base = subject.base
     devices, counting = list(base.placement.devices), Counting(subject)
@@ -240,8 +239,7 @@ def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
 def advise(step: Step, devices: int, setting: Setting, *, ddp_fits: bool | None = None) -> list[str]:
     """Lines for people, the largest gain first; each one alone, on ``devices`` devices.
 
-    Args:
-        ddp_fits: whether the model fits a device whole; ``None``: not known.
+    ``ddp_fits``: whether the model fits a device whole; ``None``: not known.
     """
     if devices == 1:
         return []
@@ -299,11 +297,7 @@ class Machine(NamedTuple):
 
 
 def gpu_machine(name: str, place: int = 1) -> Machine:
-    """A GPU by its driver's name. ``place``: 0 slow, 1 middle, 2 fast.
-
-    Raises:
-        UsageError: no figures are known for it.
-    """
+    """A GPU by its driver's name. ``place``: 0 slow, 1 middle, 2 fast."""
     single, source = peak_flops(name, "32")
     half, _ = peak_flops(name, "16-mixed")
     bandwidth, _ = memory_bandwidth(name)

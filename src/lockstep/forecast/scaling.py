@@ -60,16 +60,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Wish:
-    """What to forecast, for numbers of devices ``gpus``.
+    """What to forecast, for numbers of devices ``gpus``, ``per_node`` of them a node.
 
-    Attributes:
-        interconnect: as for :func:`~lockstep.forecast.collectives.cluster_of`, or ``measured``: between the devices
-            that are chosen, which are here.
-        per_node: devices a node.
-        gpu: a GPU that is not here, whose step is modelled; ``None``: measured on the first device.
-        memory: bytes of each device, to choose the strategy; ``None``: not known.
-        strategy: ``ddp``, ``fsdp``, or ``None`` to choose.
-        steps, repeats: of each measurement.
+    ``interconnect``: as for :func:`~lockstep.forecast.collectives.cluster_of`, or ``measured``, between the chosen
+    devices. ``gpu``: one that is not here, whose step is modelled. ``memory``: bytes of each device, to choose the
+    strategy, unless ``strategy`` is ``ddp`` or ``fsdp``. ``steps``, ``repeats``: of each measurement.
     """
 
     gpus: tuple[int, ...]
@@ -126,7 +121,7 @@ class Setting:
         return min(devices, self.cluster.per_node) if self.hybrid else devices
 
     def slowed(self, devices: int) -> float:
-        """The contention of so many devices, or of the nearest number below."""
+        """The contention of this number of devices, or of the nearest one below."""
         return self.contention[max(known)] if (known := [n for n in self.contention if n <= devices]) else 1.0
 
 
@@ -188,12 +183,8 @@ class Bucket(NamedTuple):
 def buckets(sizes: Sequence[int], ready: Sequence[float], cap: int | None = None) -> list[Bucket]:
     """DDP's buckets after its first step, when it has seen in which order gradients come.
 
-    A bucket closes with the gradient that brings it to its cap (torch's ``compute_bucket_assignment_by_size``).
-
-    Args:
-        sizes: bytes of each gradient, in the order in which the backward finishes them.
-        ready: when, as shares of the backward; ascending.
-        cap: bytes; ``None``: torch's default, with its smaller first bucket.
+    A bucket closes with the gradient that brings it to its cap (torch's ``compute_bucket_assignment_by_size``); without
+    ``cap``, torch's default, with its smaller first bucket. ``ready``: when each gradient is there, ascending.
     """
     found: list[Bucket] = []
     filled = 0

@@ -107,11 +107,7 @@ def worth_probing(build: TorchBuild) -> bool:
 
 
 def probe() -> list[NvmlGpu]:
-    """What ``torch.accelerator`` finds, asked in a separate process.
-
-    Raises:
-        OSError: the process failed, took too long, or did not answer; the text says why.
-    """
+    """What ``torch.accelerator`` finds, asked in a separate process. Raises ``OSError``, with the reason."""
     command = [sys.executable, "-P", "-c", _SCRIPT]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -136,11 +132,8 @@ def find_devices(
 ) -> list[Device]:
     """Put together what the sources say.
 
-    Args:
-        environ: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` stand.
-        build: what torch was built for.
-        nvml: the NVIDIA driver's library, or ``None``.
-        ask_torch: called only when NVML does not know; raises ``OSError`` when torch cannot either.
+    ``build``: what torch was built for. ``ask_torch``: called only when NVML does not know; raises ``OSError`` when it
+    cannot answer either.
     """
     gpus = nvml.gpus() if nvml else []
     problem = _driver_problem(build, nvml) if nvml and gpus else ""
@@ -236,11 +229,10 @@ def _probed(index: int, device: NvmlGpu, build: TorchBuild, nvml: Nvml | None, g
 
 
 def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
-    """What an NVIDIA GPU of a compute capability computes at full speed.
+    """What an NVIDIA GPU of a compute capability computes at full speed ("Compute Capabilities" in CUDA's guide).
 
-    Half precision has tensor cores since 7.0 (Volta), bfloat16 since 8.0 (Ampere); torch emulates bfloat16
-    before that, slower than single precision. Source: CUDA C++ Programming Guide, "Compute Capabilities". The numbers
-    that torch gives ROCm's GPUs are above both, as these compute in both formats.
+    Half precision has tensor cores since 7.0, bfloat16 since 8.0; torch emulates bfloat16 before that. The numbers that
+    torch gives ROCm's GPUs are above both, as these compute in both formats.
     """
     return PRECISIONS[: 1 + (capability >= (7, 0)) + 2 * (capability >= (8, 0))]
 

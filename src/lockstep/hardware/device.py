@@ -26,15 +26,12 @@ class GpuUser:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One entry of ``lockstep devices``.
+    """One entry of ``lockstep devices``. Memory in 1e9 bytes, one decimal; ``None`` where free memory is unknown.
 
     Attributes:
         id: ``"cpu"``, ``"gpu:<index>"`` (torch's ``cuda:<index>``), or, not supported yet, ``"mps:0"`` and the like.
         kind: ``"cpu"``, ``"gpu"``, or torch's name of another accelerator.
-        memory_gb, free_gb: in 1e9 bytes, one decimal; free memory is ``None`` where unknown.
-        users: processes on a GPU.
         precisions: what training can use here, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
-        uuid: the driver's name of this very GPU.
         supported: whether Lockstep can train here; ``note``: why not, or what else people should know.
         cores: of a CPU, the logical cores that this process may use.
     """
@@ -77,11 +74,7 @@ class Selection:
 
 
 def parse(names: Iterable[str]) -> tuple[str, ...]:
-    """Check the form of each name: ``cpu``, ``gpu:<index>``, or ``all`` alone.
-
-    Raises:
-        DeviceError: nothing is named, or a name is not of that form.
-    """
+    """Check the form of each name: ``cpu``, ``gpu:<index>``, or ``all`` alone. Raises :class:`DeviceError`."""
     given = tuple(names)
     if not given:
         raise DeviceError("no device is selected", fix="name at least one, for example --devices cpu")
@@ -120,8 +113,7 @@ def choose_default(detected: Sequence[Device]) -> Selection:
 def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
     """Match parsed names with what is here; ``all`` becomes every GPU, and the CPU is dropped beside a GPU.
 
-    Raises:
-        DeviceError: a device that is not here, or that Lockstep cannot use.
+    Raises :class:`DeviceError` for a device that is not here, or that Lockstep cannot use.
     """
     if names == ("all",):
         gpus = tuple(gpu.id for gpu in usable_gpus(detected))
@@ -138,11 +130,7 @@ def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
 
 
 def find(name: str, detected: Sequence[Device]) -> Device:
-    """The detected device of that name.
-
-    Raises:
-        DeviceError: it is not here, or Lockstep cannot use it.
-    """
+    """The detected device of that name. Raises :class:`DeviceError` where there is none that Lockstep can use."""
     device = next((device for device in detected if device.id == name), None)
     fix = f"choose from: {describe([device for device in detected if device.supported])}"
     if device is None:

@@ -1,18 +1,9 @@
 """How busy a machine is, sampled once a second by a daemon thread: GPUs through NVML, the host through psutil.
 
-One monitor a node, not a rank. GPUs are asked by UUID, so ``gpu:0`` is the right one under
-``CUDA_VISIBLE_DEVICES``; no context is opened on any of them. A sample is a plain dictionary::
-
-    {"time": 1767225600.5,
-     "host": {"name": "n1", "cpu": 0.42, "memory_gb": 11.9, "memory_total_gb": 64.0},
-     "devices": [
-         {"id": "gpu:0", "name": "NVIDIA H200", "utilisation": 0.97, "memory_gb": 71.2, "memory_total_gb": 150.8,
-          "power_w": 640.1, "power_limit_w": 700.0, "temperature_c": 61, "sm_clock_mhz": 1980,
-          "memory_clock_mhz": 3201, "throttled": ["power cap"],
-          "users": [{"pid": 4711, "name": "python", "memory_gb": 70.1}]}]}
-
-``time`` is in seconds since the epoch, shares are from 0 to 1, memory in 1e9 bytes; ``null``: the driver does not
-say. ``users`` stands in every tenth sample, and ``note`` in the first when there is no GPU to ask.
+One monitor a node. GPUs are asked by UUID, so ``gpu:0`` is the right one under ``CUDA_VISIBLE_DEVICES``; no context is
+opened on any of them. A sample is a plain dictionary of ``time``, ``host`` and ``devices`` (shares are from 0 to 1,
+memory in 1e9 bytes, ``None``: the driver does not say); ``users`` stands in every tenth one, and ``note`` in the first
+when there is no GPU to ask.
 """
 
 from __future__ import annotations
@@ -44,10 +35,7 @@ Sample = dict[str, Any]
 class SystemSource:
     """Where samples of this machine come from; use it as a context manager, in one thread.
 
-    Args:
-        devices: ids of the GPUs to ask (``"gpu:0"``; other ids are passed over); ``None``: all that are here.
-        detect: finds the machine's devices, called on entry.
-        open_driver: NVML, or ``None`` where there is no driver; called on entry.
+    ``devices``: ids of the GPUs to ask (other ids are passed over); ``None``: all that are here.
     """
 
     def __init__(
@@ -73,7 +61,7 @@ class SystemSource:
 
     def __exit__(self, *exception: object) -> None:
         if self._nvml is not None:
-            self._nvml.__exit__()
+            self._nvml.__exit__(*exception)
         self._nvml = None
 
     def sample(self) -> Sample:
@@ -103,13 +91,8 @@ class SystemSource:
 class Monitor:
     """Takes a sample every ``interval_s`` seconds in a daemon thread, and a last one when it is stopped.
 
-    Args:
-        source: what to sample; entered and left in the thread, so that opening a driver does not delay the caller.
-        write: receives every sample, in the thread. What it raises ends the monitor and nothing else.
-
-    Attributes:
-        cpu_s: CPU seconds that the thread has used.
-        error: what ended the monitor before it was stopped.
+    ``source`` is entered and left in the thread, so that opening a driver does not delay the caller. What ``write``
+    raises there ends the monitor and nothing else: ``error``. ``cpu_s``: CPU seconds that the thread has used.
     """
 
     def __init__(

@@ -81,11 +81,7 @@ class GpuLink:
 
 
 class Nvml:
-    """The driver's NVML, through nvidia-ml-py; use it as a context manager.
-
-    Args:
-        library: the module ``pynvml``, or something with its functions.
-    """
+    """The driver's NVML, through nvidia-ml-py's module ``library``; use it as a context manager."""
 
     def __init__(self, library: Any) -> None:
         self._lib = library

@@ -1,8 +1,7 @@
-"""Peak arithmetic and memory speed of GPUs, from their makers' data sheets.
+"""Peak arithmetic and memory speed of GPUs, from their makers' data sheets; dense figures.
 
-Dense figures: where a data sheet quotes 2:4 sparsity, half of it. GPUs are known by the exact name that the
-driver gives, since variants (PCIe, NVL, laptop, MIG slice) differ by more than a rounding: an unknown name
-gives no number rather than a wrong one.
+GPUs are known by the exact name that the driver gives, since variants (PCIe, NVL, laptop, MIG slice) differ by more
+than a rounding: an unknown name gives no number rather than a wrong one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From a selection of devices to a placement: who computes where, how they talk, and why.
-
-Pure: the devices that were detected, the settings and the world come in as values.
-"""
+"""From a selection of devices to a placement: who computes where, how they talk, and why. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +23,10 @@ class Placement:
     """What a selection of devices resolves to. Every choice has its reason.
 
     Attributes:
-        accelerator: ``gpu`` or ``cpu``; never both.
         devices: the devices of this node: one per rank, repeats included; where one rank uses several, all of them.
         strategy: the name of a :class:`~lockstep.strategies.StrategySpec`.
         backend: how ranks talk; ``None`` with one rank. world_size: ranks on all nodes.
-        precision: ``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true``.
         reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
-        notes: what was ignored or changed, for people to see.
         by_node: the devices of each node by its name, where there are several nodes.
         gpu: what its driver calls the first GPU; empty on a CPU. tf32: whether all of its GPUs have TF32.
     """
@@ -72,17 +66,12 @@ def resolve_placement(
 ) -> Placement:
     """Decide where a run computes.
 
-    Args:
-        config: which devices, strategy and precision are wanted. distributed: which backend.
-        world: whether somebody else started the ranks already, and how many.
-        detected: what this machine has.
-        in_process: whether a pipeline is one process that holds all its devices.
+    ``world``: whether somebody else started the ranks already, and how many. ``detected``: what this machine has.
+    ``in_process``: whether a pipeline is one process that holds all its devices.
 
     Raises:
-        DeviceError: a selection that is empty, malformed, absent, or does not fit the ranks; a precision
-            that a chosen device lacks.
-        ConfigError: settings that contradict each other.
-        UnsupportedError: a combination that Lockstep refuses by name.
+        DeviceError: a selection that does not fit the machine or the ranks; a precision that a chosen device lacks.
+        ConfigError, UnsupportedError: settings that contradict each other.
     """
     wanted = None if config.strategy == "auto" else find_strategy(config.strategy)
     # One process under a launcher may still use several GPUs; otherwise the launcher's world decides.
@@ -314,13 +303,9 @@ CONTEXT = 0.8e9
 
 
 def divide_if_needed(placement: Placement, state: float, detected: Sequence[Device]) -> Placement:
-    """A strategy that shards the state where it alone is more than a GPU of this node has; else as it was.
+    """A strategy that shards the state where its bytes alone are more than a GPU of this node has; else as it was.
 
-    Activations do not count: a smaller batch makes room for them (`lockstep memory` counts them).
-
-    Args:
-        placement: what ``strategy: auto`` resolved to.
-        state: bytes of parameters, gradients and optimizer.
+    ``placement`` is what ``strategy: auto`` resolved to. Activations do not count: a smaller batch makes room for them.
     """
     devices = placement.devices
     several = placement.world_size > 1 and placement.nodes == 1 and len(set(devices)) == len(devices)

@@ -1,7 +1,6 @@
 """Who am I among the processes: rank and world size, read from the environment that a launcher left.
 
-Three launchers are known: torchrun's and Lockstep's own, which set the same variables, SLURM's ``srun``, and none.
-Contract of the variables:
+torchrun and Lockstep's own launcher set the same variables, SLURM's ``srun`` others:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and ``man srun``.
 """
 
@@ -51,11 +50,7 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """The world that ``environ`` describes; a single process when it describes none.
-
-    Raises:
-        ConfigError: the variables are incomplete or contradict each other.
-    """
+    """The world that ``environ`` describes; a single process when it describes none. Raises :class:`ConfigError`."""
 
     def number(name: str, default: str | None = None) -> int:
         text = environ.get(name, default)

@@ -139,13 +139,11 @@ def resolve_batch(
 ) -> tuple[BatchPlan, Decisions]:
     """Sizes of a run, and the decisions on them.
 
-    Args:
-        even: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer); a shorter tail
-            joins the step before.
+    ``even``: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer); a shorter tail
+    joins the step before.
 
     Raises:
-        ConfigError: a global batch that the ranks cannot share.
-        DataError: fewer samples than one step needs.
+        ConfigError, DataError: a global batch that the ranks cannot share, or fewer samples than one step needs.
     """
     devices = ranks * devices_per_rank
     reasons = dict.fromkeys(("batch_size", "accumulate"), "as configured")

@@ -20,14 +20,9 @@ Value = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Decision:
-    """One automatic choice.
+    """One automatic choice: a stable ``key``, the ``title`` that users read, the ``value`` as code uses it, and why.
 
-    Attributes:
-        key: its stable name, by which code and tests find it.
-        title: what users read.
-        value: as code uses it.
-        reason: why, for users.
-        shown: the value as users read it; by default its text, with ``on`` and ``off`` for a switch.
+    ``shown``: the value as users read it; by default its text, with ``on`` and ``off`` for a switch.
     """
 
     key: str
@@ -38,10 +33,9 @@ class Decision:
 
     def __post_init__(self) -> None:
         if not self.shown:
-            texts = {True: "on", False: "off", None: "none"}
-            named = self.value is None or isinstance(self.value, bool)
-            number = f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
-            object.__setattr__(self, "shown", texts[self.value] if named else number)
+            text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
+            words = {"True": "on", "False": "off", "None": "none"}
+            object.__setattr__(self, "shown", words.get(text, text))
 
 
 #: Decisions by key, in reading order.
@@ -84,8 +78,7 @@ _OLD_FIELDS = {"steps": "total_steps", "checkpoints": "sharded_checkpoints"}
 def upgraded(plan: Mapping[str, Any]) -> dict[str, Any]:
     """A plan.json in today's form. That of 0.1 has decisions as a list ``choices`` by title, and notes as texts.
 
-    Raises:
-        AttributeError, KeyError, TypeError: it is damaged.
+    Raises ``AttributeError``, ``KeyError`` or ``TypeError`` where it is damaged.
     """
     plan = dict(plan)
     if "choices" not in plan:

@@ -78,14 +78,9 @@ def scale_lr(
 ) -> tuple[Decision, list[Note]]:
     """The peak learning rate, and a note where the user should consider scaling it.
 
-    ``linear``: lr × global / base (Goyal et al. 2017, https://arxiv.org/abs/1706.02677; for SGD).
-    ``sqrt``: lr × √(global / base) (Krizhevsky 2014, https://arxiv.org/abs/1404.5997; for Adam see
-    Malladi et al. 2022, https://arxiv.org/abs/2205.10287). ``none``: lr as given.
-
-    Args:
-        lr: for a global batch of ``base_batch`` samples.
-        global_batch: samples per optimizer step.
-        base_batch: samples per optimizer step that ``lr`` was tuned for.
+    ``lr`` was tuned for ``base_batch`` samples a step. ``linear``: lr × global / base (Goyal et al. 2017,
+    https://arxiv.org/abs/1706.02677; for SGD). ``sqrt``: lr × √(global / base) (Krizhevsky 2014,
+    https://arxiv.org/abs/1404.5997; for Adam see Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
     """
     ratio, by = global_batch / base_batch, f"{global_batch}/{base_batch}"
     rate = decide(

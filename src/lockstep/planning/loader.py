@@ -99,13 +99,10 @@ def resolve_loader(
 
 
 def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> int:
-    """How many loader processes should shorten a step by a fifth or more; 0 where no number does.
+    """How many loader processes should shorten a step by a fifth or more, at most ``most``; 0 where no number does.
 
-    Args:
-        load_s: seconds to load a batch in the training process.
-        step_s: seconds from one batch to the next there, ``load_s`` included.
-        batch_bytes: what a process has to hand over.
-        most: processes that may be started; the cores of the rank.
+    ``load_s``: to load a batch of ``batch_bytes`` in the training process; ``step_s``: from one batch to the next
+    there.
     """
     compute_s = step_s - load_s
     handed_s = load_s + HANDOVER_S + batch_bytes / HANDOVER_BYTES_S
@@ -138,8 +135,7 @@ def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:
 def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | None, devices: int) -> TrainingConfig:
     """The training section with the sizes of ``loader``; ``held``: the global batch, if it is fixed.
 
-    Raises:
-        ConfigError, UnsupportedError: settings that a ``LightningModule`` cannot have.
+    Raises for settings that a ``LightningModule`` cannot have.
     """
     t, why = config.training, "its steps belong to the module and Lightning's Trainer"
     refused = {
@@ -170,7 +166,7 @@ def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | No
 
 
 def of_session(plan: Plan, schedule: str) -> Plan:
-    """``plan`` with the decisions that the loop takes itself, and without notes on settings that it does not use.
+    """``plan`` with the decisions that the loop takes itself, without notes on settings that it does not use.
 
     ``schedule``: what sets the learning rates.
     """
@@ -185,8 +181,7 @@ def of_session(plan: Plan, schedule: str) -> Plan:
 def sized(config: RunConfig, *, has_batch_size: bool, ranks: int, accumulate: int | None, lr: float) -> RunConfig:
     """``config`` with the sizes of a loop over batches, and the learning rate of its first optimizer.
 
-    ``has_batch_size``: the user has set ``training.batch_size``; else a rank's share is one micro-batch for each of
-    ``accumulate``.
+    Without ``has_batch_size`` a rank's share of the global batch is one micro-batch for each of ``accumulate``.
     """
     training = config.training
     parts, update = training.accumulate if accumulate is None else accumulate, dict[str, Any]()

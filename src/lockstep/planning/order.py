@@ -1,7 +1,4 @@
-"""In which order a run visits its samples: shuffled, or bucketed by length. Pure arithmetic.
-
-Nothing here depends on the batch size or the number of ranks, so the order is the same on any devices.
-"""
+"""In which order a run visits its samples: shuffled, or bucketed by length; the same on any devices. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ OWN = "let the data set draw from a random.Random, numpy or torch generator that
 
 
 class SamplingFacts(Frozen):
-    """How the task's samples are chosen, where that is not each of them once an epoch.
+    """How samples are chosen, where that is not each of them once an epoch of ``positions`` (at most ``most``).
 
-    ``kind``: for people. ``digest``: a hash of the weights. ``positions``: of an epoch; ``most``: that it can have.
-    ``stream``: they are read in order, by one process. ``draws``: that stream draws from the global generators.
+    ``digest``: a hash of the weights. ``stream``: they are read in order, by one process; ``draws``: from the global
+    generators.
     """
 
     kind: str
@@ -76,12 +73,9 @@ def resolve_order(
     held: OrderPlan | None,
     sampling: SamplingFacts | None = None,
 ) -> tuple[OrderPlan, Decision]:
-    """The order of a run, and the decision.
+    """The order of a run of ``samples``, and the decision.
 
-    Args:
-        samples: of the training set. sampling: how they are chosen; ``None``: each once an epoch.
-        lengths: whether the task gives the length of each.
-        held: that of the run, on resume.
+    ``lengths``: whether the task gives the length of each. ``held``: the order of the run, on resume.
 
     Raises:
         ConfigError: sizes that do not fit, lengths that are missing, or a change of the order on resume.

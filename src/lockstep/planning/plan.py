@@ -122,8 +122,8 @@ class LoaderPlan(Frozen):
 class Plan(Frozen):
     """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step.
 
-    ``decisions``: every automatic choice by its key, in reading order: ``plan.decisions["lr"].reason``.
-    ``monitor`` and ``mode``: by which metric an evaluation is the best, and whether the lowest or the highest value is.
+    ``decisions``: every automatic choice by its key, in reading order: ``plan.decisions["lr"].reason``. ``monitor``,
+    ``mode``: by which metric an evaluation is the best, and whether the lowest or the highest value is.
     ``accepted_data``: the fingerprint of other data that the run resumes from, as the user asked for it.
     """
 

@@ -1,9 +1,8 @@
 """Learning rate as a pure function of the optimizer step.
 
-Every schedule begins with a linear warm-up whose first step already runs at ``lr / warmup_steps``, not
-at zero (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2), and never falls below ``min_lr``.
-Steps are those of the plan. Since a resume holds the global batch, the same step has seen the same
-number of samples on any devices.
+Every schedule begins with a linear warm-up whose first step already runs at ``lr / warmup_steps``, not at zero (Goyal
+et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2), and never falls below ``min_lr``. Since a resume holds the
+global batch, the same step has seen the same number of samples on any devices.
 """
 
 from __future__ import annotations
