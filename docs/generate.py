@@ -253,7 +253,7 @@ MESSAGES = "<!-- messages -->"
 def errors_page() -> str:
     """Codes, classes and exit codes; causes of a failure. The messages follow on the site."""
     from lockstep import errors
-    from lockstep.launch.failure.causes import CauseKey
+    from lockstep.launch.failure.causes import KEYS
 
     meanings = dict(re.findall(r"── (\w+) +(.+)$", errors.__doc__ or "", re.M))
     rows = []
@@ -262,7 +262,7 @@ def errors_page() -> str:
         meaning = meanings.get(name, "").partition(": exit code")[0]
         rows.append((f"`{kind.code}`", f"`{name}`", bases, str(kind.exit_code), meaning))
     columns = ("code", "class", "subclass of", "exit code", "meaning")
-    causes = [f"[{key}](troubleshooting.md#{key})" for key in CauseKey]
+    causes = [f"[{key}](troubleshooting.md#{key})" for key in KEYS]
     parts = [GENERATED, ERRORS_INTRODUCTION, _table(columns, rows), CAUSES_INTRODUCTION, " · ".join(causes), MESSAGES]
     return "\n\n".join(parts) + "\n"
 

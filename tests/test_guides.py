@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lockstep.cli.main import VERBS, app
-from lockstep.launch.failure.causes import CauseKey
+from lockstep.launch.failure.causes import KEYS
 from tests.gloo import ROOT
 
 GENERATED = {"cli.md", "configuration.md", "errors.md", "run-folder.md"}
@@ -58,7 +58,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_every_cause_has_a_section() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = set(re.findall(r"^### (.+)$", page, re.M))
-    assert set(CauseKey) <= headings
+    assert set(KEYS) <= headings
 
 
 def test_no_advice_ends_processes_by_name() -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from lockstep.config import RunConfig
-from lockstep.launch.local.rank_output import log_file
+from lockstep.launch.local.rank_log import log_file
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT, clean_environment
 
@@ -31,7 +31,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from lockstep.config import LaunchConfig
-from lockstep.launch.local.fork_server import launch
+from lockstep.launch.local.on_ranks import launch
 from lockstep.telemetry.rundir import RunDir
 {prepare}
 os.environ["STUB"] = {actions!r}
@@ -46,13 +46,13 @@ FORK_HERE = "from lockstep.launch.local import fork_server\nfork_server.fork_ser
 #: A rank that takes stacks, and writes in a thread while its main thread computes.
 RANK = """
 import os, sys, threading, time
-from lockstep.launch.health import stacks
+from lockstep.launch.local.rank_log import stacks_on_request
 def write():
     with open(os.devnull, "wb", buffering=0) as file:
         while True:
             file.write(b"beat")
             time.sleep(0.001)
-with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
+with open(sys.argv[1], "a") as log, stacks_on_request(log):
     def busy():
         writing = threading.Thread(target=write, daemon=True)
         writing.start()

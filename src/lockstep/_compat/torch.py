@@ -362,12 +362,6 @@ def fsdp_reduce_scatter() -> Any:
     return DefaultReduceScatter()
 
 
-def agent_processes(agent: Any) -> dict[int, Any]:
-    """The handlers of the processes that an elastic agent has started, by local rank."""
-    handlers: dict[int, Any] = agent._pcontext.subprocess_handlers
-    return handlers
-
-
 def in_bad_fork() -> bool:
     """Whether the process that this one is a fork of has asked the GPU, so that CUDA cannot be used here."""
     return bool(getattr(torch.cuda, "_is_in_bad_fork", lambda: False)())

@@ -110,7 +110,7 @@ class Trials:
             ended, self.stopped = "stopped", True
         except RankFailed as error:
             report = read_failure(run)
-            lacks_memory = report is not None and report.cause is not None and report.cause.key.is_memory
+            lacks_memory = report is not None and report.cause is not None and report.cause.is_memory
             ended, said = "out of memory" if lacks_memory else "failed", error.what.splitlines()[0]
         return Outcome(reported(path), ended, said)
 

@@ -237,20 +237,11 @@ def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "", 
     from lockstep._compat.torch import import_compiler
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
-    from lockstep.launch.local.fork_server import fork_server_here
-    from lockstep.launch.local.preload import import_libraries, source_of
+    from lockstep.launch.local.fork_server import fork_server_here, source_of
 
     devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
-    file = source_of(task)
-
-    def prepare() -> None:
-        assert file is not None
-        import_libraries(file)
-        if script:
-            import_compiler()
-
     if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
-        fork_server_here(prepare if file else None)
+        fork_server_here(source_of(task), *([import_compiler] if script else []))
 
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:

@@ -146,42 +146,34 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
     Raises:
         RunFolderError: the run is not running on this host, or still starts or runs after ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
-    while True:
-        record = run.read()
-        status = run.judge(record)
-        if status not in LIVE:
-            raise RunFolderError(f"run {record.id} is {status}, not running", fix="`lockstep runs` lists the runs")
+    deadline, name = time.monotonic() + timeout, run.read().id
+    while (status := run.status()) in LIVE:
         beat = run.progress()
         if beat is not None and not beat.handing_over:
             break
         if time.monotonic() >= deadline:
-            raise RunFolderError(
-                f"run {record.id} is still starting after {timeout:g} s",
-                why="no process of it handles a stop yet",
-                fix="wait longer (--timeout)",
-            )
+            why, fix = "no process of it handles a stop yet", "wait longer (--timeout)"
+            raise RunFolderError(f"run {name} is still starting after {timeout:g} s", why=why, fix=fix)
         time.sleep(0.1)
+    else:
+        raise RunFolderError(f"run {name} is {status}, not running", fix="`lockstep runs` lists the runs")
     if beat.host != socket.gethostname():
-        raise RunFolderError(
-            f"run {record.id} runs on {record.host}",
-            why="a signal reaches only this host",
-            fix="run `lockstep stop` there",
-        )
+        why, fix = "a signal reaches only this host", "run `lockstep stop` there"
+        raise RunFolderError(f"run {name} runs on {beat.host}", why=why, fix=fix)
     try:
         os.kill(beat.pid, signal.SIGTERM)
     except ProcessLookupError:
         pass  # it has just ended
     except PermissionError as error:
         why, fix = f"process {beat.pid}: {error.strerror}", "ask the user who started it, or become that user"
-        raise RunFolderError(f"you may not stop run {record.id}", why=why, fix=fix) from None
+        raise RunFolderError(f"you may not stop run {name}", why=why, fix=fix) from None
     while time.monotonic() < deadline:
         status = run.status()
         if status not in LIVE:
             return status
         time.sleep(0.1)
     raise RunFolderError(
-        f"run {record.id} is still {status} after {timeout:g} s",
+        f"run {name} is still {status} after {timeout:g} s",
         why="it ends after the step it is in, with a checkpoint",
         fix=f"wait longer (--timeout), or kill process {beat.pid}: no checkpoint is lost",
     )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -60,11 +60,8 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
     if not resume:
         return None
     if config.save_dir is None:
-        raise ConfigError(
-            "--resume needs a run folder",
-            why="no --save-dir was given",
-            fix="add --save-dir DIR, or use `lockstep resume RUN`",
-        )
+        fix = "add --save-dir DIR, or use `lockstep resume RUN`"
+        raise ConfigError("--resume needs a run folder", why="no --save-dir was given", fix=fix)
     if not (config.save_dir / "run.json").exists():
         return None
     run = RunDir.open(config.save_dir)
@@ -215,7 +212,15 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
         return task_of_run(settle(task, None)[0], config, as_given=isinstance(task, Task))
     name = config.task.name
     if run.cli_config_file.exists():
-        _refuse_older_fit(run)
+        files = [file for file in run.checkpoints.glob("*.ckpt") if file.exists()]
+        newest = max(files, key=lambda file: file.stat().st_mtime, default=run.checkpoints / "last.ckpt")
+        given = shlex.join(["--config", str(run.cli_config_file), "--ckpt_path", str(newest)])
+        raise UnsupportedError(
+            f"run {run.read().id} was made by `lockstep lightning fit` of an earlier version",
+            why="its checkpoints are files of Lightning's, which `load_from_checkpoint` reads",
+            fix=f"train on in a new run: lockstep lightning fit {given}; or evaluate it with "
+            "`lockstep lightning validate`",
+        )
     if (run.path / SCRIPT).exists():
         raise RunFolderError(
             f"the model of run {run.read().id} is made by the loop in {name}",
@@ -237,18 +242,6 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
         )
     require_known(named_in(run.config().model_dump()), f"run {run.read().id}")
     return settle(name, config)[0]
-
-
-def _refuse_older_fit(run: RunDir) -> NoReturn:
-    """Of versions in which `lockstep lightning fit` had checkpoint files of Lightning's."""
-    files = [file for file in run.checkpoints.glob("*.ckpt") if file.exists()]
-    newest = max(files, key=lambda file: file.stat().st_mtime, default=run.checkpoints / "last.ckpt")
-    given = shlex.join(["--config", str(run.cli_config_file), "--ckpt_path", str(newest)])
-    raise UnsupportedError(
-        f"run {run.read().id} was made by `lockstep lightning fit` of an earlier version",
-        why="its checkpoints are files of Lightning's, which `load_from_checkpoint` reads",
-        fix=f"train on in a new run: lockstep lightning fit {given}; or evaluate it with `lockstep lightning validate`",
-    )
 
 
 def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
@@ -277,6 +270,7 @@ def resume_point(
     ``None`` when it has no plan yet.
 
     Args:
+        hold: keep the run's global batch.
         accept_data: resume on other training data of the same length, too.
 
     Raises:
@@ -285,30 +279,20 @@ def resume_point(
     store = CheckpointStore(run_dir.checkpoints)
     step = store.newest_verified(report)
     if step is None:
-        return _beginning(run_dir, hold=hold) if os.path.lexists(run_dir.plan_file) else None
+        if not os.path.lexists(run_dir.plan_file):
+            return None
+        plan, start = plan_of(run_dir), run_dir.config().debug.start_position
+        where: dict[str, Any] = {"step": 0, "epoch": 0, "position": start, "samples_seen": 0}
+        where |= {"global_batch": plan.batch.global_batch, "order": plan.order, "measured": plan.measured}
+        return ResumePoint(**where, hold=hold)
     manifest, measured = store.manifest(step), None
     with contextlib.suppress(RunFolderError):  # without its plan, the choices are measured again
         measured = plan_of(run_dir).measured
     with restoring(store.path_of(step)):
-        return ResumePoint(
-            step=step,
-            epoch=manifest["epoch"],
-            position=manifest["position"],
-            samples_seen=manifest["samples_seen"],
-            global_batch=manifest["global_batch"],
-            order=OrderPlan.model_validate(manifest.get("order", {})),
-            hold=hold,
-            fingerprint=manifest.get("fingerprint"),
-            accept_data=accept_data,
-            measured=measured,
-        )
-
-
-def _beginning(run_dir: RunDir, *, hold: bool) -> ResumePoint:
-    plan, position = plan_of(run_dir), run_dir.config().debug.start_position
-    batch = plan.batch.global_batch
-    start: dict[str, Any] = {"step": 0, "epoch": 0, "position": position, "samples_seen": 0}
-    return ResumePoint(**start, global_batch=batch, order=plan.order, hold=hold, measured=plan.measured)
+        where = {name: manifest[name] for name in ("epoch", "position", "samples_seen", "global_batch")}
+        where |= {"fingerprint": manifest.get("fingerprint"), "measured": measured}
+        order = OrderPlan.model_validate(manifest.get("order", {}))
+        return ResumePoint(step=step, order=order, **where, hold=hold, accept_data=accept_data)
 
 
 def plan_of(run_dir: RunDir) -> Plan:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.health import stacks
 from lockstep.launch.health.hang import HangReport, HangWatch, Standstill, saving_progress
-from lockstep.launch.local.rank_output import log_file
+from lockstep.launch.local import rank_log
+from lockstep.launch.local.rank_log import log_file
 from lockstep.telemetry.progress_board import Activity, Sign
 from tests.gloo import ROOT
 from tests.launch.conftest import Processes
@@ -27,10 +26,10 @@ from tests.launch.conftest import Processes
 WAITING = f"{ROOT}/src/lockstep/engine/strategies/base.py:1 in _backward"
 FORKING = """
 import os, subprocess, sys, time
-from lockstep.launch.health import stacks
+from lockstep.launch.local.rank_log import stacks_on_request
 def reads():
     time.sleep(600)
-with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
+with open(sys.argv[1], "a") as log, stacks_on_request(log):
     other = subprocess.Popen(["sleep", "600"])
     if os.fork() == 0:
         reads()
@@ -42,17 +41,15 @@ with open(sys.argv[1], "a") as log, stacks.written_on_request(log):
 class Ranks:
     """Processes as ranks, with signs that a test sets, and a clock that it moves."""
 
-    def __init__(
-        self, shared: Processes, numbers: Sequence[int] = (0, 1), make_watch: Callable[..., HangWatch] = HangWatch
-    ) -> None:
+    def __init__(self, shared: Processes) -> None:
         self.logs = shared.logs
         self.now = 0.0
-        self.signs = [Sign(1, 3, Activity.STEP)] * len(numbers)
+        self.signs = [Sign(1, 3, Activity.STEP)] * 2
         self.processes, self.writing = shared.of_rank, shared.writing
-        pids = {rank: self.processes[rank].pid for rank in numbers}
-        for rank in numbers:
+        pids = {rank: process.pid for rank, process in enumerate(self.processes)}
+        for rank in pids:
             os.truncate(log_file(self.logs, rank), 0)
-        self.watch = make_watch(pids, lambda: self.signs, logs=self.logs, timeout_s=60.0, clock=lambda: self.now)
+        self.watch = HangWatch(pids, lambda: self.signs, logs=self.logs, timeout_s=60.0, clock=lambda: self.now)
 
     def after(self, seconds: float) -> HangReport | None:
         """Look every second for so long."""
@@ -90,7 +87,7 @@ def test_the_forks_of_a_rank_are_asked_and_no_other_child(tmp_path: Path) -> Non
         found: tuple[str, ...] = ()
         while not any("in reads" in line for line in found):  # the fork may not have come so far
             assert rank.poll() is None
-            found = stacks.ask_workers(rank.pid, 3, tmp_path)
+            found = rank_log.ask_workers(rank.pid, 3, tmp_path)
         assert len(found) == 1
         assert re.fullmatch(r"its loader's worker \d+ is at <string>:\d+ in reads", found[0])
         assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE, "the signal would have ended it"
@@ -235,10 +232,10 @@ def test_the_stack_of_the_thread_that_the_signal_came_to(tmp_path: Path) -> None
     with (tmp_path / "log").open("w+") as log:
         faulthandler.dump_traceback(log)
         log.seek(0)
-        stack = stacks.parse(log.read())
+        stack = rank_log.parse_stack(log.read())
     assert stack[0].function == "test_the_stack_of_the_thread_that_the_signal_came_to"
-    assert stacks.place(stack).startswith(f"{__file__}:{stack[0].line} in test_the_stack")
-    assert stacks.parse("nothing") == ()
+    assert rank_log.place_of(stack).startswith(f"{__file__}:{stack[0].line} in test_the_stack")
+    assert rank_log.parse_stack("nothing") == ()
 
 
 def test_a_file_whose_name_is_not_ascii(tmp_path: Path) -> None:
@@ -247,7 +244,7 @@ def test_a_file_whose_name_is_not_ascii(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         scope["läuft"](log)
         log.seek(0)
-        assert stacks.parse(log.read())[0] == stacks.Frame(name, 1, "läuft")
+        assert rank_log.parse_stack(log.read())[0] == rank_log.Frame(name, 1, "läuft")
 
 
 def test_the_users_line_is_the_place() -> None:
@@ -259,7 +256,7 @@ def test_the_users_line_is_the_place() -> None:
         (f"{ROOT}/src/lockstep/launch/api.py", "run_rank"),
         ("<frozen runpy>", "_run_code"),
     ]
-    stack = tuple(stacks.Frame(file, line, function) for line, (file, function) in enumerate(frames, 1))
-    assert stacks.place(stack) == "/home/me/task.py:3 in loss, in barrier"
-    assert stacks.place(stack[3:]) == f"{frames[3][0]}:4 in forward"
-    assert stacks.own_part(stack) == stack[:4]
+    stack = tuple(rank_log.Frame(file, line, function) for line, (file, function) in enumerate(frames, 1))
+    assert rank_log.place_of(stack) == "/home/me/task.py:3 in loss, in barrier"
+    assert rank_log.place_of(stack[3:]) == f"{frames[3][0]}:4 in forward"
+    assert rank_log.own_part(stack) == stack[:4]

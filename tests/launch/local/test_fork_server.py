@@ -12,8 +12,8 @@ import pytest
 from threadpoolctl import threadpool_info
 
 from lockstep.launch.local import fork_server
-from lockstep.launch.local.fork_server import LAUNCHER, launch
-from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.local.fork_server import LAUNCHER
+from lockstep.launch.local.on_ranks import launch, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir
 from tests.conftest import RunCli

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.local.preload import import_libraries, source_of
+from lockstep.launch.local.fork_server import import_libraries, source_of
 from tests.conftest import RunCli
 
 TASK = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch.local.supervisor import Supervisor
+from lockstep.launch.local.launcher import Supervisor
 from tests.launch.conftest import wait_for
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"

@@ -13,10 +13,9 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hardware.world import World
-from lockstep.launch.nodes import replication
+from lockstep.launch.nodes import run_owner
 from lockstep.launch.nodes.membership import Member, Team
-from lockstep.launch.nodes.replication import share_run
-from lockstep.launch.nodes.run_owner import agree
+from lockstep.launch.nodes.run_owner import agree, share_run
 from lockstep.telemetry.rundir import RunDir
 from tests.gloo import run_ranks
 
@@ -44,7 +43,7 @@ def make_run(folder: Path, run_id: str, *steps: int, best: int | None = None) ->
 
 def go_on(rank: int, size: int, folders: list[Path]) -> dict[str, Any]:
     """What this rank has in the end."""
-    replication.CHUNK_BYTES = 100  # so that every file travels in several pieces
+    run_owner.CHUNK_BYTES = 100  # so that every file travels in several pieces
     team, config = team_of(rank), config_at(folders[rank])
     try:
         keeping = agree(team, config, resume=True, job=None)

@@ -1,70 +1,38 @@
 """Known causes of a failed rank, recognized by its error's text or the signal that killed it, and how to fix them.
 
-The texts are those of torch 2.9–2.13 (c10, gloo, NCCL and the data loader) and of the C library. A new cause is a key
-in :class:`CauseKey`, a pattern in ``_BY_TEXT`` and a section of that name in docs/troubleshooting.md.
+The texts are those of torch 2.9–2.13 (c10, gloo, NCCL and the data loader) and of the C library. A new cause is a
+pattern in ``_BY_TEXT`` and a section named as its key in docs/troubleshooting.md.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import StrEnum
+from typing import NamedTuple
 
 
-class CauseKey(StrEnum):
-    """Names of causes, in ``--json`` and as headings of docs/troubleshooting.md."""
-
-    GPU_MEMORY = "gpu-memory"
-    MEMORY = "memory"
-    KILLED = "killed"
-    SHARED_MEMORY = "shared-memory"
-    LOADER_WORKER = "loader-worker"
-    DISK_FULL = "disk-full"
-    OPEN_FILES = "open-files"
-    DEVICE_ASSERT = "device-assert"
-    MODULE_INIT = "module-init"
-    DETACHED_LOSS = "detached-loss"
-    SECOND_BACKWARD = "second-backward"
-    OWN_DEVICE = "own-device"
-    OWN_GROUP = "own-group"
-    UNEVEN_SIZES = "uneven-sizes"
-    PORT = "port"
-    UNUSED_PARAMETERS = "unused-parameters"
-    LOST_PEER = "lost-peer"
-    NCCL = "nccl"
-    CUDA = "cuda"
-    CRASH = "crash"
-    ENDED = "ended"
-    HANG = "hang"
-
-    @property
-    def is_memory(self) -> bool:
-        """Whether the cause is too little memory, or may be."""
-        return self in (CauseKey.GPU_MEMORY, CauseKey.MEMORY, CauseKey.KILLED)
-
-
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """Why ranks fail.
 
-    Attributes:
-        title: the cause in a clause.
-        fix: how to fix it.
-        check: how to check that it is this one, or find out more; may be empty.
-        smaller: for a cause that is lack of memory, how to make a step need less; empty: the general advice is used.
+    ``key``: its name in ``--json`` and as a heading of docs/troubleshooting.md. ``check``: how to check that it is this
+    one; may be empty. ``smaller``: where memory lacks, how to make a step need less; empty: as in general.
     """
 
-    key: CauseKey
+    key: str
     title: str
     fix: str
     check: str = ""
     smaller: str = ""
 
     @property
+    def is_memory(self) -> bool:
+        """Whether the cause is too little memory, or may be."""
+        return self.key in ("gpu-memory", "memory", "killed")
+
+    @property
     def advice(self) -> str:
         """How to check and how to fix it, in a line."""
         smaller = self.smaller or "use a smaller --batch-size, and --grad-accum-steps to keep the global batch"
-        fix = ", or ".join(filter(None, [self.fix, smaller])) if self.key.is_memory else self.fix
+        fix = ", or ".join(filter(None, [self.fix, smaller])) if self.is_memory else self.fix
         return "; ".join(filter(None, [self.check, fix]))
 
 
@@ -75,105 +43,102 @@ _FEWER_WORKERS = "use fewer loader workers (--num-workers)"
 _BY_TEXT = {
     r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUDA error: out of memory": Cause(
-        CauseKey.GPU_MEMORY,
-        "the GPU is out of memory",
-        "",
-        "`lockstep devices` shows which other processes use the GPU",
+        "gpu-memory", "the GPU is out of memory", "", "`lockstep devices` shows which other processes use the GPU"
     ),
     r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
     r"|unable to allocate shared memory": Cause(
-        CauseKey.SHARED_MEMORY, "loader workers pass batches through shared memory (/dev/shm), and it is full", _SHM
+        "shared-memory", "loader workers pass batches through shared memory (/dev/shm), and it is full", _SHM
     ),
     r"DataLoader worker.* (is killed by signal|exited unexpectedly)": Cause(
-        CauseKey.LOADER_WORKER,
+        "loader-worker",
         "a data loader's worker process was killed, most often because the machine was out of memory",
         "use fewer workers (--num-workers 1, or 0 to see an error in the data set itself)",
     ),
     r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded": Cause(
-        CauseKey.DISK_FULL, "a disk or a quota is full", "free some space, then `lockstep resume` the run"
+        "disk-full", "a disk or a quota is full", "free some space, then `lockstep resume` the run"
     ),
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
-    r"|Errno 12|std::bad_alloc": Cause(CauseKey.MEMORY, "the machine is out of memory", _FEWER_WORKERS),
+    r"|Errno 12|std::bad_alloc": Cause("memory", "the machine is out of memory", _FEWER_WORKERS),
     r"Too many open files|Errno 24|received 0 items of ancdata": Cause(
-        CauseKey.OPEN_FILES, "the process has reached its limit of open files", "raise it: ulimit -n 65536"
+        "open-files", "the process has reached its limit of open files", "raise it: ulimit -n 65536"
     ),
     r"device-side assert triggered": Cause(
-        CauseKey.DEVICE_ASSERT,
+        "device-assert",
         "an index was out of range in a GPU kernel, most often a label that is not below the number of classes",
         "correct that label or index",
         "run with CUDA_LAUNCH_BLOCKING=1, or on --devices cpu, to see the line",
     ),
     r"cannot assign (module|parameters?) before Module.__init__\(\) call": Cause(
-        CauseKey.MODULE_INIT, "a module's __init__ sets layers too early", "call super().__init__() first in it"
+        "module-init", "a module's __init__ sets layers too early", "call super().__init__() first in it"
     ),
     r"does not require grad and does not have a grad_fn": Cause(
-        CauseKey.DETACHED_LOSS,
+        "detached-loss",
         "the loss is detached from the model: by .item(), .detach(), NumPy or torch.no_grad()",
         "return the loss as the tensor that was computed from the model's output",
     ),
     r"Trying to backward through the graph a second time": Cause(
-        CauseKey.SECOND_BACKWARD,
+        "second-backward",
         "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
         "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
     ),
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver"
     r"|Expected all tensors to be on the same device": Cause(
-        CauseKey.OWN_DEVICE,
+        "own-device",
         "the task or its model chooses a device with .cuda() or .to()",
         "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
     ),
     r"Default process group has not been initialized": Cause(
-        CauseKey.OWN_GROUP,
+        "own-group",
         "the task uses torch.distributed, such as DistributedDataParallel, where there is no process group",
         "return the model itself from model(), which Lockstep distributes; between ranks use lockstep.collectives()",
     ),
     r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes": Cause(
-        CauseKey.UNEVEN_SIZES,
+        "uneven-sizes",
         "ranks called a collective with tensors of different sizes: in the last step of an epoch they may "
         "have different numbers of samples",
         "in a loop with a lockstep.Session, call session.gather(rows), which takes any number of rows; in a task that "
         "gathers over the batch, set training.tail=drop, or gather equal shapes",
     ),
     r"EADDRINUSE|address already in use": Cause(
-        CauseKey.PORT, "another process has the port", "end that process, or choose another port for the rendezvous"
+        "port", "another process has the port", "end that process, or choose another port for the rendezvous"
     ),
     r"Expected to have finished reduction|parameters that were not used in producing the loss": Cause(
-        CauseKey.UNUSED_PARAMETERS,
+        "unused-parameters",
         "some parameters were not used in the loss",
         "use all of them, or set distributed.find_unused_parameters=true",
     ),
 }
 
 _LOST = Cause(
-    CauseKey.LOST_PEER,
+    "lost-peer",
     "the connection to another rank was lost, and no rank left a reason",
     "look at the other ranks' logs, and at the other nodes",
 )
 _NCCL = Cause(
-    CauseKey.NCCL, "NCCL, the communication library, failed", "run with NCCL_DEBUG=INFO: the rank's log then shows more"
+    "nccl", "NCCL, the communication library, failed", "run with NCCL_DEBUG=INFO: the rank's log then shows more"
 )
-_CUDA = Cause(CauseKey.CUDA, "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which one")
+_CUDA = Cause("cuda", "a GPU kernel failed", "run with CUDA_LAUNCH_BLOCKING=1 to see which one")
 
 _BY_SIGNAL = {
     "SIGKILL": Cause(
-        CauseKey.KILLED,
+        "killed",
         "another process, or the kernel's out-of-memory killer, ended it",
         "if memory was the reason, use fewer loader workers",
         "`dmesg | grep -i 'killed process'` shows which",
     ),
     "SIGBUS": Cause(
-        CauseKey.SHARED_MEMORY,
+        "shared-memory",
         "it accessed memory that is not mapped: most often shared memory (/dev/shm) is full, or a memory-mapped file "
         "was cut short",
         _SHM,
     ),
-    "SIGSEGV": Cause(CauseKey.CRASH, "native code crashed", "the rank's log shows where in Python it was at that time"),
-    "SIGABRT": Cause(CauseKey.CRASH, "native code aborted", "the rank's log shows why, and where in Python it was"),
-    "SIGTERM": Cause(CauseKey.ENDED, "another process ended it while it was starting or ending", "start it again"),
+    "SIGSEGV": Cause("crash", "native code crashed", "the rank's log shows where in Python it was at that time"),
+    "SIGABRT": Cause("crash", "native code aborted", "the rank's log shows why, and where in Python it was"),
+    "SIGTERM": Cause("ended", "another process ended it while it was starting or ending", "start it again"),
 }
 
 #: For a process killed while the kernel counted such kills.
-OOM_KILLED = Cause(CauseKey.MEMORY, "the kernel's out-of-memory killer ended it", _FEWER_WORKERS)
+OOM_KILLED = Cause("memory", "the kernel's out-of-memory killer ended it", _FEWER_WORKERS)
 
 #: Errors of a rank that lost another one; the same words may mean a download's connection elsewhere, hence the types.
 _PEER_TYPES = re.compile(r"^$|^RuntimeError$|^torch\.distributed\.|^torch\._C\._distributed|Dist\w*Error$")
@@ -208,3 +173,8 @@ def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
     if re.search(r"\bNCCL\b|nccl\w+Error", text):
         return _NCCL
     return _CUDA if re.search(r"CUDA error|CUDNN_STATUS|illegal memory access", text) else None
+
+
+_ALL = (*_BY_TEXT.values(), _LOST, _NCCL, _CUDA, *_BY_SIGNAL.values())
+#: The names of all causes; ``hang`` is that of :class:`lockstep.launch.health.hang.HangReport`.
+KEYS = (*dict.fromkeys(cause.key for cause in _ALL), "hang")

@@ -7,6 +7,7 @@ collectives that it has enqueued, each with its process group, its number there,
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +16,12 @@ from lockstep.telemetry.rundir import NCCL_DUMP
 
 
 class Call(NamedTuple):
-    """A collective as one rank has called it. ``state``: ``scheduled``, ``started`` or ``completed``."""
+    """A collective as one rank has called it. ``text``: its name and sizes."""
 
     number: int
-    name: str
-    sizes: str
-    state: str
+    text: str
+    is_complete: bool
     caller: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} of {self.sizes}"
 
 
 class _PlainValues(pickle.Unpickler):
@@ -35,66 +31,57 @@ class _PlainValues(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
 
-def read_dumps(logs: Path) -> dict[int, dict[str, list[Call]]]:
-    """The calls of each rank by process group, in their order; files that cannot be read are left out."""
-    found: dict[int, dict[str, list[Call]]] = {}
+def missing_ranks(logs: Path) -> str:
+    """What the files say, by process group; empty where there are none, or all collectives are complete."""
+    groups: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     for path in logs.glob(f"{NCCL_DUMP}*"):
         rank = path.name.removeprefix(NCCL_DUMP)
-        if not rank.isdecimal():
-            continue
         try:
             with path.open("rb") as file:
                 entries = _PlainValues(file).load()["entries"]
-            groups = found.setdefault(int(rank), {})
-            for entry in entries:
-                if not entry.get("is_p2p"):
-                    groups.setdefault(entry["process_group"][0], []).append(_call(entry))
+            calls = [(entry["process_group"][0], _call(entry)) for entry in entries if not entry.get("is_p2p")]
+            for group, call in calls:
+                groups[group][int(rank)].append(call)
         except Exception:  # a rank may have been killed while it wrote
             continue
-    return found
+    lines = [f"  {line}" for _, ranks in sorted(groups.items()) for line in _in_group(ranks)]
+    return "\n".join(["NCCL's flight recorder:", *lines]) if lines else ""
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
     name = str(entry["profiling_name"]).removeprefix("nccl:")
     sizes = ", ".join("×".join(map(str, size)) or "1" for size in entry.get("input_sizes", ())[:3])
     frames = [frame for frame in entry.get("frames", ()) if "/torch/" not in frame["filename"]]
-    caller = f"{frames[0]['filename']}:{frames[0]['line']}" if frames else ""
-    return Call(int(entry["collective_seq_id"]), name, sizes or "nothing", str(entry["state"]), caller)
-
-
-def missing_ranks(logs: Path) -> str:
-    """What the files say, by process group; empty where there are none, or all collectives are complete."""
-    dumps = read_dumps(logs)
-    groups = sorted({group for calls in dumps.values() for group in calls})
-    lines = [
-        line for group in groups for line in _in_group({rank: calls.get(group, []) for rank, calls in dumps.items()})
-    ]
-    return "\n".join(["NCCL's flight recorder:", *(f"  {line}" for line in lines)]) if lines else ""
+    caller = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+    return Call(
+        int(entry["collective_seq_id"]), f"{name} of {sizes or 'nothing'}", entry["state"] == "completed", caller
+    )
 
 
 def _in_group(ranks: Mapping[int, Sequence[Call]]) -> list[str]:
-    ranks = {rank: calls for rank, calls in ranks.items() if calls}
-    waiting = {rank: call for rank, calls in ranks.items() for call in calls if call.state != "completed"}
+    waiting = [call.number for calls in ranks.values() for call in calls if not call.is_complete]
     if not waiting:
         return []
-    number = min(call.number for calls in ranks.values() for call in calls if call.state != "completed")
-    at = {rank: call for rank, calls in ranks.items() for call in calls if call.number == number}
-    absent = sorted(rank for rank in ranks if rank not in at and max(call.number for call in ranks[rank]) < number)
-    lines = []
-    by_call: dict[str, list[int]] = {}
-    for rank in sorted(at):
-        by_call.setdefault(at[rank].text, []).append(rank)
-    for text, several in by_call.items():
-        caller = at[several[0]].caller
-        lines.append(f"{_ranks(several)} called {text} (number {number}){f' at {caller}' if caller else ''}")
-    for rank in absent:
-        last = max(ranks[rank], key=lambda call: call.number)
-        lines.append(f"rank {rank} has not called number {number}; its last is {last.text} (number {last.number})")
+    number = min(waiting)
+    by_call: dict[str, list[Call]] = defaultdict(list)
+    callers: dict[str, list[int]] = defaultdict(list)
+    absent = []
+    for rank, calls in sorted(ranks.items()):
+        last = max(calls)
+        for call in calls:
+            if call.number == number:
+                by_call[call.text].append(call)
+                callers[call.text].append(rank)
+        if last.number < number:
+            absent.append(f"rank {rank} has not called number {number}; its last is {last.text} (number {last.number})")
+    lines = [
+        f"{_ranks(callers[text])} called {text} (number {number}){calls[0].caller}" for text, calls in by_call.items()
+    ]
     if len(by_call) > 1:
-        lines.append("the ranks called different collectives: code that depends on the rank, or on data of one rank")
+        absent.append("the ranks called different collectives: code that depends on the rank, or on data of one rank")
     elif not absent:
-        lines.append("all ranks called it: the connection between them, or a GPU, does not continue")
-    return lines
+        absent.append("all ranks called it: the connection between them, or a GPU, does not continue")
+    return lines + absent
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -11,31 +11,64 @@ import contextlib
 import hashlib
 import itertools
 import os
+import resource
 import shutil
 import socket
+import sys
 import sysconfig
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import Field
 
 from lockstep.errors import LockstepError, StorageError, many
+from lockstep.events import Restarted
+from lockstep.hardware.host import oom_kills, usable_memory
 from lockstep.launch.health.hang import HangReport
-from lockstep.launch.health.memory import MachineMemory, RankMemory, own_memory
-from lockstep.launch.local.rank_output import MARK, log_file
+from lockstep.launch.local.rank_log import MARK, log_file
 from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import Activity, pulse
 from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, write_json
 
 LAUNCHER_FILE = "launcher.json"
-#: How many of a rank's last lines a report shows.
-LAST_LINES = 10
+#: How often the launcher measures the memory of its processes.
+MEMORY_INTERVAL_S = 1.0
 
 _MAX_BYTES = 4 << 20
-_TAIL_BYTES = 64 << 10
+
+
+class RankMemory(FileContent):
+    """Bytes; 0: not known.
+
+    ``resident``, ``peak_resident``, ``children`` (its loader workers) are the host's, ``limit`` is RLIMIT_AS;
+    ``allocated``, ``reserved``, ``peak`` and ``total`` are the GPU's, by torch's allocator.
+    """
+
+    resident: int = 0
+    peak_resident: int = 0
+    children: int = 0
+    limit: int = 0
+    allocated: int = 0
+    reserved: int = 0
+    peak: int = 0
+    total: int = 0
+
+    def over(self, other: RankMemory) -> RankMemory:
+        """This, and where it knows nothing what ``other`` knows."""
+        return other.model_copy(update={name: value for name, value in self.model_dump().items() if value})
+
+
+class MachineMemory(FileContent):
+    """Bytes that this machine, or its control group, has in all and has free; processes killed for lack of it."""
+
+    total: int = 0
+    free: int = 0
+    kills: int = 0
 
 
 class RankError(FileContent):
@@ -57,8 +90,8 @@ class RankError(FileContent):
 class RankEnd(FileContent):
     """How the launcher saw a rank end. ``code`` is negative for a signal; times are seconds since the epoch.
 
-    It ended between ``alive_at`` and ``seen_at``. ``ended_by_launcher``: it was ended because of a failure
-    elsewhere, or killed after a stop.
+    It ended between ``alive_at`` and ``seen_at``. ``ended_by_launcher``: it was ended because of a failure elsewhere,
+    or killed after a stop.
     """
 
     rank: int
@@ -90,6 +123,9 @@ class LauncherLog(FileContent):
     machine: MachineMemory = MachineMemory()
 
 
+# --- what a rank knows about itself ---------------------------------------------------------------
+
+
 def error_file(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.error.json"
 
@@ -118,13 +154,37 @@ def describe(rank: int, error: BaseException) -> RankError:
     )
 
 
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a rank that ``error`` ended."""
+    if isinstance(error, LockstepError):
+        return error.exit_code
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+
+
+def own_memory() -> RankMemory:
+    """This process's memory. Loads nothing: a process that has not used a GPU has no GPU memory."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    known: dict[str, int] = {
+        "resident": int(psutil.Process().memory_info().rss),
+        "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # getrusage(2)
+        "limit": 0 if limit == resource.RLIM_INFINITY else limit,
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        known |= {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "total": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }
+    return RankMemory(**known)
+
+
 def log_traceback(logs: Path, rank: int, error: BaseException) -> None:
     """Append the whole traceback to the rank's log, if that can be written."""
-    with (
-        contextlib.suppress(OSError),
-        log_file(logs, rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
-    ):
-        log.write(f"{MARK}rank {rank} failed\n{''.join(traceback.format_exception(error))}")
+    text = f"{MARK}rank {rank} failed\n{''.join(traceback.format_exception(error))}"
+    with contextlib.suppress(OSError), log_file(logs, rank).open("ab") as log:
+        log.write(text.encode("utf-8", "backslashreplace"))
 
 
 def folded_traceback(error: BaseException) -> str:
@@ -168,13 +228,37 @@ def _library_of(file: str) -> str | None:
     return "Python" if file.startswith("<frozen") else None
 
 
-def exit_code_of(error: BaseException) -> int:
-    """The exit code of a rank that ``error`` ended."""
-    if isinstance(error, LockstepError):
-        return error.exit_code
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    return 1
+# --- what the launcher measures -------------------------------------------------------------------
+
+
+class MemoryWatch:
+    """The ranks' memory as the launcher measures it: the newest and the highest. ``pids``: by rank."""
+
+    def __init__(self, pids: Mapping[int, int], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pids, self._clock, self._due = dict(pids), clock, clock()
+        self._kills_before = oom_kills()
+        self._free = 0
+        self.ranks: dict[int, RankMemory] = {}
+
+    def look(self, alive: Collection[int]) -> None:
+        """Measure, if it is due."""
+        if self._clock() < self._due:
+            return
+        self._due = self._clock() + MEMORY_INTERVAL_S
+        self._free = usable_memory()[1]
+        for rank in alive:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(self._pids[rank])
+                resident = process.memory_info().rss
+                children = sum(child.memory_info().rss for child in process.children(recursive=True))
+                peak = max(resident, self.ranks[rank].peak_resident if rank in self.ranks else 0)
+                self.ranks[rank] = RankMemory(resident=resident, peak_resident=peak, children=children)
+
+    def machine(self) -> MachineMemory:
+        return MachineMemory(total=usable_memory()[0], free=self._free, kills=oom_kills() - self._kills_before)
+
+
+# --- files ----------------------------------------------------------------------------------------
 
 
 def clear(logs: Path) -> None:
@@ -196,29 +280,10 @@ def read_errors(logs: Path) -> dict[int, RankError]:
     return {error.rank: error for error in found if error is not None}
 
 
-def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out.
-
-    Of a crash in native code, the words before it and the innermost Python calls.
-    """
-    text = ""
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    before, mark, after = text.rpartition(f"{MARK}rank ")
-    if mark and f"{MARK}process " not in after:
-        text = before
-    _, mark, own = text.rpartition(f"{MARK}process ")
-    lines = own.split("\n")[1:] if mark else text.split("\n")
-    drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
-    found = [line for line in drawn if line]
-    crash = next((place for place, line in enumerate(found) if line.startswith("Fatal Python error")), None)
-    if crash is None:
-        return tuple(found[-count:])
-    threads = [place for place, line in enumerate(found) if place > crash and line.startswith(("Thread", "Current"))]
-    current = [place for place in threads if found[place].startswith("Current")] or threads[-1:]
-    words = found[max(0, crash + 1 - count // 2) : crash + 1]
-    return (*words, *(found[current[0] :][: count - len(words)] if current else ()))
+def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:
+    """The event of the latest of the restarts ``done``; ``attempt`` resumes from the checkpoint of ``step``."""
+    last = done[-1]
+    return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
 
 
 def write(path: Path, content: Any) -> None:
@@ -227,34 +292,33 @@ def write(path: Path, content: Any) -> None:
     Raises:
         StorageError: of ``path``, when there is no room in either.
     """
-    place = _place(path.parent)
+    spare = _spare(path.parent)
     try:
         write_json(path, content)
     except StorageError:
         with contextlib.suppress(OSError, StorageError):
-            place.mkdir(mode=0o700, exist_ok=True)
-            if _is_own(place):
-                write_json(place / path.name, content, durable=False)
+            spare.mkdir(mode=0o700, exist_ok=True)
+            if _is_own(spare):
+                write_json(spare / path.name, content, durable=False)
                 return
         raise
     with contextlib.suppress(OSError):
-        (place / path.name).unlink(missing_ok=True)
+        (spare / path.name).unlink(missing_ok=True)
 
 
 def _find(logs: Path, pattern: str) -> list[Path]:
     """Files of ``logs`` by pattern; one that had to be written to the spare place takes its namesake's."""
-    place = _place(logs)
-    spare = {path.name: path for path in place.glob(pattern)} if _is_own(place) else {}
-    return list(({path.name: path for path in logs.glob(pattern)} | spare).values())
+    folders = [logs, *filter(_is_own, [_spare(logs)])]
+    return list({path.name: path for folder in folders for path in folder.glob(pattern)}.values())
 
 
 def clear_spare(logs: Path) -> None:
     """Remove what was written to the spare place."""
-    if _is_own(_place(logs)):
-        shutil.rmtree(_place(logs), ignore_errors=True)
+    if _is_own(_spare(logs)):
+        shutil.rmtree(_spare(logs), ignore_errors=True)
 
 
-def _place(logs: Path) -> Path:
+def _spare(logs: Path) -> Path:
     """The spare place of a run's ``logs/``: a folder of the user's in the system's temporary folder."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(logs))).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{name}"
@@ -263,7 +327,6 @@ def _place(logs: Path) -> Path:
 def _is_own(place: Path) -> bool:
     """Whether it exists and belongs to this user: the temporary folder is open to all users."""
     try:
-        status = place.lstat()
+        return place.lstat().st_uid == os.getuid() and place.is_dir() and not place.is_symlink()
     except OSError:
         return False
-    return status.st_uid == os.getuid() and place.is_dir() and not place.is_symlink()

@@ -9,46 +9,46 @@ from __future__ import annotations
 import contextlib
 import signal
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
 from lockstep.errors import (
-    CheckpointError,
     CollectiveError,
-    DataError,
     LockstepError,
     NonFiniteError,
     RankFailed,
     RankOutOfMemory,
     RanksDifferError,
     RunError,
-    RunFolderError,
     StorageError,
     UsageError,
+    many,
 )
-from lockstep.events import Restarted
+from lockstep.hardware.host import usable_memory
 from lockstep.launch.failure import records
-from lockstep.launch.failure.causes import OOM_KILLED, Cause, CauseKey, find_cause, is_lost_peer
+from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause, is_lost_peer
 from lockstep.launch.failure.collectives import missing_ranks
+from lockstep.launch.failure.records import MachineMemory, RankMemory
 from lockstep.launch.health.hang import HangReport
-from lockstep.launch.health.memory import RankMemory, advice, evaluation_advice, from_rows, machine_now, table
-from lockstep.launch.local.rank_output import log_file
+from lockstep.launch.local.rank_log import last_lines, log_file
 from lockstep.launch.local.signals import STOPPED
 from lockstep.planning.batch import BatchPlan
-from lockstep.telemetry.progress_board import Activity
 from lockstep.telemetry.rundir import RunDir, or_else
 
 _NO_FAILURE = (0, *STOPPED)
+#: Errors whose text is enough, without the place in Lockstep where they were raised.
+_EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
+_GB = 1e9
+#: Fields of a rank's memory, by keys of a row of ``ranks.jsonl``.
+_GPU_KEYS = {"allocated": "memory_gb", "reserved": "reserved_gb", "peak": "peak_gb"}
+_HOST_KEYS = {"resident": "memory_gb", "peak_resident": "peak_gb"}
 
 
 class RankFailure(records.RankError):
-    """How one rank failed. ``exit_code`` is negative for a signal.
-
-    ``time``: the earliest at which it can have failed.
-    """
+    """How one rank failed. ``exit_code`` is negative for a signal; ``time`` is the earliest that is possible."""
 
     last_lines: tuple[str, ...] = ()
     ended_by_launcher: bool = False
@@ -56,11 +56,17 @@ class RankFailure(records.RankError):
     @property
     def signal(self) -> str | None:
         """The name of the signal that killed it, or ``None``."""
-        return _signal_name(-self.exit_code) if self.exit_code < 0 else None
+        names = {number.value: number.name for number in signal.Signals}
+        return names.get(-self.exit_code, f"signal {-self.exit_code}") if self.exit_code < 0 else None
 
     @property
     def is_usage_error(self) -> bool:
         return self.error is not None and self.exit_code == UsageError.exit_code
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether its error is the whole report: wrong usage, or a hang that all ranks have found."""
+        return self.is_usage_error or (self.error is not None and self.error["code"] == RankFailed.code)
 
     @property
     def is_collateral(self) -> bool:
@@ -71,9 +77,7 @@ class RankFailure(records.RankError):
 
     @property
     def explains_itself(self) -> bool:
-        """Whether its error's text is enough, without the place in Lockstep where it was raised."""
-        known = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
-        return self.error is not None and self.error["code"] in known
+        return self.error is not None and self.error["code"] in _EXPLAIN_THEMSELVES
 
     @property
     def blames_another(self) -> bool:
@@ -87,16 +91,15 @@ class RankFailure(records.RankError):
             return f"ended with exit code {self.exit_code} without reporting an error"
         if self.explains_itself and self.error:
             return f"failed: {self.error['message']}"
-        first = self.message.strip().splitlines()[:1]
-        return f"failed: {': '.join([self.type, *first])}"
+        return f"failed: {': '.join([self.type, *self.message.strip().splitlines()[:1]])}"
 
 
 @dataclass(frozen=True)
 class FailureReport:
     """Why a start of all ranks failed.
 
-    ``first`` is the rank that failed first, ``None`` when only the launcher did; ``others`` failed
-    after it or because of it.
+    ``first`` is the rank that failed first, ``None`` when only the launcher did; ``others`` failed after it or because
+    of it.
     """
 
     ranks: int
@@ -113,7 +116,7 @@ class FailureReport:
         """Which rank failed first and with what, on one line (more, if the error's message has more)."""
         if self.first is None:
             return self.launcher_error.strip().splitlines()[-1]
-        if self.first.is_usage_error and self.first.error:
+        if self.first.speaks_for_all and self.first.error:
             return self.first.error["message"]
         who = f"rank {self.first.rank} of {self.ranks}" if self.ranks > 1 or self.first.rank else "the run"
         return f"{who} {self.first.headline()}"
@@ -138,7 +141,7 @@ class FailureReport:
         if first is None:
             if self.launcher_error.strip() != self.what:
                 blocks.append(textwrap.indent(self.launcher_error.rstrip(), "  "))
-        elif first.is_usage_error:
+        elif first.speaks_for_all:
             return ""
         else:
             if first.traceback and not first.explains_itself:
@@ -150,7 +153,10 @@ class FailureReport:
             blocks.append(self.hang.table())
         blocks += filter(None, (self.memory, self.collectives))
         if self.others:
-            blocks.append(_collateral(self.others))
+            names = ", ".join(str(rank) for rank in sorted(failure.rank for failure in self.others))
+            ranks = "rank" if len(self.others) == 1 else "ranks"
+            count = many(len(self.others), "other rank")
+            blocks.append(f"{count} ended because of it or after it ({ranks} {names}).")
         return "\n".join(blocks)
 
     def as_error(self) -> LockstepError:
@@ -159,9 +165,8 @@ class FailureReport:
         A usage error of a rank is raised as what it was, with its exit code.
         """
         if self.first and self.first.is_usage_error and self.first.error:
-            kind = _usage_error_class(self.first.error["code"])
-            return kind(self.what, why=self.why, fix=self.fix)
-        is_memory = self.cause is not None and self.cause.key in (CauseKey.GPU_MEMORY, CauseKey.MEMORY)
+            return error_of(self.first.error)
+        is_memory = self.cause is not None and self.cause.key in ("gpu-memory", "memory")
         failed = RankOutOfMemory if is_memory else RankFailed
         return failed("\n".join(filter(None, [self.what, self.details()])), why=self.why, fix=self.fix)
 
@@ -170,37 +175,49 @@ class FailureReport:
         return str(self.as_error())
 
 
-def _usage_error_class(code: str) -> type[LockstepError]:
-    kinds: list[type[LockstepError]] = [UsageError, DataError, RunFolderError, CheckpointError]
+def error_of(content: Mapping[str, str]) -> LockstepError:
+    """The error that :meth:`lockstep.errors.LockstepError.as_dict` has described."""
+    kinds: list[type[LockstepError]] = [LockstepError]
     for kind in kinds:
-        if kind.code == code:
-            return kind
         kinds += kind.__subclasses__()
-    return UsageError
+    kind = next((kind for kind in kinds if kind.code == content["code"]), UsageError)
+    return kind(content["message"], why=content["why"], fix=content["fix"])
 
 
 def read_failure(run_dir: RunDir) -> FailureReport | None:
     """The report of the latest start in ``run_dir``; ``None`` when it did not fail."""
     launcher = records.read_launcher(run_dir)
-    ends = {end.rank: end for end in launcher.exits}
     errors = records.read_errors(run_dir.logs)
-    failures = [
-        _rank_failure(run_dir.logs, rank, errors.get(rank), ends.get(rank), launcher.doing.get(rank))
-        for rank in {*errors, *ends}
-    ]
+    failures = []
+    for rank, error in errors.items():
+        failures.append(RankFailure(**{**dict(error), "rank": rank, "last_lines": _last_lines(run_dir, rank)}))
+    for end in launcher.exits:
+        if end.rank not in errors and end.code not in _NO_FAILURE:
+            doing = launcher.doing.get(end.rank)
+            failures.append(
+                RankFailure(
+                    rank=end.rank,
+                    # A killed rank may be seen only after the ranks that missed it have written down theirs.
+                    time=end.alive_at,
+                    exit_code=end.code,
+                    pid=end.pid,
+                    last_lines=_last_lines(run_dir, end.rank),
+                    ended_by_launcher=end.ended_by_launcher,
+                    evaluating=doing is not None and doing.is_evaluation,
+                )
+            )
     failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
+    collectives = missing_ranks(run_dir.logs)
     if launcher.hang is not None and all(failure.is_collateral for failure in failures):
-        hang = launcher.hang
-        calls = missing_ranks(run_dir.logs)
-        return FailureReport(launcher.ranks or len(ends), None, (), hang.cause, hang.headline, hang, collectives=calls)
+        hang, ranks = launcher.hang, launcher.ranks or len(launcher.exits)
+        return FailureReport(ranks, None, (), hang.cause, hang.headline, hang, collectives=collectives)
     if not launcher.error and all(failure.ended_by_launcher for failure in failures):
         return None
     failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
     first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
     cause, memory = _cause(first, launcher), ""
-    if first is not None and cause is not None and cause.key.is_memory:
-        memory = _memory_table(run_dir, launcher, errors)
-        cause = replace(cause, smaller=_smaller(run_dir, first.evaluating))
+    if first is not None:
+        cause, memory = _with_memory(cause, run_dir, launcher.memory, launcher.machine, errors, first.evaluating)
     return FailureReport(
         ranks=launcher.ranks or len(failures),
         first=first,
@@ -208,8 +225,20 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         cause=cause,
         launcher_error=launcher.error,
         memory=memory,
-        collectives=missing_ranks(run_dir.logs),
+        collectives=collectives,
     )
+
+
+def _last_lines(run_dir: RunDir, rank: int) -> tuple[str, ...]:
+    return last_lines(log_file(run_dir.logs, rank))
+
+
+def _cause(first: RankFailure | None, launcher: records.LauncherLog) -> Cause | None:
+    if first is None:
+        return find_cause(launcher.error)
+    if first.signal == "SIGKILL" and launcher.machine.kills:
+        return OOM_KILLED
+    return find_cause(f"{first.type}: {first.message}" if first.type else "\n".join(first.last_lines), first.signal)
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
@@ -221,10 +250,10 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
         return None
     records.log_traceback(run_dir.logs, 0, error)
     own = records.describe(0, error)
-    cause, memory = find_cause(f"{own.type}: {own.message}"), ""
-    if cause is not None and cause.key.is_memory:
-        memory = _memory_table(run_dir, records.LauncherLog(machine=machine_now()), {0: own})
-        cause = replace(cause, smaller=_smaller(run_dir, own.evaluating))
+    total, free = usable_memory()
+    machine = MachineMemory(total=total, free=free)
+    cause = find_cause(f"{own.type}: {own.message}")
+    cause, memory = _with_memory(cause, run_dir, {}, machine, {0: own}, own.evaluating)
     report = FailureReport(1, RankFailure(**dict(own)), (), cause, memory=memory)
     _keep(run_dir, report.format())
     return report
@@ -258,76 +287,98 @@ def task_failure(error: Exception) -> LockstepError | None:
     return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
 
 
-def restarted(done: Sequence[records.Restart], attempt: int, step: int) -> Restarted:
-    """The event of the latest of the restarts ``done``; ``attempt`` resumes from the checkpoint of ``step``."""
-    last = done[-1]
-    return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
+# --- memory: what each rank used when one ran out of it, and how to need less -----------------------
 
 
-def _memory_table(run_dir: RunDir, launcher: records.LauncherLog, errors: Mapping[int, records.RankError]) -> str:
-    """What is known of each rank's memory: from the rank, the launcher or the run's rows, in this order."""
-    try:
-        on_gpu = run_dir.plan()["placement"]["accelerator"] == "gpu"
-        known = from_rows(run_dir.ranks(), on_gpu)
-    except (LockstepError, LookupError, TypeError):
-        known = {}
+def _with_memory(
+    cause: Cause | None,
+    run_dir: RunDir,
+    measured: Mapping[int, RankMemory],
+    machine: MachineMemory,
+    errors: Mapping[int, records.RankError],
+    evaluating: bool,
+) -> tuple[Cause | None, str]:
+    """For a cause that is lack of memory: with what needs less of it, and a table of each rank's memory.
+
+    What is known of a rank comes from the rank, the launcher or the run's rows, in this order.
+    """
+    if cause is None or not cause.is_memory:
+        return cause, ""
+    plan: Any = or_else(run_dir.plan, {})
+    known: dict[int, RankMemory] = {}
+    with contextlib.suppress(LockstepError, LookupError, TypeError):
+        known = memory_in_rows(run_dir.ranks(), plan["placement"]["accelerator"] == "gpu")
     own = {rank: error.memory for rank, error in errors.items() if error.memory is not None}
-    for rank, memory in (*launcher.memory.items(), *own.items()):
+    for rank, memory in (*measured.items(), *own.items()):
         known[rank] = memory.over(known.get(rank, RankMemory()))
-    return table(known, launcher.machine)
-
-
-def _smaller(run_dir: RunDir, evaluating: bool) -> str:
-    """The command with which the run's steps or evaluations need less memory; empty where its plan is not known."""
-    try:
-        plan, run = run_dir.plan(), run_dir.read().id
-        batch = BatchPlan.model_validate(plan["batch"])
+    smaller = ""
+    with contextlib.suppress(LockstepError, ValidationError, LookupError, TypeError, ValueError):
+        batch, run = BatchPlan.model_validate(plan["batch"]), run_dir.read().id
         if plan["task"].get("loader") is not None:
-            return f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
-        if evaluating:
-            return evaluation_advice(int(plan["eval_batch_size"]), run)
-        return advice(batch, run)
-    except (LockstepError, ValidationError, LookupError, TypeError, ValueError):
-        return ""
+            smaller = f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
+        else:
+            smaller = _evaluation_advice(int(plan["eval_batch_size"]), run) if evaluating else advice(batch, run)
+    return cause._replace(smaller=smaller), memory_table(known, machine)
 
 
-def _collateral(others: Sequence[RankFailure]) -> str:
-    names = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda failure: failure.rank))
-    ranks = "rank" if len(others) == 1 else "ranks"
-    return f"{len(others)} other {ranks} ended because of it or after it ({ranks} {names})."
+def memory_in_rows(rows: Collection[Mapping[str, Any]], on_gpu: bool) -> dict[int, RankMemory]:
+    """The memory of each rank in the newest row of ``ranks.jsonl``."""
+    keys = _GPU_KEYS if on_gpu else _HOST_KEYS
+    return {
+        int(state.get("rank", 0)): RankMemory(**{name: int((state.get(key) or 0) * _GB) for name, key in keys.items()})
+        for state in (list(rows)[-1].get("ranks", ()) if rows else ())
+    }
 
 
-def _cause(first: RankFailure | None, launcher: records.LauncherLog) -> Cause | None:
-    if first is None:
-        return find_cause(launcher.error)
-    if first.signal == "SIGKILL" and launcher.machine.kills:
-        return OOM_KILLED
-    if first.type:
-        return find_cause(f"{first.type}: {first.message}", first.signal)
-    return find_cause("\n".join(first.last_lines), first.signal)
+def memory_table(ranks: Mapping[int, RankMemory], machine: MachineMemory) -> str:
+    """A line for each rank and one for the machine."""
+    lines = ["memory of each rank:"]
+    lines += [f"  rank {rank}: {_memory_line(memory)}" for rank, memory in sorted(ranks.items())]
+    if machine.total:
+        lines.append(f"  this machine: {_gb(machine.total)}, {_gb(machine.free)} of it free when last measured")
+    return "\n".join(lines)
 
 
-def _rank_failure(
-    logs: Path, rank: int, error: records.RankError | None, end: records.RankEnd | None, doing: Activity | None
-) -> RankFailure:
-    lines = records.last_lines(log_file(logs, rank))
-    if error is not None:
-        return RankFailure(**{**dict(error), "rank": rank}, last_lines=lines)
-    assert end is not None, "there is one or the other"
-    return RankFailure(
-        rank=rank,
-        # A killed rank may be seen only after the ranks that missed it have written down theirs.
-        time=end.alive_at,
-        exit_code=end.code,
-        pid=end.pid,
-        last_lines=lines,
-        ended_by_launcher=end.ended_by_launcher,
-        evaluating=doing is not None and doing.is_evaluation,
+def _memory_line(memory: RankMemory) -> str:
+    parts = []
+    if memory.peak or memory.allocated:
+        gpu = f"GPU: {_gb(memory.allocated)} allocated, {_gb(memory.reserved)} reserved, {_gb(memory.peak)} at most"
+        unused = 1 - memory.allocated / memory.reserved if memory.reserved else 0.0
+        fragmented = f" (fragmented: {unused:.0%} of what is reserved is not allocated)" if unused > 0.1 else ""
+        parts.append(gpu + (f", of {_gb(memory.total)}" if memory.total else "") + fragmented)
+    if memory.resident:
+        host = f"host: {_gb(memory.resident)} resident, {_gb(max(memory.resident, memory.peak_resident))} at most"
+        host += f", {_gb(memory.children)} in its workers" if memory.children else ""
+        parts.append(host + (f", limit {_gb(memory.limit)} (ulimit -v)" if memory.limit else ""))
+    return "; ".join(parts) or "not known"
+
+
+def _gb(value: int) -> str:
+    return f"{value / _GB:.2f} GB"
+
+
+def advice(batch: BatchPlan, run: str) -> str:
+    """The command that resumes ``run`` with the same global batch and half the micro-batch.
+
+    The arithmetic is that of :func:`lockstep.planning.batch.resolve_batch` for a global batch that is held.
+    """
+    if batch.lanes is not None or batch.batch_size <= 1:
+        reason = "a micro-batch is one lane" if batch.lanes else "a micro-batch is one sample"
+        return f"{reason}, so only more devices, a smaller model or fewer loader workers (--num-workers) need less"
+    share = -(-batch.global_batch // (batch.ranks * batch.devices_per_rank))
+    accumulate = -(-share // (batch.batch_size // 2))
+    size = -(-share // accumulate)
+    return (
+        f"the same global batch of {batch.global_batch} as batch size {size} × {accumulate} micro-batches per device: "
+        f"lockstep resume {run} --set training.batch_size={size} --set training.accumulate=1 "
+        f"--set training.global_batch_size={batch.global_batch}"
     )
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _evaluation_advice(batch_size: int, run: str) -> str:
+    if batch_size <= 1:
+        return "an evaluation takes one sample at a time, so only a smaller model or metrics that keep less need less"
+    return (
+        f"evaluations with {batch_size // 2} samples at a time, which changes no result: "
+        f"lockstep resume {run} --set validation.batch_size={batch_size // 2}"
+    )

@@ -1,8 +1,8 @@
-"""Hangs without Lockstep's launcher: under ``torchrun`` and ``srun`` every rank checks itself.
+"""Hangs where no launcher sees all ranks: under ``torchrun``, ``srun`` and on several nodes every rank checks itself.
 
 A thread of each rank sends heartbeats with the rank's activity to the others, over the store. A rank that has made no
 progress for half the time-out reads those of the others. When no rank makes progress, each writes what it knows to its
-log, one prints the report, and the processes end, since no other process would end them.
+log, one prints the report (or each records it for its launcher), and the processes end.
 
 The thread needs the interpreter: a rank whose native code keeps it, or that is stopped, sends no heartbeat, and the
 others report that.
@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -29,8 +30,9 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
-from lockstep.launch.health import hang, stacks
-from lockstep.launch.local.rank_output import MARK, log_file
+from lockstep.launch.failure import records
+from lockstep.launch.health import hang
+from lockstep.launch.local.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, log_file, stacks_on_request
 from lockstep.launch.local.worker import leave
 from lockstep.telemetry.files import FileContent
 from lockstep.telemetry.progress_board import pulse
@@ -39,8 +41,8 @@ from lockstep.telemetry.rundir import RunDir
 #: Heartbeats in ``hang_timeout_s``, with at least the interval between them.
 _BEATS_IN_TIMEOUT = 30
 _LEAST_INTERVAL_S = 0.1
-#: How long the other ranks wait for the one that prints the report.
-_PRINT_S = 5.0
+#: How long a rank stays, after the next check of the others, so that they find the hang and not the loss of a rank.
+_OTHERS_S = 5.0
 
 
 class _Heartbeat(FileContent):
@@ -52,18 +54,15 @@ class _Heartbeat(FileContent):
     number: int
     untimed: bool
     at: hang.Standstill
-    host: str = ""
-    pid: int = 0
+    host: str
+    pid: int
 
 
 class Watchdog(threading.Thread):
     """Checks this process's progress. Use :func:`watched`.
 
-    Args:
-        store: of the ranks; used over a separate connection. ``None``: there is one rank.
-        timeout_s: how long all ranks may be without progress; untimed activities count as progress.
-        hung: called once, with what is known of every rank, and whether this rank is the one to print it.
-        ask_workers: returns where the workers of this rank's loader are, if it may have some.
+    ``store``: of the ranks, if there are several; used over a separate connection. ``hung``: called once, with what is
+    known of every rank, and whether this rank is the one to print it. ``workers``: returns where its loader's are.
     """
 
     def __init__(
@@ -73,15 +72,12 @@ class Watchdog(threading.Thread):
         *,
         timeout_s: float,
         hung: Callable[[hang.HangReport, bool], None],
-        ask_workers: Callable[[], tuple[str, ...]] = tuple,
+        workers: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
-        self._world = world
+        self._world, self._timeout_s, self._hung, self._ask_workers = world, timeout_s, hung, workers
         self._store: Any = None if store is None else cast(Any, store).clone()
-        self._timeout_s = timeout_s
-        self._interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT)
-        self._hung = hung
-        self._ask_workers = ask_workers
+        self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT)
         self._workers: tuple[str, ...] | None = None
         self._ended = threading.Event()
         self._host = socket.gethostname()
@@ -93,23 +89,21 @@ class Watchdog(threading.Thread):
     def end(self) -> None:
         """Stop checking."""
         self._ended.set()
-        self.join(_PRINT_S)
+        self.join(_OTHERS_S)
 
     def run(self) -> None:
-        while not self._ended.wait(self._interval_s):
+        while not self._ended.wait(self.interval_s):
             with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will fail of that
                 report = self._check(time.monotonic())
                 if report is not None and not self._ended.is_set():
-                    silent = ("stopped", "unresponsive")
-                    answering = [rank.rank for rank in report.ranks if rank.state not in silent]
+                    answering = [at.rank for at in report.ranks if at.state not in ("stopped", "unresponsive")]
                     self._hung(report, min(answering) == self._world.rank)
                     return
 
     def _check(self, now: float) -> hang.HangReport | None:
-        if (
-            now - self._checked_at > self._interval_s + hang.OWN_PAUSE_S
-        ):  # this process had been stopped, or its machine
-            self._silence.pause(now - self._checked_at)
+        pause = now - self._checked_at
+        if pause > self.interval_s + hang.OWN_PAUSE_S:  # this process had been stopped, or its machine
+            self._silence.pause(pause)
         self._checked_at = now
         own = self._own_heartbeat(now)
         if self._store is not None:
@@ -118,9 +112,8 @@ class Watchdog(threading.Thread):
             self._received = {}
             return None
         ranks = {**self._others(now), self._world.rank: own}
-        if len(ranks) < self._world.size:
-            return None  # some have not begun
-        if not hang.is_hang(((beat.at.silent_s, beat.untimed) for beat in ranks.values()), self._timeout_s):
+        moving = [beat for beat in ranks.values() if beat.at.silent_s < self._timeout_s or beat.untimed]
+        if len(ranks) < self._world.size or moving:  # some have not begun
             return None
         return hang.HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks[rank].at for rank in sorted(ranks)))
 
@@ -133,9 +126,11 @@ class Watchdog(threading.Thread):
         elif self._workers is None:
             self._workers = self._ask_workers() if hang.waits_for_data(sign, stack) else ()
         self._sent += 1
-        at = hang.Standstill.of(self._world.rank, sign, silent_s=silent_s, stack=stack, workers=self._workers or ())
-        process: dict[str, Any] = {"host": self._host, "pid": os.getpid()}
-        return _Heartbeat(number=self._sent, untimed=sign.activity.is_untimed, at=at, **process)
+        where: dict[str, Any] = {"stack": stack, "workers": self._workers or ()}
+        where["node"] = self._host if self._world.nodes > 1 else ""
+        at = hang.Standstill.of(self._world.rank, sign, silent_s=silent_s, **where)
+        untimed = sign.activity.is_untimed
+        return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
         """The last heartbeat of each other rank that has begun, with the time since it was received."""
@@ -150,7 +145,7 @@ class Watchdog(threading.Thread):
                     self._received[rank] = (beat.number, now)
                 age = now - self._received[rank][1]
                 state = hang.process_state(beat.pid) if beat.host == self._host else "running"
-                if state == "running" and age > max(hang.OWN_PAUSE_S, 3 * self._interval_s):
+                if state == "running" and age > max(hang.OWN_PAUSE_S, 3 * self.interval_s):
                     state = "unresponsive" if beat.host == self._host else "stopped"
                 at = beat.at.model_copy(update={"silent_s": beat.at.silent_s + age, "state": state})
                 found[rank] = beat.model_copy(update={"at": at})
@@ -161,68 +156,55 @@ def _key(rank: int) -> str:
     return f"lockstep/watchdog/{rank}"
 
 
-def main_stack() -> stacks.Stack:
+def main_stack() -> Stack:
     """Where this process's main thread is in Python, innermost call first."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = traceback.walk_stack(main) if main is not None else ()
-    return tuple(stacks.Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in calls)
+    return tuple(Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in calls)
 
 
 @contextmanager
-def watched(run: RunDir, world: World, store: Store | None, *, timeout_s: float, keeps: bool) -> Iterator[None]:
+def watched(
+    run: RunDir, world: World, store: Store | None, *, timeout_s: float, keeps: bool, launcher: Path | None = None
+) -> Iterator[None]:
     """Inside, this process ends with exit code 1 when no rank has made progress for ``timeout_s``.
 
-    Args:
-        run: its folder gets the stacks, in ``logs/``, and (``keeps``: this rank writes it) the run's failure.
+    It and its loader workers write their stacks to the rank's log on request. The run's folder gets the stacks, too,
+    and, where this rank ``keeps`` it, the failure. ``launcher``: where a launcher reads of failures, which it prints.
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
+    file, rank = log_file(run.logs, world.rank), world.rank
 
     def hung(report: hang.HangReport, prints: bool) -> NoReturn:
-        error = RankFailed(
-            "\n".join([report.headline, report.table()]), why=report.cause.title, fix=report.cause.advice
-        )
-        _write_log(log_file(run.logs, world.rank), world.rank, error)
-        if keeps:
-            with contextlib.suppress(LockstepError):  # the folder may be what failed
+        text = "\n".join([report.headline, report.table()])
+        error = RankFailed(text, why=report.cause.title, fix=report.cause.advice)
+        with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as log:
+            log.write(f"{MARK}rank {rank} ends: {error}\n{MARK}rank {rank}, all threads\n")
+            log.flush()
+            faulthandler.dump_traceback(log, all_threads=True)
+        with contextlib.suppress(LockstepError):  # the folder may be what failed
+            if launcher is not None:
+                records.record(launcher, rank, error)
+            elif keeps:
                 run.update(status="failed", error=str(error))
-        if prints:
+        if launcher is None and prints:
             with contextlib.suppress(OSError):
                 os.write(terminal, f"error: {error}\n".encode())
-        else:
-            time.sleep(_PRINT_S)
+        time.sleep(watchdog.interval_s + _OTHERS_S)
         leave(1)
 
-    watchdog = Watchdog(
-        world,
-        store,
-        timeout_s=timeout_s,
-        hung=hung,
-        ask_workers=lambda: stacks.ask_workers(os.getpid(), world.rank, run.logs),
-    )
+    workers = partial(ask_workers, os.getpid(), rank, run.logs)
+    watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung, workers=workers)
     before, pulse.is_watched = pulse.is_watched, True
     watchdog.start()
     try:
-        with _answering(log_file(run.logs, world.rank)):
+        with contextlib.ExitStack() as inside:
+            with contextlib.suppress(OSError):  # this node may be unable to write the folder, and the run continues
+                log = inside.enter_context(file.open("a", encoding="utf-8"))
+                if signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the script that trains here uses it
+                    inside.enter_context(stacks_on_request(log))
             yield
     finally:
         watchdog.end()
         pulse.is_watched = before
         os.close(terminal)
-
-
-@contextmanager
-def _answering(path: Path) -> Iterator[None]:
-    """Inside, this process and its loader workers write their stacks to ``path`` on request."""
-    with contextlib.ExitStack() as inside:
-        with contextlib.suppress(OSError):  # this node may be unable to write the folder, and the run continues
-            log = inside.enter_context(path.open("a", encoding="utf-8"))
-            if signal.getsignal(stacks.SIGNAL) == signal.SIG_DFL:  # else the script that trains here uses it
-                inside.enter_context(stacks.written_on_request(log))
-        yield
-
-
-def _write_log(path: Path, rank: int, error: RankFailed) -> None:
-    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
-        log.write(f"{MARK}rank {rank} ends: {error}\n{MARK}rank {rank}, all threads\n")
-        log.flush()
-        faulthandler.dump_traceback(log, all_threads=True)

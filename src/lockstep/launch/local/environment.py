@@ -1,20 +1,13 @@
-"""The environment variables of the launcher and the ranks."""
+"""Environment variables of commands, launchers and ranks. Importing this module imports next to nothing."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from itertools import takewhile
 from pathlib import Path
-
-from threadpoolctl import threadpool_limits
-
-from lockstep.hardware.network import GLOO_INTERFACE
-from lockstep.hardware.world import SEVERAL_NODES
-from lockstep.launch.local.process_start import set_defaults
 
 #: Set in ranks that Lockstep's launcher started (see :mod:`lockstep.hardware.world`).
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -32,31 +25,41 @@ THREADS = "LOCKSTEP_THREADS"
 #: What an outer launcher set for the caller does not apply to the caller's ranks.
 _OTHER_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", LAUNCHER_PID, JOB),
 )
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set what counts when a process starts or imports torch, and the user has not set."""
+    # Threads that spin while they wait for each other slow a step 10 to 100 times where other programs use the cores.
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # The order of a set of strings is the same on all ranks then, and in every attempt: a vocabulary, for example.
+    environ.setdefault("PYTHONHASHSEED", "0")
+    if "TORCH_DISTRIBUTED_DEBUG" not in environ:
+        # Every rank's native code logs the loss of the one that failed; only that one matters.
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def for_launcher(
     base: Mapping[str, str], launch_id: str, caller_path: list[str], *, several: bool = False
 ) -> dict[str, str]:
-    """The environment of a launcher and, through it, of its ranks.
+    """The environment of a launcher and, through it, of its ranks, which may be some of those of ``several`` nodes.
 
-    Args:
-        base: the caller's environment.
-        launch_id: a mark that no other launch has.
-        caller_path: the caller's ``sys.path``: ranks import what the caller can import.
-        several: whether its ranks are some of those of several nodes.
+    ``base``, ``caller_path``: environment and ``sys.path`` of the caller: ranks import what it can import.
     """
+    import socket
+
+    from lockstep.hardware.network import GLOO_INTERFACE
+    from lockstep.hardware.world import SEVERAL_NODES
+
     environ = {
-        key: value
-        for key, value in base.items()
-        if key not in (*_OTHER_LAUNCHERS, LAUNCHER_PID, JOB) and not key.startswith("TORCHELASTIC_")
+        key: value for key, value in base.items() if key not in _OTHER_LAUNCHERS and not key.startswith("TORCHELASTIC_")
     }
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
     environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: json.dumps(path)}
-    # Python's own folders must keep their place in the order, so PYTHONPATH gets what was before them; it has no form
-    # for a folder with a colon, of which ranks learn from SYS_PATH.
-    first = [entry for entry in _before_standard_library(path) if os.pathsep not in entry]
+    # PYTHONPATH stands before Python's own folders, so it gets what was before them; it has no form for a folder with
+    # a colon, of which ranks learn from SYS_PATH.
+    first = [entry for entry in takewhile(str(Path(os.__file__).parent).__ne__, path) if os.pathsep not in entry]
     first += filter(None, base.get("PYTHONPATH", "").split(os.pathsep))
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
@@ -68,17 +71,6 @@ def for_launcher(
     return environ
 
 
-def _before_standard_library(path: list[str]) -> list[str]:
-    standard = {os.path.abspath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
-    archive = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    before = []
-    for entry in path:
-        if entry in standard or Path(entry).name == archive:
-            break
-        before.append(entry)
-    return before
-
-
 def restore_sys_path(environ: Mapping[str, str]) -> None:
     """Give ``sys.path`` the caller's entries in the caller's order; others come last."""
     sys.path[:] = dict.fromkeys([*json.loads(environ.get(SYS_PATH, "[]")), *sys.path])
@@ -88,5 +80,7 @@ def set_threads(environ: Mapping[str, str]) -> None:
     """Let libraries use OMP_NUM_THREADS threads, which they read when imported: in a fork, that was before."""
     torch, threads = sys.modules.get("torch"), environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if torch is not None and threads.isdecimal() and int(threads):
+        from threadpoolctl import threadpool_limits
+
         torch.set_num_threads(int(threads))
         threadpool_limits(int(threads))

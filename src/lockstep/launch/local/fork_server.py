@@ -9,14 +9,18 @@
 The server is started with the first launch, or forked from the caller before that has computed anything, and ends with
 the caller. Requests come over a socket pair, with the launcher's standard files and the end of another pair for the
 answers; see :mod:`multiprocessing.forkserver`, which would import the caller's script again in every child.
+
+A process that forks has one thread, has computed nothing and has not asked the GPU: its child may use threads and CUDA.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
-import codecs
 import contextlib
-import json
+import ctypes
+import gc
+import logging
 import os
 import selectors
 import signal
@@ -24,23 +28,18 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import IO, Any
+from typing import Any, NoReturn
 
-from lockstep.config import LaunchConfig
-from lockstep.errors import RunError, RunFolderError, StorageError
-from lockstep.hardware import parent_death
-from lockstep.launch.failure import records
-from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
-from lockstep.launch.local.forked import Forked, asked_gpu, fork
-from lockstep.launch.local.rank_output import flush
-from lockstep.launch.local.signals import STOP_SIGNALS, StopRequest, exit_code, held_back
-from lockstep.telemetry.rundir import RunDir, or_else, read_json, write_json
+from lockstep.errors import RunError
+from lockstep.launch.local.rank_log import flush
+from lockstep.launch.local.signals import STOP_SIGNALS, held_back
 
 #: Variables that count when a process starts; a server serves launches with the same ones.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
@@ -48,162 +47,86 @@ _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENB
 _LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: The process name of a launcher.
 LAUNCHER = "lockstep-launch"
-_MAIN = "lockstep.launch.local.launcher:main"
-#: What takes seconds to import: where the caller has it, its ranks share one import of it.
-_SHARED = ("lightning.pytorch",)
 _MAX_BYTES = 4096
-#: How long the launcher may take to end after it has been asked to kill all ranks.
-_KILL_S = 10.0
+_PR_SET_NAME = 15
 
 _lock = threading.Lock()
 _server: ForkServer | None = None
 
 
-@atexit.register
-def _end_server() -> None:
-    if _server is not None:
-        _server.close()
+# --- forks ----------------------------------------------------------------------------------------
 
 
-def fork_server_here(prepare: Callable[[], None] | None = None) -> None:
-    """Make the fork server of this process a fork of it: what is imported by now is not imported again.
+@dataclass(eq=False)
+class Forked:
+    """A forked child, with the methods of :class:`subprocess.Popen` that its parent needs."""
 
-    Only for a process with one thread that has computed nothing with torch, such as the command line's.
+    pid: int
+    returncode: int | None = None
 
-    Args:
-        prepare: imports more, which the server has unless that has started threads or asked a GPU.
-    """
-    global _server
-    if asked_gpu():
-        return
-    with _lock:
-        if _server is not None:
-            _server.close()
-        _server = ForkServer.fork()
-        if prepare is None:
-            return
-        before = set(sys.modules)
-        prepare()
-        if not before.issuperset(sys.modules) and not asked_gpu() and not _has_gpu_files():
-            other = ForkServer.fork()
-            threads = len(list(Path("/proc/self/task").iterdir()))  # those of BLAS end before a fork
-            unused, _server = (_server, other) if threads == 1 else (other, _server)
-            unused.close()
+    def poll(self) -> int | None:
+        return self.wait(os.WNOHANG)
 
-
-def _has_gpu_files() -> bool:
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing is closed
-            if str(link.readlink()).startswith("/dev/nvidia"):
-                return True
-    return False
-
-
-def launch(
-    run_dir: RunDir,
-    ranks: int,
-    *,
-    rank_main: str,
-    settings: LaunchConfig | None = None,
-    threads: int | None = None,
-    nodes: Mapping[str, Any] | None = None,
-    shared: Sequence[str] = (),
-) -> int:
-    """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
-
-    In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end, as they do when this
-    process ends. A second SIGINT kills them. After a failure, :func:`lockstep.launch.failure.report.read_failure`
-    reports it.
-
-    Args:
-        rank_main: what every rank runs, as ``module:function``; it takes a
-            :class:`lockstep.launch.local.worker.Rank` and returns an exit code.
-        settings: of which restarts and time limits count; ``None``: the defaults.
-        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
-        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
-        shared: modules that all ranks import, besides that of ``rank_main``.
-
-    Returns:
-        0: done; 1: failed; 2: wrong usage; 130 or 143: stopped by SIGINT or SIGTERM after a
-        checkpoint (also 130 without one, after a second SIGINT).
-    """
-    try:
-        records.clear(run_dir.logs)
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write in {run_dir.logs}",
-            why=str(error),
-            fix="change its permissions, or choose another --save-dir",
-        ) from error
-    limits = (settings or LaunchConfig()).model_dump()
-    wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits, "nodes": nodes}
-    with StopRequest() as stop:
-        environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
-        code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop, shared)
-    return code if code >= 0 else _ended_by_signal(run_dir, -code)
-
-
-def _run_launcher(
-    folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest, shared: Sequence[str]
-) -> int:
-    """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
-    launch_id, relay = uuid.uuid4().hex, Relay()
-    variables = for_launcher(environ, launch_id, sys.path, several=wanted["nodes"] is not None)
-    reading, writing = os.pipe()
-    process: RemoteChild | None = None
-    try:
-        # A launcher that has ended already has an exit code.
-        with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
+    def wait(self, options: int = 0) -> int | None:
+        """The return code once the process has ended: that of its exit, or minus the signal that ended it."""
+        if self.returncode is None:
             try:
-                known = (name for name in _SHARED if name in sys.modules)
-                modules = [wanted["rank_main"].partition(":")[0], *shared, *known]
-                process = _server_for(variables).launch(_MAIN, modules, (reading, *relay.files))
-            finally:
-                os.close(reading)
-                relay.close_files()
-            content = {"folder": folder, "environ": variables, "launch": wanted}
-            with contextlib.suppress(FileNotFoundError):  # it was removed
-                content["cwd"] = str(Path.cwd())  # the server has that of its start
-            request.write(json.dumps(content).encode())
-        assert process is not None
-        stop.notify(process.send_signal)
-        return relay.wait(process)
-    except KeyboardInterrupt:
-        if process is not None:
-            process.send_signal(signal.SIGQUIT)  # kill all ranks
-            with contextlib.suppress(KeyboardInterrupt):
-                process.wait(_KILL_S)
-        return exit_code(signal.SIGINT)
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # where SIGCHLD is ignored, as subprocess takes it
+                pid, status = self.pid, 0
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def asked_gpu() -> bool:
+    """Whether this process, or one that it is a fork of, has asked the GPU: then its forks cannot use CUDA."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    from lockstep._compat.torch import in_bad_fork
+
+    return torch.cuda.is_initialized() or in_bad_fork()
+
+
+def fork(main: Callable[[], int], *, name: str, kept: Collection[int] = ()) -> Forked:
+    """Call ``main``, which returns the exit code, in a child process that leads a session, as a new interpreter would.
+
+    Call it with the stop signals blocked; the child unblocks them once it handles them. ``name``: of the process in
+    ``ps -o comm``, 15 characters. ``kept``: the files that stay open in the child, besides the standard ones.
+    """
+    flush()
+    gc.freeze()  # a collection in the child would copy the pages that it shares
+    pid = os.fork()
+    return Forked(pid) if pid else _be_child(main, name, kept)
+
+
+def _be_child(main: Callable[[], int], name: str, kept: Collection[int]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+            if fd > 2 and fd not in kept:
+                with contextlib.suppress(OSError):  # that of the listing is closed
+                    os.close(fd)
+        logging.root.handlers.clear()
+        logging.raiseExceptions = True
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        code = main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGKILL)  # its ranks die with it
-            process.wait()
-        if process is not None and (process.returncode or 0) < 0:
-            parent_death.kill_marked(LAUNCH_ID, launch_id)
+        flush()
+        os._exit(code)
 
 
-def _ended_by_signal(run_dir: RunDir, number: int) -> int:
-    """Record the launcher's end, which it could not record itself."""
-    if number in (signal.SIGINT, signal.SIGTERM):
-        return exit_code(number)
-    path = run_dir.logs / records.LAUNCHER_FILE
-    content = or_else(lambda: read_json(path), {})
-    name = signal.Signals(number).name
-    with contextlib.suppress(StorageError):  # the exit code remains
-        write_json(path, {**content, "error": f"the launcher was killed by signal {number} ({name})", "exit_code": 1})
-    return 1
-
-
-def _server_for(environ: Mapping[str, str]) -> ForkServer:
-    """This process's fork server; a new interpreter where ``environ`` needs one."""
-    global _server
-    with _lock:
-        if _server is None or not _server.serves(environ):
-            if _server is not None:
-                _server.close()
-            with held_back():
-                _server = ForkServer.start(environ)
-        return _server
+# --- in the caller --------------------------------------------------------------------------------
 
 
 class RemoteChild:
@@ -216,10 +139,6 @@ class RemoteChild:
         if not first:
             raise RunError("the process that starts the ranks ended", fix="look at its last lines above; start again")
         self.pid = int(first)
-
-    def poll(self) -> int | None:
-        """The return code if the process has ended."""
-        return self.wait(0.0)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """The return code once the process has ended; ``None`` after ``timeout`` seconds."""
@@ -236,7 +155,6 @@ class RemoteChild:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -248,9 +166,7 @@ class ForkServer:
     def __init__(
         self, control: socket.socket, process: subprocess.Popen[bytes] | Forked, environ: Mapping[str, str]
     ) -> None:
-        self._control = control
-        self._process = process
-        self.pid = process.pid
+        self._control, self._process, self.pid = control, process, process.pid
         self._at_start = _at_start(environ)
         self._caller = os.getpid()
 
@@ -283,15 +199,9 @@ class ForkServer:
         return self._runs() and self._at_start == _at_start(environ)
 
     def launch(self, function: str, modules: Sequence[str], files: tuple[int, int, int]) -> RemoteChild:
-        """Fork a launcher.
+        """Fork a launcher, which runs ``function`` (``module:function``) with these standard ``files``.
 
-        Args:
-            function: of the launcher, as ``module:function``; returns its exit code.
-            modules: what its ranks need; imported in the server.
-            files: standard input, output and error of the launcher.
-
-        Raises:
-            RunError: the server has ended.
+        ``modules``: what its ranks need; imported in the server. Raises :class:`RunError` where the server has ended.
         """
         answers, other = _pair()
         with other, contextlib.suppress(OSError):
@@ -299,8 +209,9 @@ class ForkServer:
         return RemoteChild(answers)
 
     def close(self) -> None:
-        """End the server; launchers that run notice that their parent has ended."""
-        self._control.close()
+        """End the server; launchers that run notice that their parent has ended. In a fork of its caller, nothing."""
+        if os.getpid() == self._caller:
+            self._control.close()
         if self._runs():
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait()
@@ -317,97 +228,126 @@ def _at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key.startswith(_AT_START) and key not in _LATER}
 
 
-class Relay:
-    """Passes the output of a child process to this process's ``sys.stdout`` and ``sys.stderr``.
+@atexit.register
+def _end_server() -> None:
+    if _server is not None:
+        _server.close()
 
-    Where they are the process's own files the child inherits them, so a progress bar finds its
-    terminal. Where they are something else (a notebook, a test's capture, a redirection) the child
-    writes to pipes, and :meth:`wait` passes on what comes.
+
+def _replace_server(server: ForkServer) -> ForkServer:
+    global _server
+    _end_server()
+    _server = server
+    return server
+
+
+def server_for(environ: Mapping[str, str]) -> ForkServer:
+    """This process's fork server; a new interpreter where ``environ`` needs one."""
+    with _lock, held_back():
+        if _server is not None and _server.serves(environ):
+            return _server
+        return _replace_server(ForkServer.start(environ))
+
+
+def fork_server_here(task_file: Path | None = None, also: Callable[[], None] = lambda: None) -> None:
+    """Make the fork server of this process a fork of it: what is imported by now is not imported again.
+
+    Only for a process with one thread that has computed nothing with torch, such as the command line's. Of
+    ``task_file``, the libraries that it imports first are imported, too, and ``also`` is called, unless that starts
+    threads or asks a GPU.
     """
-
-    def __init__(self) -> None:
-        flush()
-        self._pipes: list[tuple[IO[bytes], Any]] = []
-        self._opened: list[int] = []
-        #: Standard output and error of the child.
-        self.files = (self._for_child(sys.stdout, sys.__stdout__), self._for_child(sys.stderr, sys.__stderr__))
-
-    def _for_child(self, stream: Any, original: Any) -> int:
-        if stream is None:
-            self._opened.append(os.open(os.devnull, os.O_WRONLY))
-            return self._opened[-1]
-        if stream is original:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                return int(stream.fileno())
-        reading, writing = os.pipe()
-        self._pipes.append((os.fdopen(reading, "rb", buffering=0), stream))
-        self._opened.append(writing)
-        return writing
-
-    def close_files(self) -> None:
-        """Close what only the child needs, once it has it."""
-        while self._opened:
-            os.close(self._opened.pop())
-
-    def wait(self, process: RemoteChild) -> int:
-        """Wait for the child's end while passing on what it writes; its return code."""
-        with contextlib.ExitStack() as resources:
-            selector = resources.enter_context(selectors.DefaultSelector())
-            for pipe, target in self._pipes:
-                resources.enter_context(pipe)
-                os.set_blocking(pipe.fileno(), False)
-                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-                selector.register(pipe, selectors.EVENT_READ, (target, decoder))
-            # A process that outlives the child may keep the pipes open, so their end is not awaited.
-            while selector.get_map() and process.poll() is None:
-                _pass_on(selector, timeout_s=0.1)
-            code = process.wait()
-            assert code is not None
-            while selector.get_map() and _pass_on(selector, timeout_s=0.0):
-                pass
-            return code
+    if asked_gpu():
+        return
+    with _lock:
+        _replace_server(ForkServer.fork())
+        if task_file is None:
+            return
+        before = set(sys.modules)
+        import_libraries(task_file)
+        also()
+        if before.issuperset(sys.modules) or asked_gpu() or _has_gpu_files():
+            return
+        server = ForkServer.fork()
+        if len(list(Path("/proc/self/task").iterdir())) == 1:  # those of BLAS end before a fork
+            _replace_server(server)
+        else:
+            server.close()
 
 
-def _pass_on(selector: selectors.BaseSelector, timeout_s: float) -> bool:
-    """Pass on the output that is available. Returns whether there was any."""
-    ready = selector.select(timeout_s)
-    for key, _ in ready:
-        target, decoder = key.data
-        try:
-            chunk = os.read(key.fd, 65_536)
-        except BlockingIOError:
-            continue
-        if not chunk:
-            selector.unregister(key.fileobj)
-        # A run does not end because its output can no longer be written.
-        with contextlib.suppress(OSError, ValueError):
-            target.write(decoder.decode(chunk, final=not chunk))
-            target.flush()
-    return bool(ready)
+def _has_gpu_files() -> bool:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if str(link.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
 
 
-# --- in the server ---------------------------------------------------------------------------------
+def source_of(task: str) -> Path | None:
+    """The file of a task, by its name on the command line; ``None``: it is installed, or there is none."""
+    place = task if task.endswith(".py") else task.rpartition(":")[0]
+    file = Path(place if place.endswith(".py") else place.replace(".", "/") + ".py")
+    return file.resolve() if place and file.is_file() else None
+
+
+def import_libraries(file: Path) -> None:
+    """Run the imports with which ``file`` begins, in their order, as far as they are of installed packages.
+
+    It ends at any other statement, which might set what a later import reads (a variable, ``sys.path``), at a module of
+    the user, which each rank runs itself, and at an error, which the import of the file reports.
+    """
+    with contextlib.suppress(Exception):
+        for statement in ast.parse(file.read_bytes()).body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                continue  # a docstring
+            names: list[str] = []
+            if isinstance(statement, ast.Import):
+                names = [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom) and not statement.level:
+                names = [statement.module or ""]
+            if not names or not all(_is_library(name.partition(".")[0], file.parent) for name in names):
+                return
+            exec(compile(ast.Module([statement], []), str(file), "exec"), {})
+
+
+def _is_library(name: str, folder: Path) -> bool:
+    """Whether the top-level package ``name`` is Python's, ours or installed, and no neighbour of the file hides it."""
+    if name in sys.stdlib_module_names or name == __name__.partition(".")[0]:
+        return True
+    neighbours = [place / file for place in (folder, Path.cwd()) for file in (f"{name}.py", f"{name}/__init__.py")]
+    if any(neighbour.exists() for neighbour in neighbours):
+        return False
+    found = find_spec(name)
+    places = [] if found is None else [found.origin or "", *(found.submodule_search_locations or ())]
+    return any({"site-packages", "dist-packages"}.intersection(Path(place).parts) for place in places)
+
+
+# --- in the server --------------------------------------------------------------------------------
 
 
 def serve(control: socket.socket) -> int:
     """Fork a launcher for each request, until the caller has ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    ended_r, ended_w = socket.socketpair()
-    for end in (ended_r, ended_w):
+    ended, wakes = socket.socketpair()
+    for end in (ended, wakes):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(ended_w.fileno())
+    signal.set_wakeup_fd(wakes.fileno())
     launchers: dict[Forked, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
-        # What to do about each event; False: the caller has ended.
-        selector.register(control, selectors.EVENT_READ, partial(_fork_launcher, control, launchers))
-        selector.register(ended_r, selectors.EVENT_READ, partial(_report_ends, ended_r, launchers))
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(ended, selectors.EVENT_READ)
         with contextlib.suppress(OSError):  # an older kernel: only the end of the socket shows the caller's
             # The socket stays open as long as a fork of the caller has it.
-            selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, lambda: False)
-        while all(key.data() for key, _ in selector.select()):
-            pass
-    return 0
+            selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is ended:
+                    ended.recv(_MAX_BYTES)
+                    for child in [child for child in launchers if child.poll() is not None]:
+                        with launchers.pop(child) as answers:
+                            _answer(answers, child.returncode)
+                elif key.fileobj is not control or not _fork_launcher(control, launchers):
+                    return 0  # the caller has ended
 
 
 def _fork_launcher(control: socket.socket, launchers: dict[Forked, socket.socket]) -> bool:
@@ -419,19 +359,11 @@ def _fork_launcher(control: socket.socket, launchers: dict[Forked, socket.socket
     for module in modules:
         with contextlib.suppress(Exception):  # the ranks report it
             import_module(module)
-    child = fork(partial(_be_launcher, fds, function), name=LAUNCHER, kept=fds)
+    child = fork(lambda: _be_launcher(fds, function), name=LAUNCHER, kept=fds)
     for fd in fds:
         os.close(fd)
     launchers[child] = answers
     _answer(answers, child.pid)
-    return True
-
-
-def _report_ends(ended: socket.socket, launchers: dict[Forked, socket.socket]) -> bool:
-    ended.recv(_MAX_BYTES)
-    for child in [child for child in launchers if child.poll() is not None]:
-        with launchers.pop(child) as answers:
-            _answer(answers, child.returncode)
     return True
 
 

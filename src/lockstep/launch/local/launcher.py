@@ -1,11 +1,19 @@
-"""The launcher process that :func:`lockstep.launch.local.fork_server.launch` starts.
+"""The launcher process: it starts the ranks of one launch on this node, and watches how and when each ends.
 
-It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it,
-which passes it on. Its exit code is that of all ranks together.
+It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it, which passes it on. Its
+exit code is that of all ranks together. On one machine it starts the ranks itself: it is a fork that shares its modules
+(see :mod:`.fork_server`), and so are they. On several machines :mod:`lockstep.launch.nodes.agent` does, after a
+rendezvous. They get the variables that torchrun documents
+(https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 
-On one machine it starts the ranks itself: it is a fork that shares its modules (see :mod:`.fork_server`), and
-so are they. On several machines torch's elastic agent starts them (:mod:`lockstep.launch.nodes.agent`). They get the
-variables that torchrun documents (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
+::
+
+    running ──stop requested──▶ stopping ──grace over──▶ killed
+       ├──────a rank failed───▶ failing ───grace over──▶ killed
+       └──────no progress────────────────────────────────▶ killed
+
+In *stopping* the ranks have received one signal and end after a checkpoint. In *failing* they are blocked in a
+collective that will never complete, so they get little time. Ranks that hang get none.
 """
 
 from __future__ import annotations
@@ -20,29 +28,311 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import psutil
 
 from lockstep.config import LaunchConfig
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RankFailed, StorageError, UsageError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
+from lockstep.launch.failure import records
+from lockstep.launch.failure.records import MemoryWatch, RankEnd
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.health.hang import HangReport, HangWatch
 from lockstep.launch.local import environment, signals, worker
-from lockstep.launch.local.forked import asked_gpu, fork
-from lockstep.launch.local.supervisor import MONITOR_INTERVAL_S, Launch, RankProcess
+from lockstep.launch.local.fork_server import Forked, asked_gpu, fork
+from lockstep.telemetry.heartbeat import announce
 from lockstep.telemetry.progress_board import PULSES, PulseBoard
 from lockstep.telemetry.rundir import RunDir
 
-#: How long to wait for killed ranks.
+Phase = Literal["running", "stopping", "failing"]
+#: A rank: a fork of its launcher, or a new interpreter.
+RankProcess = Forked | subprocess.Popen[bytes]
+
+#: How often the launcher checks its ranks.
+MONITOR_INTERVAL_S = 0.1
+#: How long ranks may take to end once another one has failed.
+FAILURE_GRACE_S = 5.0
+#: How long a killed process may remain, in an uninterruptible call of a driver.
+ABANDON_S = 30.0
+#: How long to wait for killed ranks at the end.
 _KILL_S = 5.0
+_ORDERLY = (0, *signals.STOPPED, -signal.SIGINT, -signal.SIGTERM)
+#: Runs the ranks of one of several nodes; imports torch.
+_ON_NODES = "lockstep.launch.nodes.agent:run"
+
+
+@dataclass
+class Supervisor:
+    """One start of all ranks of this node, from their start to their last end.
+
+    ``processes``: by rank; each leads a process group. ``forced``: ranks had to be killed because they did not follow a
+    stop in time. ``hang``: why the ranks were killed, when they hung.
+    """
+
+    processes: Mapping[int, RankProcess]
+    stop_requested: Callable[[], int | None]
+    stop_grace_s: float
+    failure_grace_s: float = FAILURE_GRACE_S
+    watch: HangWatch | None = None
+    memory: MemoryWatch | None = None
+    phase: Phase = field(default="running", init=False)
+    exits: dict[int, RankEnd] = field(default_factory=dict, init=False)
+    forced: bool = field(default=False, init=False)
+    hang: HangReport | None = field(default=None, init=False)
+    _seen_at: float = field(default_factory=time.time, init=False)
+    _deadline: float | None = field(default=None, init=False)
+    _killed: bool = field(default=False, init=False)
+    _asked: bool = field(default=False, init=False)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self.processes.items()}
+
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in self.processes if rank not in self.exits]
+
+    @property
+    def failed(self) -> list[RankEnd]:
+        """The ranks that failed, without those that the launcher ended."""
+        orderly = _ORDERLY if self._asked else (0, *signals.STOPPED)
+        return [end for end in self.exits.values() if not end.ended_by_launcher and end.code not in orderly]
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether a new start could end better: not after a stop, nor after wrong usage."""
+        failed = bool(self.failed) or self.hang is not None
+        return failed and self.stop_requested() is None and self.exit_code != UsageError.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for all ranks together, once all of them have ended."""
+        if self.failed:
+            # Wrong usage is never a consequence of another rank's failure, so it decides.
+            return UsageError.exit_code if any(end.code == UsageError.exit_code for end in self.failed) else 1
+        if self.forced or self.hang is not None:
+            return 1
+        stopped = [signals.exit_code(-end.code) if end.code < 0 else end.code for end in self.exits.values()]
+        requested = self.stop_requested()
+        return signals.exit_code(requested) if any(stopped) and requested is not None else max(stopped, default=0)
+
+    def check(self) -> bool:
+        """Look once, and do what is due. Returns whether all ranks have ended; raises if one cannot be killed."""
+        self._asked = self._asked or self.stop_requested() is not None
+        self._observe()
+        if not self.alive:
+            return True
+        now = time.monotonic()
+        if self.failed:
+            deadline = now + self.failure_grace_s
+            if self._begin("failing", min(deadline, self._deadline or deadline)):
+                for rank in self.alive:
+                    _signal_group(self.processes[rank].pid, signal.SIGTERM)
+        elif self._asked:
+            if self._begin("stopping", now + self.stop_grace_s):
+                self.ask_to_stop()
+        elif any(end.code in signals.STOPPED for end in self.exits.values()):
+            # The ranks have agreed on a stop that one of them was asked for directly.
+            self._begin("stopping", now + self.stop_grace_s)
+        elif self.hang is None:
+            if self.memory is not None:
+                self.memory.look(self.alive)
+            self.hang = self.watch.look(self.alive) if self.watch is not None else None
+            if self.hang is not None:
+                # They wait for each other, or are stopped: none would handle a milder signal.
+                self._begin("failing", now)
+                self.kill()
+        if self._deadline is not None and now > self._deadline:
+            self.forced = self.forced or self.phase == "stopping"
+            self.kill()
+            if now > self._deadline + ABANDON_S:
+                raise RankFailed(
+                    f"rank {', '.join(map(str, self.alive))} was killed and is still there after {ABANDON_S:.0f} s",
+                    why="it is stuck in a system call that cannot be interrupted: a GPU driver, a network file system",
+                    fix="look at `dmesg`; a machine in this state usually needs a restart",
+                )
+        return False
+
+    def wait(self, timeout_s: float = float("inf")) -> None:
+        """Check until all ranks have ended, at most for ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while not self.check() and time.monotonic() < deadline:
+            time.sleep(MONITOR_INTERVAL_S)
+
+    def ask_to_stop(self) -> None:
+        """To the ranks alone: their loader workers have to serve them until their checkpoint is written."""
+        for rank in self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        """Kill all ranks that still run, and wait for their end."""
+        self.kill()
+        self.wait()
+        for process in self.processes.values():
+            process.wait()
+
+    def kill(self) -> None:
+        """Kill all ranks that still run, with their child processes."""
+        self._killed = True
+        self._deadline = self._deadline or time.monotonic()
+        for rank in self.alive:
+            _signal_group(self.processes[rank].pid, signal.SIGKILL)
+
+    def _begin(self, phase: Phase, deadline: float) -> bool:
+        if self.phase in (phase, "failing"):
+            return False
+        self.phase, self._deadline = phase, deadline
+        return True
+
+    def _observe(self) -> None:
+        now = time.time()
+        ending = self.phase == "failing" or self._killed
+        for rank in self.alive:
+            pid, code = self.processes[rank].pid, _peek(self.processes[rank])
+            if code is None:
+                continue
+            if code != 0:
+                _signal_group(pid, signal.SIGKILL)  # what it left behind: loader workers, for example
+            # An exit code other than a signal's is the rank's own verdict, however late it comes.
+            ended = ending and -code in (signal.SIGTERM, signal.SIGKILL)
+            times = {"alive_at": self._seen_at, "seen_at": now}
+            self.exits[rank] = RankEnd(rank=rank, pid=pid, code=code, ended_by_launcher=ended, **times)
+        self._seen_at = now
+
+
+def _peek(process: RankProcess) -> int | None:
+    """The return code of a process that has ended, which stays a zombie so that its number stays taken."""
+    if process.returncode is not None:
+        return process.returncode
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return process.poll()
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signum)
+        else:
+            os.kill(pid, signum)
+
+
+@dataclass
+class Launch:
+    """One launch, all its starts: its settings, and what is written to ``logs/launcher.json``.
+
+    Attributes:
+        rank_main: what every rank runs, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
+        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for one of several nodes.
+    """
+
+    run_dir: RunDir
+    ranks: int
+    rank_main: str
+    settings: LaunchConfig
+    nodes: dict[str, Any] | None
+    stop: signals.StopRequest
+    board: PulseBoard
+    parent_pid: int = field(default_factory=os.getppid)
+    started_at: float = field(default_factory=time.time)
+    starts: int = 0
+    supervisor: Supervisor | None = None
+    error: str = ""
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Before the ranks are started, or started again: what they read and write next is as for the first start."""
+        if self.starts:  # keep what ended the start before this one, for rank 0 to report
+            self.write()
+            report = read_failure(self.run_dir)
+            why = {"reason": report.what.splitlines()[0] if report else "", "of": self.settings.max_restarts}
+            self.restarts.append({"at": time.time(), "step": self.step, **why})
+            self.error = ""
+            with contextlib.suppress(OSError):
+                records.clear(self.run_dir.logs)
+        self.starts += 1
+        self.supervisor = None
+        self.board.clear()
+        self.write()
+        self.announce()
+
+    def supervise(self, processes: Mapping[int, RankProcess]) -> Supervisor:
+        """Supervise ranks that have been started."""
+        pids = {rank: process.pid for rank, process in processes.items()}
+        logs, settings = self.run_dir.logs, self.settings
+        how: dict[str, Any] = {"memory": MemoryWatch(pids)}
+        if self.nodes is None:  # ranks of several nodes check each other (launch/health/watchdog.py)
+            how["watch"] = HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s)
+        self.supervisor = Supervisor(processes, self.stop_requested, settings.stop_grace_s, **how)
+        self.write()
+        return self.supervisor
+
+    def announce(self) -> None:
+        """Write the run's heartbeat until rank 0 does: readers of the folder see that the run is training."""
+        with contextlib.suppress(StorageError):
+            announce(self.run_dir.heartbeat_file, self.step)
+
+    @property
+    def step(self) -> int:
+        """The last step that a rank of the latest start has finished."""
+        return max(sign.step for sign in self.board.read())
+
+    def stop_requested(self) -> int | None:
+        # The parent process has ended without requesting a stop: the run ends with a checkpoint.
+        if os.getppid() != self.parent_pid:
+            self.stop.request(signal.SIGTERM)
+        return self.stop.requested
+
+    def note_forced(self) -> None:
+        """Keep why the ranks of the latest start were killed, if they did not follow a stop."""
+        if self.supervisor is not None and self.supervisor.forced:
+            grace_s = self.settings.stop_grace_s
+            self.error = f"the ranks were killed, since they had not ended {grace_s:g} s after the stop"
+
+    def write(self, exit_code: int | None = None) -> None:
+        """Keep ``launcher.json`` up to date; a full disk must not end the ranks."""
+        supervisor = self.supervisor or Supervisor({}, self.stop_requested, 0.0)
+        memory, doing = supervisor.memory, [int(sign.activity) for sign in self.board.read()]
+        content: dict[str, Any] = {
+            "pid": os.getpid(),
+            "created": psutil.Process().create_time(),
+            "host": socket.gethostname(),
+            "ranks": self.ranks,
+            "started_at": self.started_at,
+            "starts": self.starts,
+            "pids": supervisor.pids,
+            "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
+            "hang": supervisor.hang.model_dump() if supervisor.hang else None,
+            "memory": {rank: held.model_dump() for rank, held in memory.ranks.items()} if memory else {},
+            "machine": memory.machine().model_dump() if memory else {},
+            "doing": dict(zip(supervisor.pids, doing, strict=False)),
+            "restarts": self.restarts,
+            "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
+            "error": self.error,
+            "exit_code": exit_code,
+        }
+        try:
+            records.write(self.run_dir.logs / records.LAUNCHER_FILE, content)
+        except StorageError as error:
+            logging.getLogger(__name__).error("%s", error)
 
 
 def main() -> int:
-    """Run the ranks of the request on standard input, JSON that :func:`.fork_server.launch` writes.
+    """Run the ranks of the request on standard input, JSON that :func:`lockstep.launch.local.on_ranks.launch` writes.
 
-    Returns:
-        The exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
+    Returns its exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
     """
     stop = signals.StopRequest().install()
     signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
@@ -57,16 +347,18 @@ def main() -> int:
         os.chdir(request["cwd"])
     signals.accept()
     wanted = {**request["launch"], "settings": LaunchConfig(**request["launch"]["settings"])}
-    here: dict[str, Any] = {"parent_pid": os.getppid(), "stop": stop, "board": PulseBoard(wanted["ranks"])}
-    launch = Launch(RunDir(Path(request["folder"])), **wanted, **here)
+    launch = Launch(RunDir(Path(request["folder"])), **wanted, stop=stop, board=PulseBoard(wanted["ranks"]))
     # A reader of processes sees by it whose launcher this is.
     os.open(launch.run_dir.path, os.O_RDONLY)
     _keep_quiet(launch.run_dir.logs / "launcher.log")
     launch.write()
     launch.announce()
+    # Before there are children, which inherit it.
+    parent_death.make_lifeline()
+    os.environ |= {PULSES: launch.board.path, environment.LAUNCHER_PID: str(os.getpid())}
     code = 1
     try:
-        code = _run(launch)
+        code = _run_here(launch) if launch.nodes is None else resolve_name(_ON_NODES)(launch)
     except KeyboardInterrupt:
         code = signals.exit_code(stop.requested or signal.SIGINT)
     except LockstepError as error:
@@ -74,91 +366,71 @@ def main() -> int:
     except Exception:
         launch.error = traceback.format_exc()
     finally:
-        _end(launch)
+        if launch.supervisor is not None:  # end every rank, however the launch ended
+            launch.supervisor.kill()
+            with contextlib.suppress(LockstepError, KeyboardInterrupt):
+                launch.supervisor.wait(_KILL_S)
         launch.write(exit_code=code)
     return code
 
 
-def _run(launch: Launch) -> int:
-    # Before there are children, which inherit it.
-    parent_death.make_lifeline()
-    os.environ[PULSES] = launch.board.path
-    os.environ[environment.LAUNCHER_PID] = str(os.getpid())
-    if launch.nodes is None:
-        return _run_here(launch)
-    from lockstep.launch.nodes import agent, command  # torch
-
-    return agent.run(launch, command.Nodes(**launch.nodes), launch.rank_command)
-
-
 def _run_here(launch: Launch) -> int:
     """Run all ranks of ``launch`` until they have ended and are not started again; returns the exit code."""
-    start = 0
     while True:
-        with signals.held_back():
+        # Rank 0 gets a socket that listens already, so no other process can take the port.
+        with signals.held_back(), socket.create_server(("127.0.0.1", 0)) as server:
             launch.begin()
-            processes = _start_ranks(launch, start)
-            supervisor = launch.supervise(processes)
-        while not supervisor.check():
-            time.sleep(MONITOR_INTERVAL_S)
-        if start == launch.settings.max_restarts or not supervisor.may_restart:
-            break
-        for process in processes.values():
-            process.wait()
-        start += 1
-    if supervisor.forced:
-        launch.error = (
-            f"the ranks were killed, since they had not ended {launch.settings.stop_grace_s:g} s after the stop"
-        )
-    return supervisor.exit_code
+            group = {
+                **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])},
+                # Every rank finds the store there, rank 0 too, which serves it (engine/process/runtime.py).
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            supervisor = launch.supervise(start_ranks(launch, group, size=launch.ranks, server=server.fileno()))
+        supervisor.wait()
+        if launch.starts > launch.settings.max_restarts or not supervisor.may_restart:
+            launch.note_forced()
+            return supervisor.exit_code
+        supervisor.end()
 
 
-def _start_ranks(launch: Launch, start: int) -> dict[int, RankProcess]:
-    """The processes by rank. Rank 0 gets a socket that listens already, so no other process can take the port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        common = {
-            **os.environ,
-            **{f"{scope}WORLD_SIZE": str(launch.ranks) for scope in ("", "LOCAL_", "ROLE_")},
-            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "rank"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])},
-            "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
-            "TORCHELASTIC_RESTART_COUNT": str(start),
-            "TORCHELASTIC_MAX_RESTARTS": str(launch.settings.max_restarts),
-            # Every rank finds the store there, rank 0 too, which serves it (engine/process/runtime.py).
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        processes = {}
-        for rank in range(launch.ranks):
-            environ = common | {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-            kept = (server.fileno(),) if rank == 0 else ()
-            if kept:
-                environ[STORE_FD] = str(server.fileno())
-            processes[rank] = _start_rank(launch, rank, environ, kept)
-        return processes
+def start_ranks(
+    launch: Launch, group: Mapping[str, str], *, size: int, first: int = 0, server: int | None = None
+) -> dict[int, RankProcess]:
+    """Start this node's ranks, from ``first`` on of ``size``; the processes by rank.
 
-
-def _start_rank(launch: Launch, rank: int, environ: Mapping[str, str], kept: tuple[int, ...]) -> RankProcess:
-    if not asked_gpu():
-        return fork(lambda: _be_rank(launch, environ), name=f"rank-{rank}", kept=kept)
-    command = [sys.executable, *launch.rank_command]
-    return subprocess.Popen(command, env=environ, pass_fds=kept, start_new_session=True)
+    ``group``: variables that describe the nodes and the store. ``server``: its listening socket, for rank 0.
+    """
+    common = {
+        **os.environ,
+        **{"WORLD_SIZE": str(size), "ROLE_WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(launch.ranks)},
+        "ROLE_NAME": "rank",
+        "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
+        "TORCHELASTIC_RESTART_COUNT": str(launch.starts - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.settings.max_restarts),
+        **group,
+    }
+    processes: dict[int, RankProcess] = {}
+    for local_rank in range(launch.ranks):
+        rank = first + local_rank
+        environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        kept = (server,) if server is not None and rank == 0 else ()
+        if kept:
+            environ[STORE_FD] = str(server)
+        # A launcher of several nodes has threads, and has used torch.
+        if launch.nodes is not None or asked_gpu():
+            # -P: files in the working folder do not shadow a module.
+            command = [sys.executable, "-P", "-m", worker.__name__, launch.rank_main, str(launch.run_dir.path)]
+            processes[rank] = subprocess.Popen(command, env=environ, pass_fds=kept, start_new_session=True)
+        else:
+            processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}", kept=kept)
+    return processes
 
 
 def _be_rank(launch: Launch, environ: Mapping[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environ)
     return worker.main(launch.rank_main, str(launch.run_dir.path))
-
-
-def _end(launch: Launch) -> None:
-    """End every rank, however the launch ended."""
-    if launch.supervisor is None:
-        return
-    launch.supervisor.kill()
-    deadline = time.monotonic() + _KILL_S
-    with contextlib.suppress(LockstepError, KeyboardInterrupt):
-        while not launch.supervisor.check() and time.monotonic() < deadline:
-            time.sleep(0.02)
 
 
 def _keep_quiet(log: Path) -> None:

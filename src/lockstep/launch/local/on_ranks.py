@@ -1,24 +1,43 @@
-"""A function on new ranks of this machine, for what is not a run: an evaluation, a trial, the doctor's checks."""
+"""New ranks on this machine: what a launcher starts for a run, and a function on ranks for what is not a run.
+
+The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks (:mod:`lockstep.launch.local.worker`).
+No rank runs in the caller, which may be a script without a main guard, a notebook, a thread or a server's child.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import json
+import os
 import pickle
+import selectors
+import signal
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import LaunchConfig
 from lockstep.engine.session.current import Stopped
-from lockstep.errors import RankFailed
+from lockstep.errors import RankFailed, RunFolderError, StorageError
+from lockstep.hardware import parent_death
+from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.fork_server import launch
+from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
+from lockstep.launch.local.fork_server import RemoteChild, server_for
+from lockstep.launch.local.rank_log import flush
 from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.launch.local.worker import Rank
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import RunDir, or_else, read_json, write_json
 
 _CALL_FILE = "call.pkl"
+_MAIN = "lockstep.launch.local.launcher:main"
+#: What takes seconds to import: where the caller has it, its ranks share one import of it.
+_SHARED = ("lightning.pytorch",)
+#: How long the launcher may take to end after it has been asked to kill all ranks.
+_KILL_S = 10.0
 
 
 class RanksStopped(KeyboardInterrupt):
@@ -38,12 +57,11 @@ def run_on_ranks(
     threads: int | None = None,
     redirect: bool = True,
 ) -> list[Any]:
-    """Call ``function(rank, *arguments)`` on ``ranks`` new processes; the results in rank order.
+    """Call ``function(rank, *arguments)``, ``rank`` a :class:`Rank`, on ``ranks`` new processes; results in rank order.
 
     Args:
-        function: takes a :class:`lockstep.launch.local.worker.Rank` first; its result can be pickled.
         folder: where the ranks keep their logs.
-        settings, threads: as for :func:`lockstep.launch.local.fork_server.launch`.
+        settings, threads: as for :func:`launch`.
         redirect: print what ranks print to standard error: standard output may be wanted as JSON.
 
     Raises:
@@ -55,11 +73,9 @@ def run_on_ranks(
     file.write_bytes(cloudpickle.dumps((function, arguments)))
     try:
         with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
-            code = 0
+            main, code = f"{__name__}:{call.__name__}", 0
             if not stop.requested:
-                code = launch(
-                    folder, ranks, rank_main=f"{__name__}:{call.__name__}", settings=settings, threads=threads
-                )
+                code = launch(folder, ranks, rank_main=main, settings=settings, threads=threads)
     finally:
         file.unlink(missing_ok=True)
     # Ranks that were still starting are killed after the grace, with the exit code of a failure.
@@ -76,10 +92,6 @@ def run_on_ranks(
     return results
 
 
-def _result_file(folder: RunDir, rank: int) -> Path:
-    return folder.path / f"result-{rank}.pkl"
-
-
 def call(rank: Rank) -> int:
     """Run the function of :func:`run_on_ranks` as one of its ranks."""
     from lockstep.engine.process.runtime import serve_store  # torch
@@ -92,3 +104,160 @@ def call(rank: Rank) -> int:
         result, code = None, int(end.code or 0)
     _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(result))
     return code
+
+
+def _result_file(folder: RunDir, rank: int) -> Path:
+    return folder.path / f"result-{rank}.pkl"
+
+
+def launch(
+    run_dir: RunDir,
+    ranks: int,
+    *,
+    rank_main: str,
+    settings: LaunchConfig | None = None,
+    threads: int | None = None,
+    nodes: Mapping[str, Any] | None = None,
+    shared: Sequence[str] = (),
+) -> int:
+    """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
+
+    In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end, as they do when this
+    process ends. A second SIGINT kills them. :func:`lockstep.launch.failure.report.read_failure` reports a failure.
+
+    Args:
+        rank_main: what every rank runs, as ``module:function``; it takes a :class:`Rank` and returns an exit code.
+        settings: of which restarts and time limits count; ``None``: the defaults.
+        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
+        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
+        shared: modules that all ranks import, besides that of ``rank_main``.
+
+    Returns:
+        0: done; 1: failed; 2: wrong usage; 130, 143: stopped after a checkpoint (130: without, if interrupted twice).
+    """
+    try:
+        records.clear(run_dir.logs)
+    except OSError as error:
+        fix = "change its permissions, or choose another --save-dir"
+        raise RunFolderError(f"cannot write in {run_dir.logs}", why=str(error), fix=fix) from error
+    limits = (settings or LaunchConfig()).model_dump()
+    wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits, "nodes": nodes}
+    environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
+    with StopRequest() as stop:
+        code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop, shared)
+    if code >= 0:
+        return code
+    if -code in (signal.SIGINT, signal.SIGTERM):
+        return exit_code(-code)
+    # Record the launcher's end, which it could not record itself.
+    path = run_dir.logs / records.LAUNCHER_FILE
+    content = or_else(lambda: read_json(path), {})
+    error_text = f"the launcher was killed by signal {-code} ({signal.Signals(-code).name})"
+    with contextlib.suppress(StorageError):  # the exit code remains
+        write_json(path, {**content, "error": error_text, "exit_code": 1})
+    return 1
+
+
+def _run_launcher(
+    folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest, shared: Sequence[str]
+) -> int:
+    """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
+    launch_id = uuid.uuid4().hex
+    variables = for_launcher(environ, launch_id, sys.path, several=wanted["nodes"] is not None)
+    content = {"folder": folder, "environ": variables, "launch": wanted}
+    with contextlib.suppress(FileNotFoundError):  # it was removed
+        content["cwd"] = str(Path.cwd())  # the server has that of its start
+    modules = [wanted["rank_main"].partition(":")[0], *shared, *(name for name in _SHARED if name in sys.modules)]
+    process: RemoteChild | None = None
+    with contextlib.ExitStack() as ending:
+        output = ending.enter_context(_Output())
+        try:
+            reading, writing = os.pipe()
+            # A launcher that has ended already has an exit code.
+            with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
+                try:
+                    process = server_for(variables).launch(_MAIN, modules, (reading, *output.files))
+                finally:
+                    os.close(reading)
+                    output.close_files()
+                request.write(json.dumps(content).encode())
+            assert process is not None
+            stop.notify(process.send_signal)
+            return output.wait(process)
+        except KeyboardInterrupt:
+            if process is not None:
+                process.send_signal(signal.SIGQUIT)  # kill all ranks
+                with contextlib.suppress(KeyboardInterrupt):
+                    process.wait(_KILL_S)
+            return exit_code(signal.SIGINT)
+        finally:
+            if process is not None and process.wait(0.0) is None:
+                process.send_signal(signal.SIGKILL)  # its ranks die with it
+                process.wait()
+            if process is not None and (process.returncode or 0) < 0:
+                parent_death.kill_marked(LAUNCH_ID, launch_id)
+
+
+class _Output:
+    """Passes what a child process prints to this process's ``sys.stdout`` and ``sys.stderr``.
+
+    Where they are the process's own files the child inherits them, so a progress bar finds its terminal. Where they are
+    something else (a notebook, a test's capture, a redirection) the child writes to pipes, and :meth:`wait` passes on
+    what comes. ``files``: standard output and error of the child.
+    """
+
+    def __init__(self) -> None:
+        flush()
+        self._selector = selectors.DefaultSelector()
+        self.files = (self._for_child(sys.stdout, sys.__stdout__), self._for_child(sys.stderr, sys.__stderr__))
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+
+    def _for_child(self, stream: Any, original: Any) -> int:
+        if stream is None:
+            return os.open(os.devnull, os.O_WRONLY)
+        if stream is original:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                return os.dup(stream.fileno())
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._selector.register(reading, selectors.EVENT_READ, (stream, decoder))
+        return writing
+
+    def close_files(self) -> None:
+        """Close what only the child needs, once it has it."""
+        for fd in self.files:
+            os.close(fd)
+
+    def wait(self, process: RemoteChild) -> int:
+        """Wait for the child's end while passing on what it writes; its return code."""
+        # A process that outlives the child may keep the pipes open, so their end is not awaited.
+        while self._selector.get_map() and process.wait(0.0) is None:
+            self._pass_on(0.1)
+        code = process.wait()
+        assert code is not None
+        while self._selector.get_map() and self._pass_on(0.0):
+            pass
+        return code
+
+    def _pass_on(self, timeout_s: float) -> bool:
+        """Pass on the output that is available. Returns whether there was any."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            target, decoder = key.data
+            chunk = os.read(key.fd, 65_536)
+            if not chunk:
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+            # A run does not end because its output can no longer be written.
+            with contextlib.suppress(OSError, ValueError):
+                target.write(decoder.decode(chunk, final=not chunk))
+                target.flush()
+        return bool(ready)

@@ -28,41 +28,34 @@ STOPPED = tuple(exit_code(number) for number in STOP_SIGNALS)
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM; a second SIGINT raises :class:`KeyboardInterrupt`.
+    """Remembers the first SIGINT or SIGTERM as ``requested``; a second SIGINT raises :class:`KeyboardInterrupt`.
 
-    A context manager. In a thread other than the main one, where Python allows no handlers, only
-    :meth:`request` can ask for a stop. One may be installed inside another: what the outer one had
-    received counts for the inner one, and the other way round once the inner one is restored.
+    A context manager; outside the main thread, where Python allows no handlers, only :meth:`request` asks for a stop.
+    One may be installed inside another: what the outer one had received counts for the inner one, and the other way
+    round once the inner one is restored.
     """
 
     def __init__(self) -> None:
+        self.requested: int | None = None
         self._on_request: Callable[[int], object] | None = None
-        self._notified = False
-        self._requested: int | None = None
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
 
-    @property
-    def requested(self) -> int | None:
-        """The signal that asked first, or ``None``."""
-        return self._requested
-
     def request(self, signum: int = signal.SIGTERM) -> None:
         """Ask for a stop as if ``signum`` had arrived; only the first request counts."""
-        if self._requested is None:
-            self._requested = int(signum)
+        if self.requested is None:
+            self.requested = int(signum)
             self._notify()
 
     def notify(self, on_request: Callable[[int], object]) -> None:
         """Call ``on_request(signum)`` once: when a stop is requested (from the handler), or now if it has been."""
         self._on_request = on_request
-        if self._requested is not None:
-            self._notify()
+        self._notify()
 
     def _notify(self) -> None:
-        if self._on_request is not None and self._requested is not None and not self._notified:
-            self._notified = True
-            self._on_request(self._requested)
+        if self.requested is not None and self._on_request is not None:
+            on_request, self._on_request = self._on_request, None
+            on_request(self.requested)
 
     def install(self) -> Self:
         """Handle SIGINT and SIGTERM. May be called again, after a library has replaced the handlers."""
@@ -77,9 +70,7 @@ class StopRequest:
                 self._previous[signum] = previous
                 outer = _owner(previous)
                 if outer is not None and outer is not self:
-                    self._interrupts = max(self._interrupts, outer._interrupts)
-                    if outer.requested is not None:
-                        self.request(outer.requested)
+                    outer._pass_to(self)
         return self
 
     def restore(self) -> None:
@@ -88,9 +79,13 @@ class StopRequest:
             signum, previous = self._previous.popitem()
             signal.signal(signum, previous)
             outer = _owner(previous)
-            if outer is not None and self._requested is not None:
-                outer._interrupts = max(self._interrupts, outer._interrupts)
-                outer.request(self._requested)
+            if outer is not None:
+                self._pass_to(outer)
+
+    def _pass_to(self, other: StopRequest) -> None:
+        other._interrupts = max(self._interrupts, other._interrupts)
+        if self.requested is not None:
+            other.request(self.requested)
 
     def __enter__(self) -> Self:
         return self.install()
@@ -109,7 +104,6 @@ class StopRequest:
 @functools.cache
 def _end_forks_at_sigterm() -> None:
     """Let SIGTERM end what is forked, such as a task's ``multiprocessing.Pool``, which is ended so and waited for."""
-
     masks = threading.local()  # one that is sent at once waits
 
     def before() -> None:
@@ -133,10 +127,9 @@ def _owner(handler: Any) -> StopRequest | None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in this thread and in processes that it starts.
+    """Block SIGINT and SIGTERM in this thread and in processes that it starts, until they call :func:`accept`.
 
-    A signal that arrives before such a process has handlers waits until it calls :func:`accept`,
-    instead of ending it half-started. (A signal to this process may still reach another thread.)
+    So a signal does not end a process that has no handlers yet.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -1,20 +1,17 @@
-"""Starting what was prepared: in this process for one device, else on ranks, through a launcher process.
-
-The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks (:func:`train_as_rank`). No rank runs in
-the caller, which may be a script without a main guard, a notebook, a thread or a server's child.
-"""
+"""Starting what was prepared: in this process for one device, else on ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
 from lockstep.hardware import World
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import keep_failure, own_failure, restarted
-from lockstep.launch.local.fork_server import launch
+from lockstep.launch.failure.report import keep_failure, own_failure
+from lockstep.launch.local.on_ranks import launch
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
@@ -25,35 +22,19 @@ from lockstep.telemetry.sinks import standard_sinks
 
 
 def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
-    """Train what was prepared, as a new attempt of ``run``; returns when it has ended.
+    """Train what was prepared, as a new attempt of ``run``; returns when it has ended, raises when it failed.
 
-    Args:
-        resumed_from: the step of the checkpoint that the attempt resumes; 0 without one.
-
-    Raises:
-        LockstepError: the attempt failed; which rank and why.
+    ``resumed_from``: the step of the checkpoint that the attempt resumes; 0 without one.
     """
     attempt = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), resumed_from)
-    if prepared.placement.world_size == 1:
-        return _train_here(prepared, run, attempt)
-    return _train_on_ranks(prepared, run)
-
-
-def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
-    """Train in this process, on one device (or, with ``dp``, on several)."""
+    if prepared.placement.world_size > 1:
+        return _train_on_ranks(prepared, run)
+    sink = standard_sinks(run, prepared.config, sys.stdout)
+    what = prepared.task, prepared.config, prepared.plan
     with StopRequest() as stop:
+        how: dict[str, Any] = {"attempt": attempt, "sink": sink, "stop_signal": lambda: stop.requested}
         try:
-            return run_attempt(
-                run,
-                World(),
-                prepared.task,
-                prepared.config,
-                prepared.plan,
-                attempt=attempt,
-                sink=standard_sinks(run, prepared.config, sys.stdout),
-                stop_signal=lambda: stop.requested,
-                datasets=prepared.datasets,
-            )
+            return run_attempt(run, World(), *what, **how, datasets=prepared.datasets)
         except Exception as error:
             failure = own_failure(run, error)
             if failure is None:
@@ -87,13 +68,10 @@ def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
     )
 
 
-# --- in a rank -----------------------------------------------------------------------------------
-
-
 def train_as_rank(rank: Rank) -> int:
     """Train as one of the ranks: configuration, plan and task are read from the run folder."""
     run, world = rank.folder, rank.world
-    again = bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     config = run.config(run.read().attempt if again else None)
     plan = plan_of(run)
     sink = standard_sinks(run, config, sys.stdout)
@@ -107,15 +85,7 @@ def train_as_rank(rank: Rank) -> int:
         attempt = run.begin_attempt(run.plan(), plan.placement, step)
         done = records.read_launcher(run).restarts
         if done:
-            sink.emit(restarted(done, attempt, step))
-    result = run_attempt(
-        run,
-        world,
-        load_task(run, config),
-        config,
-        plan,
-        attempt=run.read().attempt,
-        sink=sink,
-        stop_signal=lambda: rank.stop.requested,
-    )
-    return result.exit_code
+            sink.emit(records.restarted(done, attempt, step))
+    attempt, task = run.read().attempt, load_task(run, config)
+    how: dict[str, Any] = {"attempt": attempt, "sink": sink, "stop_signal": lambda: rank.stop.requested}
+    return run_attempt(run, world, task, config, plan, **how).exit_code

@@ -9,13 +9,11 @@ It ends with the launcher, writes to its own log, answers stop requests, and rec
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,9 +24,8 @@ from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure import records
-from lockstep.launch.health import stacks
 from lockstep.launch.local import environment, signals
-from lockstep.launch.local.rank_output import flush, log_file, rank_output
+from lockstep.launch.local.rank_log import flush, log_file, rank_output, stacks_on_request
 from lockstep.telemetry.progress_board import pulse
 from lockstep.telemetry.rundir import RunDir
 
@@ -58,11 +55,11 @@ def main(function: str, folder: str) -> int:
     environment.set_threads(os.environ)
     pulse.connect(os.environ)
     try:
-        world, run_dir = read_world(os.environ), RunDir.open(Path(folder))
+        rank = Rank(RunDir.open(Path(folder)), read_world(os.environ), stop)
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = _run(Rank(run_dir, world, stop), function)
+    code = _run(rank, function)
     stop.restore()
     if code in (0, *signals.STOPPED):
         run_exit_functions()
@@ -70,52 +67,36 @@ def main(function: str, folder: str) -> int:
 
 
 def _run(rank: Rank, function: str) -> int:
-    """Call ``function`` with this rank's output in its place; failures become an exit code.
+    """Call ``function`` with this rank's output in its place.
 
-    A failure is recorded for :func:`lockstep.launch.failure.report.read_failure` and not printed, since the process
-    that started the ranks prints one report on all of them.
+    A failure becomes an exit code, and is recorded and not printed, since the process that started the ranks prints one
+    report on all of them.
     """
-    run_dir, world = rank.folder, rank.world
+    logs, number = rank.folder.logs, rank.world.rank
     try:
-        records.error_file(run_dir.logs, world.rank).unlink(missing_ok=True)
-        with rank_output(run_dir.logs, world.rank), _native_crashes_to(log_file(run_dir.logs, world.rank)):
+        records.error_file(logs, number).unlink(missing_ok=True)
+        with rank_output(logs, number), log_file(logs, number).open("a", encoding="utf-8") as log:
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):
                     stream.reconfigure(line_buffering=True)
-            return int(resolve_name(function)(rank))
+            faulthandler.enable(file=log)  # for crashes in native code
+            try:
+                with stacks_on_request(log):
+                    return int(resolve_name(function)(rank))
+            finally:
+                faulthandler.disable()
     except KeyboardInterrupt:
         return signals.exit_code(signals.STOP_SIGNALS[0])
-    except SystemExit as end:
-        if end.code is None or end.code == 0:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
-        return record_failure(run_dir, world, end)
-    except Exception as error:
-        return record_failure(run_dir, world, error)
-
-
-def record_failure(run_dir: RunDir, world: World, error: BaseException) -> int:
-    """Record why this rank failed; returns its exit code.
-
-    A failure that cannot be written anywhere is printed.
-    """
-    try:
-        records.record(run_dir.logs, world.rank, error)
-    except StorageError as storage:
-        print(f"rank {world.rank} cannot record its failure: {storage}", file=sys.stderr)
-        traceback.print_exception(error, file=sys.stderr)
-    records.log_traceback(run_dir.logs, world.rank, error)
-    return records.exit_code_of(error)
-
-
-@contextlib.contextmanager
-def _native_crashes_to(path: Path) -> Iterator[None]:
-    with path.open("a", encoding="utf-8") as log:
-        faulthandler.enable(file=log)
         try:
-            with stacks.written_on_request(log):
-                yield
-        finally:
-            faulthandler.disable()
+            records.record(logs, number, error)
+        except StorageError as storage:
+            print(f"rank {number} cannot record its failure: {storage}", file=sys.stderr)
+            traceback.print_exception(error, file=sys.stderr)
+        records.log_traceback(logs, number, error)
+        return records.exit_code_of(error)
 
 
 def leave(code: int) -> NoReturn:

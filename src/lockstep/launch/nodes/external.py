@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,14 +18,14 @@ from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.hardware import World, parent_death
-from lockstep.launch.failure.records import Restart
-from lockstep.launch.failure.report import restarted
+from lockstep.launch.failure.records import read_launcher, restarted
 from lockstep.launch.health.watchdog import watched
-from lockstep.launch.local.rank_output import rank_output
+from lockstep.launch.local.rank_log import rank_output
 from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import Request, Start, prepare_together
-from lockstep.launch.nodes.replication import gather_logs
+from lockstep.launch.nodes.run_owner import gather_logs
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
 
@@ -33,52 +34,35 @@ def train_as_rank(
     config: RunConfig,
     world: World,
     request: Request,
-    *,
+    launched: Rank | None = None,
     begun: Callable[[Start], None] = lambda start: None,
-    restarts: Sequence[Restart] = (),
-    stop: StopRequest | None = None,
 ) -> RunResult:
     """This process is one of ``world.size`` ranks; rank 0 makes the plan for all.
 
-    Args:
-        begun: called with what this rank trains before its first step.
-        restarts: what this node's launcher recorded about starts before this one.
-        stop: the process's stop request; ``None`` installs one.
-
-    Raises:
-        LockstepError: what is wrong, on the first rank of each node; SystemExit, with its exit code, on the others.
+    ``launched``: as what Lockstep's launcher of this node has started it. ``begun`` is called with what this rank
+    trains. Raises :class:`LockstepError` on the first rank of each node, SystemExit with its code on the others.
     """
     parent_death.die_with_parent(os.getppid())
     with meeting(world, config) as (team, store), contextlib.ExitStack() as claim:
         start = prepare_together(team, world, task, config, request, claim)
+        run, what, keeps = start.run, start.what, start.keeps
         begun(start)
-        if store is not None and start.placement.backend == "nccl":
-            join(store, "nccl", world, config.distributed.timeout_s, start.placement.devices, start.run.logs)
-        timeout_s = start.config.launch.hang_timeout_s
+        if store is not None and what.placement.backend == "nccl":
+            join(store, "nccl", world, config.distributed.timeout_s, what.placement.devices, run.logs)
         with contextlib.ExitStack() as training:
-            if world.launcher != "--nodes":  # Lockstep's own launcher detects hangs; elsewhere the rank does
-                training.enter_context(watched(start.run, world, store, timeout_s=timeout_s, keeps=start.keeps))
-            result = _train(start, world, restarts, stop or training.enter_context(StopRequest()))
+            limits = what.config.launch
+            how: dict[str, Any] = {"timeout_s": limits.hang_timeout_s, "keeps": keeps}
+            how["launcher"] = launched.folder.logs if launched is not None else None
+            training.enter_context(watched(run, world, store, **how))
+            stop = launched.stop if launched is not None else training.enter_context(StopRequest())
+            sink = standard_sinks(run, what.config, sys.stdout) if world.is_main else RunFolderSink(run)
+            restarts = read_launcher(launched.folder).restarts if launched is not None else ()
+            if restarts and keeps:
+                sink.emit(restarted(restarts, start.attempt, start.step))
+            training.enter_context(rank_output(run.logs, world.rank))
+            how = {"attempt": start.attempt, "sink": sink, "keeper": keeps, "datasets": what.datasets}
+            how["stop_signal"] = lambda: stop.requested
+            result = run_attempt(run, world, what.task, what.config, start.plan, **how)
         if dist.is_initialized():
             gather_logs(Team(team.members, world, config.distributed.timeout_s), start.keeping)
         return result
-
-
-def _train(start: Start, world: World, restarts: Sequence[Restart], stop: StopRequest) -> RunResult:
-    run = start.run
-    sink = standard_sinks(run, start.config, sys.stdout) if world.is_main else RunFolderSink(run)
-    if restarts and start.keeps:
-        sink.emit(restarted(restarts, start.attempt, start.step))
-    with rank_output(run.logs, world.rank):
-        return run_attempt(
-            run,
-            world,
-            start.task,
-            start.config,
-            start.plan,
-            attempt=start.attempt,
-            sink=sink,
-            stop_signal=lambda: stop.requested,
-            datasets=start.datasets,
-            keeper=start.keeps,
-        )

@@ -1,7 +1,7 @@
 """The ranks of several processes meet: which ranks, on which nodes, and whether their settings are the same.
 
-Over the store of the process group, before there is a group: so that a difference is reported by name, instead
-of as a time-out of ranks that wait for different things.
+Over the store of the process group, before there is a group: so that a difference is reported by name, instead of as a
+time-out of ranks that wait for different things.
 """
 
 from __future__ import annotations
@@ -58,17 +58,15 @@ class Member:
 
 
 class Team:
-    """All ranks of a start, by node, and what they do together."""
+    """All ranks of a start, by node, and what they do together. ``leads``: the first rank of each node."""
 
     def __init__(self, members: Sequence[Member], world: World, timeout_s: float) -> None:
         self.members = tuple(members)
         self.me = self.members[world.rank]
         self.collectives = Collectives(world, timeout_s=timeout_s)
-        #: The first rank of each node.
         self.leads = [member.rank for member in self.members if member.local_rank == 0]
         self.is_lead = self.me.local_rank == 0
-        # Lockstep's own launcher prints each error once, from any rank; elsewhere every rank prints.
-        self._prints = self.is_lead or world.launcher == "--nodes"
+        self._prints = _prints(world)
 
     def node_of(self, rank: int) -> str:
         """The name of a rank's node: its host's, with a number where hosts share a name."""
@@ -84,27 +82,30 @@ class Team:
             SystemExit: on the others, with its exit code.
         """
         result, error = None, None
-        if here:
-            try:
-                result = body()
-            except LockstepError as caught:
-                error = caught
-            except Exception as caught:  # the other ranks must not wait for this one
-                traceback.print_exc()
-                what = f"{type(caught).__name__}: {caught}"
-                error = RunError(what, why="the traceback is above, or in the rank's log")
+        try:
+            result = body() if here else None
+        except LockstepError as caught:
+            error = caught
+        except Exception as caught:  # the other ranks must not wait for this one
+            traceback.print_exc()
+            what = f"{type(caught).__name__}: {caught}"
+            error = RunError(what, why="the traceback is above, or in the rank's log")
         self.end_if(self.collectives.all_gather(error))
         return result
 
     def end_if(self, errors: Sequence[LockstepError | None]) -> None:
         """End every rank if there is an error in ``errors``, which has one for each rank."""
         for rank, error in enumerate(errors):
-            if error is None:
-                continue
-            if not self._prints:
-                raise SystemExit(error.exit_code)
-            what = error.what if len(self.leads) == 1 else f"node {self.node_of(rank)}: {error.what}"
-            raise type(error)(what, why=error.why, fix=error.fix)
+            if error is not None:
+                if not self._prints:
+                    raise SystemExit(error.exit_code)
+                what = error.what if len(self.leads) == 1 else f"node {self.node_of(rank)}: {error.what}"
+                raise type(error)(what, why=error.why, fix=error.fix)
+
+
+def _prints(world: World) -> bool:
+    """Lockstep's own launcher prints each error once, from any rank; elsewhere every rank prints."""
+    return world.local_rank == 0 or world.launcher == "--nodes"
 
 
 @contextmanager
@@ -112,8 +113,7 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
     """Join a gloo group of all ranks; its store is for a group of another backend later on.
 
     Raises:
-        RankFailed: a rank did not join in time.
-        ConfigError: the ranks' settings differ.
+        RankFailed: a rank did not join in time. ConfigError: the ranks' settings differ.
     """
     timeout_s = config.distributed.timeout_s
     compared = {name: version for name, version in versions().items() if name in _COMPARED_VERSIONS}
@@ -128,7 +128,7 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
     with _said(world, timeout_s):
         store = _open_store(world, timeout_s)
         members = _exchange(store, me, world.size)
-    _refuse_differences(members, prints=me.local_rank == 0 or world.launcher == "--nodes")
+    _refuse_differences(members, prints=_prints(world))
     join(store, "gloo", world, timeout_s)
     failed = True
     try:
@@ -141,12 +141,7 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
 
 
 def join(
-    store: Store,
-    backend: str,
-    world: World,
-    timeout_s: float,
-    devices: Sequence[str] = (),
-    logs: Path | None = None,
+    store: Store, backend: str, world: World, timeout_s: float, devices: Sequence[str] = (), logs: Path | None = None
 ) -> None:
     """Make the default process group, in place of one that is there; ``devices`` and ``logs`` of the run, for NCCL."""
     if logs is not None:
@@ -163,16 +158,17 @@ def join(
     )
 
 
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
 @contextmanager
 def _said(world: World, timeout_s: float) -> Iterator[None]:
     """Says that this process waits for others, where it has to for longer than ranks take to start."""
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    text = f"rank {world.rank} waits at {where} for all {world.size} ranks, up to {timeout_s:g} s. "
-    text += "To train without others, unset RANK and WORLD_SIZE"
-    says = world.launcher == "torchrun" and ("LOCAL_RANK" not in os.environ or not world.local_rank)
-    timer = threading.Timer(WAITS_S, warn, [text])
+    text = f"rank {world.rank} waits at {_address()} for all {world.size} ranks, up to {timeout_s:g} s. "
+    timer = threading.Timer(WAITS_S, warn, [text + "To train without others, unset RANK and WORLD_SIZE"])
     timer.daemon = True
-    if says:
+    if world.launcher == "torchrun" and ("LOCAL_RANK" not in os.environ or not world.local_rank):
         timer.start()
     try:
         yield
@@ -181,13 +177,12 @@ def _said(world: World, timeout_s: float) -> Iterator[None]:
 
 
 def _open_store(world: World, timeout_s: float) -> Store:
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     store: Store
     try:
         store, _, _ = next(find_store("env://", world.rank, world.size, timeout=timedelta(seconds=timeout_s)))
     except (RuntimeError, ValueError) as error:
         raise RankFailed(
-            f"rank {world.rank} cannot meet the others at {address}",
+            f"rank {world.rank} cannot meet the others at {_address()}",
             why=str(error).splitlines()[0],
             fix="check that MASTER_ADDR is the node of rank 0 and that no firewall blocks the connection; "
             "run `lockstep doctor` under the same launcher",
@@ -226,17 +221,17 @@ def _refuse_differences(members: Sequence[Member], *, prints: bool) -> None:
     """Every rank sees the same members, so all of them raise or none does."""
     first = members[0]
     for member in members:
-        keys = sorted({*first.compared, *member.compared})
-        values = {key: [other.compared.get(key, "not there") for other in (first, member)] for key in keys}
-        differing = [
-            f"{key} is {one} on {first.host}, {other} on {member.host}"
-            for key, (one, other) in values.items()
-            if one != other
-        ]
-        if not differing:
+        if member.compared == first.compared:
             continue
         if not prints:
             raise SystemExit(ConfigError.exit_code)
+        keys = sorted({*first.compared, *member.compared})
+        pairs = {key: [other.compared.get(key, "not there") for other in (first, member)] for key in keys}
+        differing = [
+            f"{key} is {one} on {first.host}, {other} on {member.host}"
+            for key, (one, other) in pairs.items()
+            if one != other
+        ]
         raise ConfigError(
             f"rank {member.rank} on node {member.host} would train something else than rank 0 on node {first.host}",
             why="; ".join(differing[:5]),

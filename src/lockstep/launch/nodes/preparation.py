@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
@@ -18,8 +17,7 @@ from lockstep.hardware import Placement, World
 from lockstep.launch import run_claim
 from lockstep.launch.local.environment import JOB
 from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
-from lockstep.launch.nodes.replication import share_run
-from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, mark_job
+from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, mark_job, share_run
 from lockstep.launch.prepare import place, plan_for
 from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
@@ -43,6 +41,16 @@ class Request:
     accept_data: bool = False
 
 
+class Planned(NamedTuple):
+    """What a plan is made of; ``accept_data`` as of :class:`Request`."""
+
+    task: Task
+    config: RunConfig
+    placement: Placement
+    datasets: Datasets
+    accept_data: bool = False
+
+
 @dataclass(frozen=True)
 class Start:
     """What a rank trains: the same on all of them, except the folder, the devices and where the data are.
@@ -54,43 +62,44 @@ class Start:
 
     keeping: Keeping
     run: RunDir
-    task: Task
-    config: RunConfig
-    placement: Placement
+    what: Planned
     plan: Plan
     attempt: int
     step: int
-    datasets: Datasets
     keeps: bool
 
 
 def prepare_together(
     team: Team, world: World, task: Task, config: RunConfig, request: Request, claim: contextlib.ExitStack
 ) -> Start:
-    """Agree on the run and its plan, which rank 0 makes. Collective.
+    """Agree on the run and its plan, which rank 0 makes. Collective; raises as :meth:`.Team.together`.
 
     Args:
         claim: holds the claim on a run that is resumed.
-
-    Raises:
-        LockstepError, SystemExit: as :meth:`lockstep.launch.nodes.membership.Team.together`.
     """
-    job = os.environ.get(JOB)
     keeping, run, keeps = _agreed(team, config, request.resume)
-    config = _config_of_run(team, keeping, config, request.given)
-    if keeping.found:
+    found = bool(keeping.found)
+    if found:
+        whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.me.rank == 0)
+        shared, own = team.collectives.broadcast(whole), config
+        assert shared is not None
+        config = shared if team.me.node_rank == team.members[0].node_rank else with_own_settings(shared, own)
         task = run_claim.task_of_run(task, config, as_given=request.as_given)
         team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=keeps)
     placement = place_together(team, config, world)
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
-
     team.together(lambda: check_sinks(config, keeping.path), here=world.is_main)
-    data = Planned(task, config, placement, datasets, request.accept_data)
-    begin = partial(_begin_attempt, keeping, config, job)
-    plan, attempt, step = plan_together(team, run, data, begin, found=bool(keeping.found), keeps=keeps)
-    return Start(keeping, run, task, config, placement, plan, attempt, step, datasets, keeps)
+
+    def begin(plan: Plan, step: int) -> int:
+        if not found:
+            run_claim.create_folder(config, keeping.run_id)
+        mark_job(run, os.environ.get(JOB))
+        return record_attempt(run, config, plan, step)
+
+    what = Planned(task, config, placement, datasets, request.accept_data)
+    return Start(keeping, run, what, *plan_together(team, run, what, begin, found=found, keeps=keeps), keeps)
 
 
 def _agreed(team: Team, config: RunConfig, resume: bool) -> tuple[Keeping, RunDir, bool]:
@@ -121,20 +130,10 @@ def agreed_folder(
     return run, found, keeps
 
 
-class Planned(NamedTuple):
-    """What a plan is made of; ``accept_data`` as of :class:`Request`."""
-
-    task: Task
-    config: RunConfig
-    placement: Placement
-    datasets: Datasets
-    accept_data: bool = False
-
-
 def plan_together(
     team: Team,
     run: RunDir,
-    planned: Planned,
+    what: Planned,
     begin: Callable[[Plan, int], int],
     change: Callable[[Plan], Plan] = lambda plan: plan,
     *,
@@ -148,47 +147,26 @@ def plan_together(
         change: of the plan.
         found: whether the run has been trained before.
     """
-    task, config, placement, datasets, accept_data = planned
 
     def plan_it() -> tuple[Plan, int, int]:
-        point = (
-            run_claim.resume_point(run, hold=True, accept_data=accept_data, report=run_claim.warn) if found else None
-        )
-        plan, step = change(plan_for(task, config, placement, datasets, point).plan), point.step if point else 0
+        point, warn = None, run_claim.warn
+        if found:
+            point = run_claim.resume_point(run, hold=True, accept_data=what.accept_data, report=warn)
+        plan, step = change(plan_for(*what[:4], point).plan), point.step if point else 0
         return plan, begin(plan, step), step
 
     made = team.collectives.broadcast(team.together(plan_it, here=team.me.rank == 0))
     assert made is not None
     plan, attempt, step = made
-    own = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
+    own = plan.model_copy(update={"placement": {**plan.placement, "devices": list(what.placement.devices)}})
     team.together(lambda: begin(own, step), here=keeps and team.me.rank != 0)
     return own, attempt, step
-
-
-def _begin_attempt(keeping: Keeping, config: RunConfig, job: str | None, plan: Plan, step: int) -> int:
-    """On a keeper: begin the attempt in the run folder, or in a new one; its number."""
-    run = RunDir(keeping.path)
-    if not keeping.found:
-        run = run_claim.create_folder(config, keeping.run_id)
-    mark_job(run, job)
-    return record_attempt(run, config, plan, step)
 
 
 def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int:
     """Begin an attempt in the run folder, with its configuration; its number."""
     run_claim.keep_config(run, config)
     return run.begin_attempt(plan.as_dict(), plan.placement, step)
-
-
-def _config_of_run(team: Team, keeping: Keeping, config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
-    """The run's configuration, with this node's own settings in it. Collective."""
-    if not keeping.found:
-        return config
-    run = RunDir(keeping.path)
-    whole = team.together(lambda: run_claim.changed_config(run, given), here=team.me.rank == 0)
-    whole = team.collectives.broadcast(whole)
-    assert whole is not None
-    return whole if team.me.node_rank == team.members[0].node_rank else with_own_settings(whole, config)
 
 
 def with_own_settings(shared: RunConfig, own: RunConfig) -> RunConfig:

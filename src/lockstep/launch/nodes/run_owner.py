@@ -1,27 +1,44 @@
-"""Which run the ranks of several nodes train, and which ranks write its folder.
+"""Which run the ranks of several nodes train, which ranks write its folder, and copies of it for the others.
 
-Nodes that share a file system share one run folder, which rank 0 writes. On every other node (or group of
-nodes that share one) the first rank is a *keeper*, too: it writes a separate run folder with the same
-checkpoints and curves, so that the run can be resumed from any of them.
+Nodes that share a file system share one run folder, which rank 0 writes. On every other node (or group of nodes that
+share one) the first rank is a *keeper*, too: it writes a separate run folder with the same checkpoints and curves, so
+that the run can be resumed from any of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from lockstep.checkpoint.store import CheckpointStore
+import torch.distributed as dist
+
+from lockstep.checkpoint.store import CheckpointStore, Pointer
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, RunFolderError
-from lockstep.launch.nodes.membership import Team
-from lockstep.launch.run_claim import existing_run, warn
-from lockstep.telemetry.files import absolute, storing
+from lockstep.errors import CheckpointError, ConfigError, RunFolderError, UnreadableError
+from lockstep.launch.local.rank_log import log_file
+from lockstep.launch.nodes.membership import Member, Team
+from lockstep.launch.run_claim import create_folder, existing_run, warn
+from lockstep.telemetry.files import absolute, storing, temporary_name
 from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, write_json
 
 #: In a run folder: the start of several nodes that it belongs to, their restarts included.
 JOB_FILE = "job.json"
+#: How much of a checkpoint travels in one piece.
+CHUNK_BYTES = 32 << 20
+#: Of a longer log only the end is gathered.
+MAX_LOG_BYTES = 64 << 20
+#: What of a run folder makes the others' copies of it complete, besides checkpoints.
+_HISTORY = (
+    "run.json", "config.yaml", "metrics.json", "steps.jsonl", "evaluations.jsonl", "plan.json", "attempts/*/*.json",
+)  # fmt: skip
+#: In rank 0's run folder: what other nodes wrote.
+NODES = "nodes"
 
 
 @dataclass(frozen=True)
@@ -38,8 +55,7 @@ class Keeping:
     """What the ranks have agreed on.
 
     Attributes:
-        run_id: the run's.
-        path: its folder, as this rank sees it.
+        path: the run's folder, as this rank sees it.
         keepers: the ranks that write a run folder; rank 0 is the first.
         keeper: the one that writes the folder that this rank sees.
         found: what the keepers had, by rank; empty for a new run.
@@ -60,53 +76,11 @@ class Keeping:
 def agree(team: Team, config: RunConfig, *, resume: bool, job: str | None) -> Keeping:
     """Find the run to resume, or name a new one. Collective.
 
-    Args:
-        resume: resume the unfinished run in ``save_dir``, if a node has one.
-        job: names this start of several nodes, restarts included; a run of it is resumed in any case.
-
-    Raises:
-        UsageError: the folders hold different runs, one that is still running, or cannot be written.
+    ``job`` names this start of several nodes, restarts included; a run of it is resumed in any case. Raises
+    :class:`UsageError`: the folders hold different runs, one that is still running, or cannot be written.
     """
-    found = team.together(lambda: look(config, resume=resume, job=job), here=team.is_lead)
-    everywhere = team.collectives.all_gather(found)
+    everywhere = team.collectives.all_gather(team.together(lambda: _look(config, resume, job), here=team.is_lead))
     known = {rank: one for rank, one in enumerate(everywhere) if one is not None}
-    run_id = _one_run(team, known) or team.collectives.broadcast(job or new_run_id(config.save_dir))
-    path = absolute(config.save_dir or config.runs_dir / run_id)
-    keeper = lowest_sharing(team, path)
-    keepers = tuple(sorted(set(team.collectives.all_gather(keeper))))
-    return Keeping(run_id, path, keepers, keeper, {rank: one for rank, one in known.items() if rank in keepers})
-
-
-def look(config: RunConfig, *, resume: bool, job: str | None) -> Found | None:
-    """The run that this node could resume."""
-    path = config.save_dir or (config.runs_dir / job if job else None)
-    if path is not None and job is not None and job_of(path) == job:
-        run: RunDir | None = RunDir.open(path)  # the start before this one, whose processes have ended
-    else:
-        run = existing_run(config, resume)
-    if run is None:
-        return None
-    record = run.read()
-    step = CheckpointStore(run.checkpoints).newest_verified(warn)
-    return Found(record.id, record.attempt, -1 if step is None else step)
-
-
-def job_of(path: Path) -> str | None:
-    """The job that the run folder ``path`` was last written by."""
-    with contextlib.suppress(RunFolderError):
-        content = read_json(path / JOB_FILE)
-        if isinstance(content, dict):
-            return str(content.get("job"))
-    return None
-
-
-def mark_job(run: RunDir, job: str | None) -> None:
-    """Let :func:`job_of` answer ``job``."""
-    if job is not None:
-        write_json(run.path / JOB_FILE, {"job": job})
-
-
-def _one_run(team: Team, known: dict[int, Found]) -> str | None:
     ids = {found.run_id: team.node_of(rank) for rank, found in reversed(known.items())}
     if len(ids) > 1:
         error = ConfigError(
@@ -115,38 +89,197 @@ def _one_run(team: Team, known: dict[int, Found]) -> str | None:
             fix="name another --save-dir, or move the folder away on the nodes that shall get the run from the others",
         )
         team.end_if([error])
-    return next(iter(ids), None)
+    run_id = next(iter(ids), None) or team.collectives.broadcast(job or new_run_id(config.save_dir))
+    path = absolute(config.save_dir or config.runs_dir / run_id)
+    keeper = lowest_sharing(team, path)
+    keepers = tuple(sorted(set(team.collectives.all_gather(keeper))))
+    return Keeping(run_id, path, keepers, keeper, {rank: one for rank, one in known.items() if rank in keepers})
+
+
+def _look(config: RunConfig, resume: bool, job: str | None) -> Found | None:
+    """The run that this node could resume."""
+    path = config.save_dir or (config.runs_dir / job if job else None)
+    if path is not None and job is not None and _job_of(path) == job:
+        run: RunDir | None = RunDir.open(path)  # the start before this one, whose processes have ended
+    else:
+        run = existing_run(config, resume)
+    if run is None:
+        return None
+    record, step = run.read(), CheckpointStore(run.checkpoints).newest_verified(warn)
+    return Found(record.id, record.attempt, -1 if step is None else step)
+
+
+def _job_of(path: Path) -> str | None:
+    """The job that the run folder ``path`` was last written by."""
+    with contextlib.suppress(RunFolderError):
+        content = read_json(path / JOB_FILE)
+        return str(content.get("job")) if isinstance(content, dict) else None
+    return None
+
+
+def mark_job(run: RunDir, job: str | None) -> None:
+    """Let the next start of ``job`` find its run."""
+    if job is not None:
+        write_json(run.path / JOB_FILE, {"job": job})
 
 
 def lowest_sharing(team: Team, path: Path) -> int:
     """The lowest of the nodes' first ranks that has the same ``path`` as this rank's node. Collective.
 
-    Each of them leaves a file beside ``path``, and looks whose files it finds there. The name is a new one,
-    so that no network file system remembers that there is no such file.
+    Each of them leaves a file beside ``path``, and looks whose files it finds there. The name is a new one, so that no
+    network file system remembers that there is no such file.
     """
     if len(team.leads) == 1:
         return team.leads[0]
     token = team.collectives.broadcast(uuid.uuid4().hex)
-    seen = None
+    probes = {rank: path.with_name(f".{path.name}.{token}.{rank}") for rank in team.leads}
+
+    def touch() -> None:
+        probe = probes[team.me.rank]
+        with storing(probe):
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+
     try:
-        team.together(lambda: _touch(_probe(path, token, team.me.rank)), here=team.is_lead)
-        if team.is_lead:
-            seen = next(rank for rank in team.leads if _probe(path, token, rank).exists())
+        team.together(touch, here=team.is_lead)
+        seen = next(rank for rank in team.leads if probes[rank].exists()) if team.is_lead else None
         keepers = team.collectives.all_gather(seen)
     finally:
         if team.is_lead:
             with contextlib.suppress(OSError):
-                _probe(path, token, team.me.rank).unlink()
+                probes[team.me.rank].unlink()
     keeper = keepers[next(lead for lead in team.leads if team.members[lead].node_rank == team.me.node_rank)]
     assert keeper is not None, "the first rank of a node sees its own file"
     return keeper
 
 
-def _probe(path: Path, token: str, rank: int) -> Path:
-    return path.with_name(f".{path.name}.{token}.{rank}")
+# --- copies between nodes without a common file system ----------------------------------------------
 
 
-def _touch(probe: Path) -> None:
-    with storing(probe):
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+def share_run(team: Team, keeping: Keeping, config: RunConfig) -> None:
+    """Give the keepers whose folders are behind the newest history and checkpoints. Collective."""
+    source, rank, run = keeping.source, team.me.rank, RunDir(keeping.path)
+    if source is None or len(keeping.keepers) == 1:
+        return
+    newest = keeping.found[source]
+    behind = rank in keeping.keepers and keeping.found.get(rank) != newest
+    needy = [other for other, needs in enumerate(team.collectives.all_gather(behind)) if needs]
+    if not needy:
+        return
+    history = team.collectives.broadcast(team.together(lambda: _history(run), here=rank == source), source) or {}
+    team.together(lambda: _take_history(run, keeping, config, history), here=rank in needy)
+    to_send = team.together(lambda: _steps_to_send(run, newest.step), here=rank == source)
+    steps = team.collectives.broadcast(to_send, source) or {}
+    store = CheckpointStore(run.checkpoints)
+    timeout = timedelta(seconds=config.distributed.timeout_s)
+    group = dist.new_group(sorted({source, *needy}), backend="gloo", timeout=timeout)
+    try:
+        for step, pointers in steps.items():
+            _share_checkpoint(team, store, step, pointers, source, group)
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    team.together(lambda: store.set_aside_after(newest.step), here=rank in needy)
+
+
+def _history(run: RunDir) -> dict[str, bytes]:
+    files = [path for pattern in _HISTORY for path in run.path.glob(pattern)]
+    with storing(run.path):
+        return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
+
+
+def _take_history(run: RunDir, keeping: Keeping, config: RunConfig, history: dict[str, bytes]) -> None:
+    if not run.run_file.exists():
+        create_folder(config, keeping.run_id)
+    with storing(run.path):
+        shutil.rmtree(run.attempts, ignore_errors=True)
+        for name, content in history.items():
+            path = run.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(temporary_name(path.name))
+            temporary.write_bytes(content)
+            temporary.replace(path)
+    CheckpointStore(run.checkpoints).clean_temporary()
+
+
+def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
+    """The newest checkpoint and the best, with the pointers that mean them."""
+    store = CheckpointStore(run.checkpoints)
+    steps: dict[int, list[Pointer]] = {}
+    best = store.step_of("best")
+    if best is not None and best <= newest:
+        try:
+            store.verify(best)
+            steps[best] = ["best"]
+        except UnreadableError:
+            raise
+        except CheckpointError:
+            pass  # damaged: the run continues without it
+    if newest >= 0:
+        steps.setdefault(newest, []).append("last")
+    return steps
+
+
+def _share_checkpoint(
+    team: Team, store: CheckpointStore, step: int, pointers: list[Pointer], source: int, group: Any
+) -> None:
+    """Send a checkpoint from ``source`` to the others of ``group``. Collective. Its manifest has the files' hashes."""
+    sends, takes_part = team.me.rank == source, group is not dist.GroupMember.NON_GROUP_MEMBER
+    receives = takes_part and not sends
+    there = store.path_of(step)
+    names = team.collectives.broadcast(sorted(path.name for path in there.iterdir()) if sends else [], source)
+    building = store.folder / temporary_name(there.name)
+
+    def make() -> None:
+        with storing(building):
+            building.mkdir(parents=True)
+
+    team.together(make, here=receives)
+    if takes_part:
+        for name in names:
+            _share_file((there if sends else building) / name, source, group, sends=sends)
+    team.together(lambda: store.adopt(building, pointers), here=receives)
+
+
+def _share_file(path: Path, source: int, group: Any, *, sends: bool) -> None:
+    """Send ``path``, or write what arrives to it, durably. Collective in ``group``: a rank that cannot ends all."""
+    with storing(path), path.open("rb" if sends else "xb") as file:
+        piece = [b"first"]
+        while piece[0]:
+            piece = [file.read(CHUNK_BYTES) if sends else b""]
+            dist.broadcast_object_list(piece, src=source, group=group)
+            if not sends:
+                file.write(piece[0])
+        if not sends:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def gather_logs(team: Team, keeping: Keeping) -> None:
+    """Copy what other keepers' ranks wrote to rank 0's folder: ``nodes/<node>/…``. Collective."""
+    if len(keeping.keepers) == 1:
+        return
+    files = team.collectives.gather(_own_files(RunDir(keeping.path), team.me) if keeping.keeper != 0 else {})
+
+    def put() -> None:
+        for rank, own in enumerate(files or []):
+            for name, content in own.items():
+                path = keeping.path / NODES / team.node_of(rank) / name
+                with storing(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+
+    team.together(put, here=team.me.rank == 0)
+
+
+def _own_files(run: RunDir, me: Member) -> dict[str, bytes]:
+    found = {}
+    files = [log_file(run.logs, me.rank), run.samples_file(me.rank)]
+    if me.local_rank == 0:
+        files.append(run.path / f"system-{me.node_rank}.jsonl")
+    for path in files:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            whole = path.suffix == ".jsonl"
+            file.seek(0 if whole else max(0, path.stat().st_size - MAX_LOG_BYTES))
+            found[str(path.relative_to(run.path))] = file.read()
+    return found

@@ -19,7 +19,7 @@ from lockstep.config.load import merge
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, parent_death, read_world
 from lockstep.launch.health.watchdog import watched
-from lockstep.launch.local.rank_output import rank_output
+from lockstep.launch.local.rank_log import rank_output
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together

@@ -66,11 +66,7 @@ class Request:
 
 
 def batch_script(request: Request, run: Path, command: Sequence[str], folder: Path) -> str:
-    """The script that trains in ``run``.
-
-    Args:
-        command: what every rank executes.
-        folder: where it is executed.
+    """The script that trains in ``run``: every rank executes ``command`` in ``folder``.
 
     Raises:
         UsageError: a value that sbatch cannot read.
@@ -84,22 +80,18 @@ def _options(request: Request, run: Path, folder: Path) -> Iterator[str]:
     yield f"nodes={request.nodes}"
     yield f"ntasks-per-node={request.ranks_per_node}"
     for name in ("partition", "time", "gpus_per_node", "account", "qos"):
-        value = getattr(request, name)
+        value, flag = getattr(request, name), name.replace("_", "-")
         if value is not None:
-            flag = name.replace("_", "-")
             yield f"{flag}={_checked(f'--{flag}', value)}"
     yield f"chdir={shlex.quote(_one_line(folder))}"
-    yield f"output={_quoted(run / 'logs' / 'slurm.log')}"
-    yield "open-mode=append"
-    yield "requeue"
-    yield f"signal=B:USR1@{NOTICE_S}"
+    # sbatch reads its lines of a script as a shell would, and takes % in a log's name for a pattern.
+    yield f"output={shlex.quote(_one_line(run / 'logs' / 'slurm.log').replace('%', '%%'))}"
+    yield from ("open-mode=append", "requeue", f"signal=B:USR1@{NOTICE_S}")
     for option in request.options:
         name, equals, value = option.partition("=")
         if not _OPTION.fullmatch(name):
-            raise UsageError(
-                f"--sbatch-option {option!r} is not of the form name=value",
-                fix="write it without dashes in front, for example --sbatch-option constraint=a100",
-            )
+            fix = "write it without dashes in front, for example --sbatch-option constraint=a100"
+            raise UsageError(f"--sbatch-option {option!r} is not of the form name=value", fix=fix)
         yield f"{name}={_checked(f'--sbatch-option {name}', value)}" if equals else name
 
 
@@ -109,16 +101,10 @@ def _checked(what: str, value: str) -> str:
     return value
 
 
-def _quoted(path: Path) -> str:
-    """Quoted: sbatch reads its lines of a script as a shell would, and takes ``%`` in a log's name for a pattern."""
-    return shlex.quote(_one_line(path).replace("%", "%%"))
-
-
 def _one_line(path: Path) -> str:
-    text = str(path)
-    if "\n" in text:
-        raise UsageError(f"{text!r} has a line break in it", fix="choose a --save-dir without one")
-    return text
+    if "\n" in str(path):
+        raise UsageError(f"{str(path)!r} has a line break in it", fix="choose a --save-dir without one")
+    return str(path)
 
 
 def training_command(python: str, task: str, settings: Mapping[str, Any], run: Path) -> list[str]:

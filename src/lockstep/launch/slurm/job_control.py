@@ -43,7 +43,6 @@ def prepare_script(task: str, settings: Mapping[str, Any], resources: Mapping[st
     """The batch script for a new run, and the run's configuration.
 
     Args:
-        task: its name.
         settings: those that differ from the defaults; ``launch.nodes``: on how many nodes.
         resources: fields of :class:`Request` that are not in the settings.
 
@@ -74,9 +73,8 @@ def _ranks(config: RunConfig, gpus_per_node: str | None) -> int:
         return len(named)
     number = (gpus_per_node or "1").rpartition(":")[2]
     if not number.isdigit() or int(number) < 1:
-        raise UsageError(
-            f"--gpus-per-node {gpus_per_node!r} is not a number of GPUs", fix="write 4, or a type before it: a100:4"
-        )
+        fix = "write 4, or a type before it: a100:4"
+        raise UsageError(f"--gpus-per-node {gpus_per_node!r} is not a number of GPUs", fix=fix)
     return int(number)
 
 
@@ -137,7 +135,7 @@ def follow(run: RunDir, job: Job, stream: TextIO) -> int:
                 preempted = preempted + 1 if now is not None and now.startswith("PREEMPTED") else 0
                 if now is None or _OVER.match(now) or preempted > _PREEMPTED_LOOKS:
                     log.copy()
-                    return _exit_code(run, job, now)
+                    break
                 if now != shown and not now.startswith("COMPLETING"):
                     stream.write(f"slurm job {job.id}: {now}\n")
                     stream.flush()
@@ -146,6 +144,11 @@ def follow(run: RunDir, job: Job, stream: TextIO) -> int:
     except KeyboardInterrupt:
         stream.write(f"\njob {job.id} continues; `lockstep stop {run.path}` ends it, with a checkpoint\n")
         return exit_code(signal.SIGINT)
+    status = run.read().status
+    if status == "completed":
+        return 0
+    sys.stderr.write(f"slurm job {job.id} is over ({now or 'unknown to SLURM'}), and the run is {status}\n")
+    return exit_code(signal.SIGTERM) if status == "stopped" else 1
 
 
 class _Log:
@@ -165,14 +168,6 @@ class _Log:
             self._stream.flush()
 
 
-def _exit_code(run: RunDir, job: Job, last: str | None) -> int:
-    status = run.read().status
-    if status == "completed":
-        return 0
-    sys.stderr.write(f"slurm job {job.id} is over ({last or 'unknown to SLURM'}), and the run is {status}\n")
-    return exit_code(signal.SIGTERM) if status == "stopped" else 1
-
-
 def stop(run: RunDir, job: Job, timeout: float) -> str:
     """End a submitted run: out of the queue, or with a checkpoint when it runs; the status that it then has.
 
@@ -182,9 +177,8 @@ def stop(run: RunDir, job: Job, timeout: float) -> str:
     """
     now = state(job)
     if now is None or _OVER.match(now):
-        raise RunFolderError(
-            f"slurm job {job.id} is over ({now or 'unknown to SLURM'})", fix=f"see `lockstep show {run.path}`"
-        )
+        fix = f"see `lockstep show {run.path}`"
+        raise RunFolderError(f"slurm job {job.id} is over ({now or 'unknown to SLURM'})", fix=fix)
     if now.startswith(("PENDING", "REQUEUED", "SUSPENDED")):
         _ask("scancel", str(job.id))
         return run.update(status="stopped").status
@@ -202,13 +196,12 @@ def stop(run: RunDir, job: Job, timeout: float) -> str:
     )
 
 
-def _ask(program: str, *arguments: str, stdin: str | None = None) -> str:
+def _ask(program: str, *arguments: str, stdin: str = "") -> str:
     """What one of SLURM's commands prints. Raises :class:`UsageError`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_JOB"))}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "env": environ, "timeout": 60}
     try:
-        result = subprocess.run(
-            [program, *arguments], input=stdin or "", capture_output=True, text=True, env=environ, timeout=60
-        )
+        result = subprocess.run([program, *arguments], input=stdin, **how)
     except FileNotFoundError:
         raise UsageError(
             f"the command {program} was not found",
@@ -218,11 +211,10 @@ def _ask(program: str, *arguments: str, stdin: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise UsageError(f"{program} did not answer within 60 s", fix="`scontrol ping` shows its state") from None
     if result.returncode:
-        refusal = " ".join(
-            line.removeprefix(f"{program}: ").removeprefix("error: ") for line in result.stderr.split("\n")
-        )
+        lines = [line.removeprefix(f"{program}: ").removeprefix("error: ") for line in result.stderr.split("\n")]
         raise UsageError(
-            f"SLURM refused: {refusal.strip()[:500]}",
+            f"SLURM refused: {' '.join(lines).strip()[:500]}",
             fix="`sinfo` lists partitions and their limits; `sbatch --test-only` tries a script",
         )
-    return result.stdout
+    output: str = result.stdout
+    return output

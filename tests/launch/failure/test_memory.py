@@ -8,24 +8,16 @@ import shlex
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.launch.health.memory import (
-    MachineMemory,
-    MemoryWatch,
-    RankMemory,
-    advice,
-    from_rows,
-    own_memory,
-    smaller_batch,
-    table,
-)
-from lockstep.planning.batch import resolve_batch
+from lockstep.launch.failure.records import MachineMemory, MemoryWatch, RankMemory, own_memory
+from lockstep.launch.failure.report import advice, memory_in_rows, memory_table
+from lockstep.planning.batch import BatchPlan, resolve_batch
 
 
 @given(ranks=st.integers(1, 8), batch_size=st.integers(1, 64), accumulate=st.integers(1, 5))
 def test_any_smaller_batch_keeps_the_global_batch_and_is_what_the_plan_makes_of_it(
     ranks: int, batch_size: int, accumulate: int
 ) -> None:
-    def plan(size: int, held: int | None) -> object:
+    def plan(size: int, held: int | None) -> BatchPlan:
         return resolve_batch(
             samples=10_000,
             ranks=ranks,
@@ -40,15 +32,16 @@ def test_any_smaller_batch_keeps_the_global_batch_and_is_what_the_plan_makes_of_
         )[0]
 
     batch = plan(batch_size, None)
-    smaller = smaller_batch(batch)  # type: ignore[arg-type]
-    assume(smaller is not None)
-    assert smaller is not None
-    size, count = smaller
-    again = plan(size, batch.global_batch)  # type: ignore[attr-defined]
-    assert (again.batch_size, again.accumulate) == (size, count)  # type: ignore[attr-defined]
-    assert size <= batch_size / 2
-    arguments = shlex.split(advice(batch, "run-1").rpartition(": ")[2])  # type: ignore[arg-type]
+    assume(batch.batch_size > 1)
+    text = advice(batch, "run-1")
+    arguments = shlex.split(text.rpartition(": ")[2])
     assert arguments[:3] == ["lockstep", "resume", "run-1"]
+    settings = dict(pair.split("=") for pair in arguments[4::2])
+    size = int(settings["training.batch_size"])
+    assert size <= batch_size / 2
+    assert int(settings["training.global_batch_size"]) == batch.global_batch
+    again = plan(size, batch.global_batch)
+    assert f"as batch size {again.batch_size} × {again.accumulate} micro-batches" in text
 
 
 def test_nothing_smaller_than_one_sample_or_a_lane_is_proposed() -> None:
@@ -58,7 +51,6 @@ def test_nothing_smaller_than_one_sample_or_a_lane_is_proposed() -> None:
         return resolve_batch(**{**settings, **changes})[0]  # type: ignore[arg-type]
 
     for batch in (plan(), plan(batch_size=8, lanes=8)):
-        assert smaller_batch(batch) is None  # type: ignore[arg-type]
         assert "more devices" in advice(batch, "run-1")  # type: ignore[arg-type]
 
 
@@ -68,7 +60,7 @@ def test_own_memory_tells_of_a_limit() -> None:
     memory = own_memory()
     assert memory.resident > 0
     assert memory.peak_resident > 0
-    assert "GB resident" in memory.line()
+    assert "GB resident" in memory_table({0: memory}, MachineMemory())
 
 
 def test_the_launcher_sees_its_ranks_until_they_are_gone() -> None:
@@ -82,12 +74,12 @@ def test_the_launcher_sees_its_ranks_until_they_are_gone() -> None:
 
 def test_what_a_rank_says_goes_over_what_others_saw() -> None:
     rows = [{"ranks": []}, {"ranks": [{"rank": 1, "memory_gb": 2.5, "reserved_gb": 3.0, "peak_gb": 2.75}]}]
-    seen = from_rows(rows, on_gpu=True)[1]
+    seen = memory_in_rows(rows, on_gpu=True)[1]
     assert (seen.allocated, seen.reserved, seen.peak) == (2_500_000_000, 3_000_000_000, 2_750_000_000)
-    assert from_rows(rows, on_gpu=False)[1].resident == 2_500_000_000
-    assert from_rows([], on_gpu=True) == {}
+    assert memory_in_rows(rows, on_gpu=False)[1].resident == 2_500_000_000
+    assert memory_in_rows([], on_gpu=True) == {}
     both = RankMemory(allocated=10**9, total=8 * 10**9).over(seen)
-    text = table({1: both, 0: RankMemory()}, MachineMemory(total=16 * 10**9, free=10**9))
+    text = memory_table({1: both, 0: RankMemory()}, MachineMemory(total=16 * 10**9, free=10**9))
     assert "rank 0: not known" in text
     assert "rank 1: GPU: 1.00 GB allocated, 3.00 GB reserved, 2.75 GB at most, of 8.00 GB (fragmented: 67%" in text
     assert "16.00 GB, 1.00 GB of it free" in text

@@ -1,33 +1,40 @@
-"""Where in Python a rank is, when it cannot report that itself.
+"""A rank's log, ``logs/rank-<r>.log``: what the rank prints, and on request where in Python its threads are.
 
-A rank lets ``faulthandler`` write the stacks of all its threads into its log when a signal comes, which works in
-native code too, and while another thread has the interpreter.
+``faulthandler`` writes the stacks when a signal comes, which works in native code too, and while another thread has
+the interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import re
 import signal
+import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import psutil
 
-from lockstep.launch.local.rank_output import MARK, log_file
-
+#: Begins every line that Lockstep itself writes into a rank's log.
+MARK = "--- lockstep: "
+#: How many of a rank's last lines a report shows.
+LAST_LINES = 10
 #: Requests a rank's stacks. Batch systems use SIGUSR1 to announce a preemption.
 SIGNAL = signal.SIGUSR2
 #: How long ranks may take to write them, and on a busy machine to get the signal before.
 WAIT_S = 2.0
 _DELIVERY_S = 10.0
 
+_TAIL_BYTES = 64 << 10
+_MAX_STACK_BYTES = 1 << 20
 #: What faulthandler writes for a character that is not ASCII.
 _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -37,7 +44,102 @@ _LOADERS = tuple(str(Path(_PACKAGE, "data", name)) for name in ("loader.py", "wo
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
 #: Names that torch's own decorators have in a stack.
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
-_MAX_BYTES = 1 << 20
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+@contextmanager
+def rank_output(logs: Path, rank: int) -> Iterator[None]:
+    """Send what this rank prints to its log, below the file descriptors, so native code's output too.
+
+    Rank 0 keeps its terminal; its log gets a copy of Python's warnings and log records. All is as before on leaving.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with log_file(logs, rank).open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
+        log.write(f"{MARK}process {os.getpid()} begins as rank {rank}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+        with _copied_to(log) if rank == 0 else _redirected_to(log):
+            yield
+
+
+@contextmanager
+def _redirected_to(log: TextIO) -> Iterator[None]:
+    flush()
+    saved: dict[int, int] = {}
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):  # a daemon has none
+            saved[fd] = os.dup(fd)
+        os.dup2(log.fileno(), fd)
+    try:
+        yield
+    finally:
+        flush()
+        for fd in (1, 2):
+            if fd in saved:
+                os.dup2(saved[fd], fd)
+            os.close(saved.get(fd, fd))
+
+
+@contextmanager
+def _copied_to(log: TextIO) -> Iterator[None]:
+    root, show = logging.getLogger(), warnings.showwarning
+    copy = logging.StreamHandler(log)
+    copy.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    added: list[logging.Handler] = [copy]
+    if not root.handlers and logging.lastResort is not None:
+        added.append(logging.lastResort)  # what prints warnings as long as there is no handler
+
+    def show_and_copy(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        log.write(warnings.formatwarning(message, category, filename, lineno, line))
+        show(message, category, filename, lineno, file, line)
+
+    for handler in added:
+        root.addHandler(handler)
+    warnings.showwarning = show_and_copy
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        for handler in added:
+            root.removeHandler(handler)
+
+
+def flush() -> None:
+    """Write out what this process's standard streams hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
+    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out.
+
+    Of a crash in native code, the words before it and the innermost Python calls.
+    """
+    text = ""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    before, mark, after = text.rpartition(f"{MARK}rank ")
+    if mark and f"{MARK}process " not in after:
+        text = before
+    _, mark, own = text.rpartition(f"{MARK}process ")
+    lines = own.split("\n")[1:] if mark else text.split("\n")
+    drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
+    found = [line for line in drawn if line]
+    crash = next((place for place, line in enumerate(found) if line.startswith("Fatal Python error")), None)
+    if crash is None:
+        return tuple(found[-count:])
+    threads = [place for place, line in enumerate(found) if place > crash and line.startswith(("Thread", "Current"))]
+    current = [place for place in threads if found[place].startswith("Current")] or threads[-1:]
+    words = found[max(0, crash + 1 - count // 2) : crash + 1]
+    return (*words, *(found[current[0] :][: count - len(words)] if current else ()))
+
+
+# --- stacks ----------------------------------------------------------------------------------------
 
 
 class Frame(NamedTuple):
@@ -61,19 +163,15 @@ class Frame(NamedTuple):
     @property
     def is_library(self) -> bool:
         """Whether it is not the user's code."""
-        return (
-            self.is_framework
-            or "site-packages" in self.file
-            or self.file.startswith("<")
-            or self.file.startswith(_STANDARD)
-        )
+        return self.is_framework or "site-packages" in self.file or self.file.startswith(("<", *_STANDARD))
 
 
+#: Innermost call first.
 Stack = tuple[Frame, ...]
 
 
 @contextmanager
-def written_on_request(log: TextIO) -> Iterator[None]:
+def stacks_on_request(log: TextIO) -> Iterator[None]:
     """In a rank: write the stacks of all threads to ``log`` when :data:`SIGNAL` comes."""
     faulthandler.register(SIGNAL, file=log, all_threads=True)
     try:
@@ -82,12 +180,10 @@ def written_on_request(log: TextIO) -> Iterator[None]:
         faulthandler.unregister(SIGNAL)
 
 
-def ask(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
-    """The stack of each rank's main thread, innermost call first; ranks that do not answer in time are left out.
+def ask_stacks(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
+    """The stack of each rank's main thread; ranks that do not answer in time are left out.
 
-    Args:
-        pids: by rank.
-        title: the line above the stacks in the ranks' logs.
+    ``pids``: by rank. ``title``: the line above the stacks in the ranks' logs.
     """
     starts: dict[int, int] = {}
     for rank, pid in pids.items():
@@ -103,7 +199,8 @@ def ask(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
         pending = any(_has_signal(pids[rank], "ShdPnd:") for rank in starts.keys() - found)
         if pending and delivered < asked + _DELIVERY_S:
             delivered = time.monotonic()
-        found = {rank: stack for rank, start in starts.items() if (stack := parse(_read(log_file(logs, rank), start)))}
+        stacks = {rank: parse_stack(_read(log_file(logs, rank), start)) for rank, start in starts.items()}
+        found = {rank: stack for rank, stack in stacks.items() if stack}
     return found
 
 
@@ -120,8 +217,8 @@ def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
             break
         with contextlib.suppress(psutil.Error):
             title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
-            stack = ask({rank: worker.pid}, logs, title).get(rank, ())
-            where = f"is at {place(stack)}" if stack else f"does not answer; its state: {worker.status()}"
+            stack = ask_stacks({rank: worker.pid}, logs, title).get(rank, ())
+            where = f"is at {place_of(stack)}" if stack else f"does not answer; its state: {worker.status()}"
             found.append(f"its loader's worker {worker.pid} {where}")
     return tuple(found)
 
@@ -143,7 +240,14 @@ def _has_signal(pid: int, field: str) -> bool:
     return False
 
 
-def parse(text: str) -> Stack:
+def _read(log: Path, start: int) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        return file.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
+    return ""
+
+
+def parse_stack(text: str) -> Stack:
     """The frames of the thread that the signal came to, as ``faulthandler`` wrote them; () while incomplete."""
     _, found, own = text.rpartition("Current thread ")
     if not found or not own.endswith("\n"):
@@ -158,7 +262,7 @@ def parse(text: str) -> Stack:
     return tuple(frames)
 
 
-def place(stack: Stack) -> str:
+def place_of(stack: Stack) -> str:
     """The user's line that a stack is in (else Lockstep's), and the call made there: ``task.py:12 in loss, in sum``."""
     for is_it in (lambda frame: not frame.is_library, lambda frame: frame.file.startswith(_PACKAGE)):
         for index, frame in enumerate(stack):
@@ -172,10 +276,3 @@ def own_part(stack: Stack) -> Stack:
     """``stack`` without the calls below a rank's main function, which are the same in all of them."""
     ends = (index for index, frame in enumerate(stack) if frame.file.startswith(_START))
     return stack[: next(ends, len(stack))]
-
-
-def _read(log: Path, start: int) -> str:
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(start)
-        return file.read(_MAX_BYTES).decode("utf-8", "replace")
-    return ""
