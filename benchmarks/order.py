@@ -14,8 +14,8 @@ import time
 import numpy as np
 
 from lockstep.data import order
-from lockstep.data.bucketed import BucketedOrder
 from lockstep.data.order import BLOCK, Order
+from lockstep.data.sampling import BucketedOrder
 
 
 def ns_per_position(samples: int, width: int, positions: int) -> float:

@@ -24,9 +24,8 @@ from torch import nn
 from lockstep import Task
 from lockstep.bench.rank import PeakMemory, Rank
 from lockstep.bench.trials import TIMEOUT_S, new_trials
-from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.checkpoint.writer import BackgroundWriter
+from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import FsdpConfig, RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part

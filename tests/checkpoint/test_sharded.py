@@ -20,9 +20,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.content import HashingFile, mark, open_pieces
 from lockstep.checkpoint.manifest import file_names, read_manifest, shard
-from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.checkpoint.writer import BackgroundWriter
+from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import CheckpointError, CollectiveError, StorageError
 from lockstep.hardware.world import World

@@ -146,17 +146,15 @@ def test_a_copy_of_the_folder_that_followed_links_goes_on(store: CheckpointStore
     assert names_in(copy.folder) == {*map(folder_name, (1, 3, 4)), "last", "best"}
 
 
-class WithoutLinks(CheckpointStore):
-    """On a file system that has no symbolic links."""
-
-    def _link(self, link: Path, target: str) -> None:
+def test_without_symbolic_links_text_files_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **how: Any) -> None:
         raise OSError(95, os.strerror(95))
 
-
-def test_without_symbolic_links_text_files_point(tmp_path: Path) -> None:
-    store = WithoutLinks(tmp_path)
-    store.save(snapshot(1), best=True)
-    store.save(snapshot(2))
+    store = CheckpointStore(tmp_path)
+    with monkeypatch.context() as without_links:
+        without_links.setattr(Path, "symlink_to", refuses)
+        store.save(snapshot(1), best=True)
+        store.save(snapshot(2))
     assert (store.step_of("last"), store.step_of("best")) == (2, 1) and not (tmp_path / "last").is_symlink()
     store.retain(set())
     assert store.steps() == [1, 2]

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from lockstep.data.arrays import ArrayDataset, filled
-from lockstep.data.bucketed import BucketedOrder
 from lockstep.data.loader import _groups, make_loader
 from lockstep.data.order import Order, WorkerInit
 from lockstep.data.requests import InOrder, Request, SampleOrder, Source, windows
+from lockstep.data.sampling import BucketedOrder
 from lockstep.errors import SampleError
 from lockstep.planning import BatchPlan, LoaderPlan
 from tests.sequences import Recordings, pad
@@ -232,7 +232,7 @@ def test_a_worker_that_does_not_come_up_is_replaced_and_no_batch_is_lost(
         comes_up(init, worker_id)
 
     monkeypatch.setattr(WorkerInit, "__call__", hangs_once)
-    monkeypatch.setattr("lockstep.data.workers.START_S", (1.0, 10.0))
+    monkeypatch.setattr("lockstep.data.loader.START_S", (1.0, 10.0))
     with pytest.warns(RuntimeWarning, match="a loader worker did not start within 1 s"):
         found = augmented(fast(37, 1, 10, 3), 2)
     assert found == augmented(fast(37, 1, 10, 10), 0)

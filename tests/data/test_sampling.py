@@ -18,11 +18,10 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRando
 
 import lockstep
 from lockstep.config.sections import DataConfig
-from lockstep.data.bucketed import BucketedOrder
 from lockstep.data.mixture import Mixture
 from lockstep.data.order import Order
 from lockstep.data.requests import Request, Source, Window, windows
-from lockstep.data.sampling import SampleOrder, logarithm, resolve_sampling, select
+from lockstep.data.sampling import BucketedOrder, SampleOrder, logarithm, resolve_sampling, select
 from lockstep.data.stream import Stream, StreamOrder
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import make_plan
-from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.checkpoint.writer import ShardedStore
 from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset

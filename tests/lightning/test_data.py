@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.workers import child_signal_kept
+from lockstep.data.loader import child_signal_kept
 from lockstep.engine.lightning.dataloaders import (
     SharedBatches,
     epoch_steps,

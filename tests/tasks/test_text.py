@@ -14,8 +14,8 @@ import torch
 from lockstep.data.arrays import NO_LABEL
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.launch.prepare import settle
+from lockstep.tasks.text.corpus import Bpe, Bytes, read_tokenizer, train_bpe
 from lockstep.tasks.text.task import TextConfig, TextScores, TextTask
-from lockstep.tasks.text.tokens import Bpe, Bytes, read_tokenizer, train_bpe
 
 SMALL = {"context": 16, "width": 16, "depth": 1, "heads": 2, "sample_tokens": 8}
 TEXT = "How much wood would a woodchuck chuck if a woodchuck could chuck wood? " * 20
@@ -45,11 +45,11 @@ def test_windows_have_each_token_once_as_a_target(tmp_path: Path) -> None:
 def test_folders_json_lines_and_token_files_are_the_same_corpus(tmp_path: Path) -> None:
     written(tmp_path / "folder", "a.txt", "one")
     written(tmp_path / "folder", "b.jsonl", json.dumps({"text": "two"}) + "\n" + json.dumps({"text": "three"}))
-    stream = task(tmp_path / "folder")._stream
+    stream = task(tmp_path / "folder")._tokens(tmp_path / "folder")
     assert Bytes().decode(stream.tolist()) == "onetwothree"
     assert stream.tolist().count(Bytes.end) == 3
     np.asarray(stream, dtype=np.uint16).tofile(tmp_path / "corpus.bin")
-    assert task(tmp_path / "corpus.bin")._stream.tolist() == stream.tolist()
+    assert task(tmp_path / "corpus.bin")._tokens(tmp_path / "corpus.bin").tolist() == stream.tolist()
 
 
 def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
@@ -284,5 +284,5 @@ def test_no_such_file(tmp_path: Path) -> None:
 def test_the_default_corpus_is_there() -> None:
     built, config = settle("text", {})
     assert isinstance(built, TextTask)
-    assert len(built._stream) > 400_000
+    assert len(built._tokens(None)) > 400_000
     assert config.optimizer.weight_decay_on == "matrices"

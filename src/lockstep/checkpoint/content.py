@@ -1,12 +1,8 @@
 """The files of a checkpoint that hold tensors: ``model.safetensors`` and ``trainer.pt``, or the shards of them.
 
-Both are hashed as they are written, in one pass. ``model.safetensors`` is laid out here rather than
-by the library's ``save_file``, which cannot hash, and reports a full disk without an error number;
-tests read the files with the library.
-
-Each shard is a safetensors file with some rows (of the first dimension) of divided tensors, and with whole ones; no
-shard says which is which. A tensor is what the shards hold under its name, one below the other. So whoever reads
-needs neither the number of ranks that wrote nor their way of dividing, and reads no more rows than it wants.
+``model.safetensors`` is laid out here, since the library's ``save_file`` cannot hash as it writes, and reports a full
+disk without an error number. A shard has some rows (of the first dimension) of divided tensors, and whole ones: a
+tensor is what the shards have under its name, one below the other, whoever has divided it.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import Digest
+from lockstep.checkpoint.manifest import MODEL, TRAINER, Digest, Manifest, is_frozen, shard
 from lockstep.errors import CheckpointError
 
 #: Keys and indices from the top of a state to a part of it.
@@ -33,6 +29,8 @@ Place = tuple[Any, ...]
 
 #: The key in ``trainer.pt`` of what a model's state has besides tensors.
 EXTRA = "extra_state"
+#: The only key of the placeholder in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
+_MARK = "lockstep.in_shards"
 #: https://github.com/huggingface/safetensors#format
 DTYPES = {
     torch.float64: "F64",
@@ -77,9 +75,9 @@ class Hashing:
 
 
 class HashingFile(Hashing):
-    """A new file that hashes what is written. ``error`` keeps the operating system's refusal.
+    """A new file that hashes what is written.
 
-    torch's C++ archive writer turns an exception of ``write`` into one without an error number.
+    ``error`` keeps the system's refusal, since torch's archive writer raises one without an error number.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,6 +108,9 @@ class HashingFile(Hashing):
         self._file.close()
 
 
+# Weights.
+
+
 def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
     """Write CPU tensors in the safetensors format; returns names that are the same tensor as another.
 
@@ -122,22 +123,17 @@ def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
     """
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    written: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         _check_model_tensor(name, tensor)
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        if tensor.numel() and memory in first:
+        if first.setdefault(memory if tensor.numel() else (name,), name) != name:
             aliases[name] = first[memory]
-        else:
-            first[memory] = name
-            written[name] = tensor
-
     # Wide types first, as the library does, so that every tensor is aligned to its item size.
-    order = sorted(written, key=lambda name: (-written[name].itemsize, name))
+    order = sorted(tensors.keys() - aliases.keys(), key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {}
     offset = 0
     for name in order:
-        tensor = written[name]
+        tensor = tensors[name]
         end = offset + tensor.numel() * tensor.itemsize
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
@@ -145,120 +141,16 @@ def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        packed = written[name].detach().resolve_conj().resolve_neg().contiguous()
+        packed = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
         file.write(packed.reshape(-1).view(torch.uint8).numpy())
     return aliases
 
 
 def _check_model_tensor(name: str, tensor: Tensor, devices: Collection[str] = ("cpu",)) -> None:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type not in devices:
-        raise CheckpointError(
-            f"cannot save the model's {name}",
-            why=f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}",
-            fix="register it as a buffer that is not persistent, or keep it in another dtype",
-        )
-
-
-def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-    """Find out whether a state can be saved and read again; no tensor is copied, and nothing is written.
-
-    Raises:
-        CheckpointError: naming the place and the type of what cannot be saved.
-    """
-    tensors, others = by_file(model)
-    for name, tensor in tensors.items():
-        _check_model_tensor(name, tensor, ("cpu", "cuda"))
-
-    def check(leaf: Any, place: Place) -> None:
-        try:
-            _read_again(_without_values(leaf, place))
-        except Exception as error:
-            raise _not_saveable(f"{'/'.join(map(str, place))} of the training state", leaf) from error
-
-    trainer = {**trainer, **others}
-    try:
-        _read_again(walked(trainer, _without_values))
-    except Exception as error:
-        walked(trainer, check)
-        raise _not_saveable("the training state", trainer) from error
-
-
-def by_file(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A model's state as it is saved: tensors, and what ``trainer.pt`` has besides, from ``get_extra_state()``."""
-    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in model.items() if name not in tensors}
-    return tensors, {EXTRA: others} if others else {}
-
-
-def saveable(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``state`` without the entries that cannot be read again, and the names and classes of those."""
-    kept: dict[str, Any] = {}
-    dropped: list[str] = []
-    for key, value in state.items():
-        try:
-            _read_again(walked({key: value}, _without_values))
-            kept[key] = value
-        except Exception:  # whatever its own pickling raises
-            dropped.append(f"{key} ({_class_of(value)})")
-    return kept, dropped
-
-
-def _not_saveable(what: str, value: Any) -> CheckpointError:
-    return CheckpointError(
-        f"cannot save {what}",
-        why=f"it is a {_class_of(value)}, which torch.load(weights_only=True) does not read again",
-        fix="keep tensors, NumPy arrays, numbers, text, lists and dicts in state_dict() and get_extra_state()",
-    )
-
-
-def _class_of(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
-
-
-def walked(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
-    """``value`` with ``leaf(it, its place)`` for each leaf. Mappings become dicts, lists and tuples keep their kind."""
-    if isinstance(value, Mapping):
-        return {key: walked(item, leaf, (*place, key)) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(walked(item, leaf, (*place, index)) for index, item in enumerate(value))
-    return leaf(value, place)
-
-
-def _without_values(leaf: Any, _: Place) -> Any:
-    """What :class:`lockstep.checkpoint.writer.HostBuffers` makes of a leaf, with empty tensors."""
-    if not isinstance(leaf, Tensor):
-        return copy.deepcopy(leaf)
-    if not is_dense(leaf):
-        raise TypeError(f"a tensor of {leaf.layout} on {leaf.device}")
-    return torch.empty(0, dtype=leaf.dtype)
-
-
-def _read_again(state: Any) -> None:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    torch.load(file, weights_only=True)
-
-
-def read_model(paths: Iterable[Path], aliases: dict[str, str]) -> dict[str, Tensor]:
-    """What :func:`write_model` wrote to ``paths``. Raises :class:`CheckpointError`."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for path in paths:
-        with _reading(path), _opened(path) as name:
-            tensors |= load_file(name)
-    with _reading(path):
-        return {**tensors, **{name: tensors[other] for name, other in aliases.items()}}
-
-
-#: The only key of the placeholder in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
-_MARK = "lockstep.in_shards"
+        why = f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
+        fix = "register it as a buffer that is not persistent, or keep it in another dtype"
+        raise CheckpointError(f"cannot save the model's {name}", why=why, fix=fix)
 
 
 class Pieces:
@@ -300,7 +192,7 @@ class Pieces:
 
 
 def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, Pieces]:
-    """The tensors of the shards ``paths``, in the order of their parts, by name. Raises :class:`CheckpointError`."""
+    """The tensors in ``paths``, in the order of their parts, by name. Raises :class:`CheckpointError`."""
     from safetensors import safe_open
 
     parts: dict[str, list[tuple[Path, Any]]] = {}
@@ -309,9 +201,67 @@ def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, 
             file: Any = safe_open(opened, framework="pt")
             for name in file.keys():  # noqa: SIM118  # it cannot be iterated over
                 parts.setdefault(name, []).append((path, file))
-    found = {name: Pieces(name, own) for name, own in parts.items()}
     with _reading(paths[0]):
+        found = {name: Pieces(name, own) for name, own in parts.items()}
         return found | {name: found[other] for name, other in aliases.items()}
+
+
+def read_content(folder: Path, manifest: Manifest, in_pieces: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Model and training state of a checkpoint; ``in_pieces``: the tensors of shards are :class:`Pieces`.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    count = manifest.shards
+
+    def read(names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+        pieces = open_pieces([folder / name for name in names], aliases)
+        tensors = {id(piece): piece if in_pieces and count else piece.whole() for piece in pieces.values()}
+        return {name: tensors[id(piece)] for name, piece in pieces.items()}  # what is tied stays one tensor
+
+    trainer = read_trainer(folder / TRAINER)
+    others = trainer.pop(EXTRA, {})
+    parts = [shard("model", number, count) for number in range(count)] or [MODEL]
+    model = read([*parts, *sorted(filter(is_frozen, manifest.files))], manifest.aliases)
+    if count:
+        trainer = put_back(trainer, read([shard("trainer", number, count) for number in range(count)], {}))
+    return model | others, trainer
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, StopIteration) as error:
+        raise unreadable(path, error) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[str]:
+    """A name of the file in the block: torch and safetensors take none with bytes that are not UTF-8."""
+    with path.open("rb") as file:
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+# The training state.
+
+
+def by_file(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A model's state as it is saved: tensors, and what ``trainer.pt`` has besides, from ``get_extra_state()``."""
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in model.items() if name not in tensors}
+    return tensors, {EXTRA: others} if others else {}
+
+
+def walked(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
+    """``value`` with ``leaf(it, its place)`` for each leaf. Mappings become dicts, lists and tuples keep their kind."""
+    if isinstance(value, Mapping):
+        return {key: walked(item, leaf, (*place, key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(walked(item, leaf, (*place, index)) for index, item in enumerate(value))
+    return leaf(value, place)
 
 
 def mark(name: str) -> dict[str, str]:
@@ -330,23 +280,6 @@ def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
     return state
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        raise unreadable(path, error) from None
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[str]:
-    """A name of the file in the block: torch and safetensors take none with bytes that are not UTF-8."""
-    with path.open("rb") as file:
-        yield f"/proc/self/fd/{file.fileno()}"
-
-
 def write_trainer(file: HashingFile, state: dict[str, Any]) -> None:
     """Write a state with :func:`torch.save`. Raises :class:`OSError`."""
     try:
@@ -358,11 +291,7 @@ def write_trainer(file: HashingFile, state: dict[str, Any]) -> None:
 
 
 def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
-    """Make sure that ``state``, just written, can be read again without running code.
-
-    Raises:
-        CheckpointError: naming the place and the type of what it refuses.
-    """
+    """Make sure that ``state``, just written, can be read without running code. Raises :class:`CheckpointError`."""
     try:
         with _opened(path) as name:
             torch.load(name, map_location="cpu", weights_only=True, mmap=True)
@@ -375,15 +304,75 @@ def read_trainer(path: Path) -> dict[str, Any]:
     """What :func:`write_trainer` wrote; runs no code of the file's. Raises :class:`CheckpointError`."""
     try:
         with _opened(path) as name:
-            state = torch.load(name, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = {**torch.load(name, map_location="cpu", weights_only=True)}
     except Exception as error:  # torch.load raises whatever its layers raise: pickle, zip, C++
         raise unreadable(path, error) from None
-    if not isinstance(state, dict):
-        raise unreadable(path, TypeError("it holds no mapping"))
     return state
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
+    why = f"{type(error).__name__}: {str(error)[:300]}"
+    return CheckpointError(f"cannot read {path}", why=why, fix="resume from an older checkpoint")
+
+
+def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    """Find out whether a state can be saved and read again; no tensor is copied, and nothing is written.
+
+    Raises:
+        CheckpointError: naming the place and the type of what cannot be saved.
+    """
+    tensors, others = by_file(model)
+    for name, tensor in tensors.items():
+        _check_model_tensor(name, tensor, ("cpu", "cuda"))
+
+    def check(leaf: Any, place: Place) -> None:
+        if not _is_read_again(leaf):
+            raise _not_saveable(f"{'/'.join(map(str, place))} of the training state", leaf)
+
+    trainer = {**trainer, **others}
+    if not _is_read_again(trainer):
+        walked(trainer, check)
+        raise _not_saveable("the training state", trainer)
+
+
+def saveable(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``state`` without the entries that cannot be read again, and the names and classes of those."""
+    kept = {key: value for key, value in state.items() if _is_read_again({key: value})}
+    return kept, [f"{key} ({_class_of(value)})" for key, value in state.items() if key not in kept]
+
+
+def _not_saveable(what: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"cannot read {path}", why=f"{type(error).__name__}: {str(error)[:300]}", fix="resume from an older checkpoint"
+        f"cannot save {what}",
+        why=f"it is a {_class_of(value)}, which torch.load(weights_only=True) does not read again",
+        fix="keep tensors, NumPy arrays, numbers, text, lists and dicts in state_dict() and get_extra_state()",
     )
+
+
+def _class_of(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _without_values(leaf: Any, _: Place) -> Any:
+    """What :class:`lockstep.checkpoint.writer.HostBuffers` makes of a leaf, with empty tensors."""
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    if not is_dense(leaf):
+        raise TypeError(f"a tensor of {leaf.layout} on {leaf.device}")
+    return torch.empty(0, dtype=leaf.dtype)
+
+
+def _is_read_again(state: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(walked(state, _without_values), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever its own pickling raises
+        return False
+    return True

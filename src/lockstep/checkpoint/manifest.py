@@ -51,7 +51,7 @@ class Manifest:
     @property
     def shards(self) -> int:
         """In how many parts model and trainer lie; 0 for a whole checkpoint."""
-        return _shards(self.files)
+        return 0 if MODEL in self.files else (sum(not is_frozen(name) for name in self.files) - 1) // 2
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file. ``checksum`` is the hash of all the rest."""
@@ -68,19 +68,10 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in ``folder``.
-
-    Raises:
-        NewerFormatError: a later version of Lockstep wrote it.
-        UnreadableError: the system cannot read it now.
-        CheckpointError: it is missing or damaged.
-    """
+    """The manifest of the checkpoint in ``folder``. Raises :class:`CheckpointError`, or a kind of it."""
     path = folder / MANIFEST
     with _opened(path) as file:
-        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
-            why = f"no manifest has more than {_MAX_BYTES:,} bytes"
-            raise CheckpointError(f"{path} is too large", why=why, fix=_FIX)
-        text = file.read()
+        text = file.read(_MAX_BYTES)  # a longer one is cut, and so no JSON
     try:
         content = parse_json(text, path)
     except RunFolderError as error:
@@ -95,15 +86,15 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
         raise CheckpointError(f"{path} is damaged", why="its content does not match its checksum", fix=_FIX)
     try:
-        files = {name: Digest(int(it["size"]), str(it["sha256"])) for name, it in content["files"].items()}
-        if {name for name in files if not is_frozen(name)} != file_names(_shards(files)):
-            raise ValueError(f"a checkpoint does not consist of {', '.join(files)}")
-        return Manifest(
+        manifest = Manifest(
             step=int(content["step"]),
-            files=files,
+            files={name: Digest(int(it["size"]), str(it["sha256"])) for name, it in content["files"].items()},
             aliases={str(name): str(other) for name, other in content["aliases"].items()},
             extra={key: value for key, value in content.items() if key not in _OWN_KEYS},
         )
+        if {name for name in manifest.files if not is_frozen(name)} != file_names(manifest.shards):
+            raise ValueError(f"a checkpoint does not consist of {', '.join(manifest.files)}")
+        return manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged", why=f"{type(error).__name__}: {error}", fix=_FIX) from None
 
@@ -118,20 +109,18 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, expected in manifest.files.items():
         path = folder / name
         with _opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            found = "" if size != expected.size else hashlib.file_digest(file, "sha256").hexdigest()
-        if size != expected.size:
-            why = f"it has {size:,} bytes; {expected.size:,} were written"
-        elif found != expected.sha256:
-            why = f"its sha256 is {found[:12]}…; {expected.sha256[:12]}… was written"
-        else:
-            continue
-        raise CheckpointError(f"{path} is damaged", why=why, fix=_FIX)
+            size, why = os.fstat(file.fileno()).st_size, ""
+            if size != expected.size:
+                why = f"it has {size:,} bytes; {expected.size:,} were written"
+            elif (found := hashlib.file_digest(file, "sha256").hexdigest()) != expected.sha256:
+                why = f"its sha256 is {found[:12]}…; {expected.sha256[:12]}… was written"
+        if why:
+            raise CheckpointError(f"{path} is damaged", why=why, fix=_FIX)
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file of a checkpoint, to read in the block. Raises what :func:`refused` says."""
+    """A file of a checkpoint, to read in the block."""
     try:
         with open_regular(path, buffer_bytes=-1, links=True) as file:
             yield file
@@ -140,19 +129,12 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """What ``error`` tells of a checkpoint: that it lacks ``path``, or only that this cannot be read now.
-
-    Many a failure passes: of a network share or a disk, of too many open files. It proves nothing.
-    """
+    """What ``error`` shows: that the checkpoint lacks ``path``, or only that a disk, say, cannot be read now."""
     why = error.strerror or str(error)
     if error.errno in _NO_FILE:
         return CheckpointError(f"cannot read {path}", why=why, fix=_FIX)
-    return UnreadableError(
-        f"cannot read {path}",
-        why=f"{why}; the checkpoint may be whole",
-        fix="check disk, network share and permissions and try again; or move the checkpoint's folder away to do "
-        "without it",
-    )
+    fix = "check disk, network share and permissions and try again; or move the checkpoint's folder away"
+    return UnreadableError(f"cannot read {path}", why=f"{why}; the checkpoint may be whole", fix=fix)
 
 
 def shard(kind: str, number: int, shards: int) -> str:
@@ -170,10 +152,6 @@ def file_names(shards: int) -> set[str]:
     if not shards:
         return {MODEL, TRAINER}
     return {TRAINER, *(shard(kind, number, shards) for kind in ("model", "trainer") for number in range(shards))}
-
-
-def _shards(files: Mapping[str, Digest]) -> int:
-    return 0 if MODEL in files else (sum(not is_frozen(name) for name in files) - 1) // 2
 
 
 def folder_name(step: int) -> str:

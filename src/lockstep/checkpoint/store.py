@@ -10,18 +10,19 @@ Whatever ends the process at whatever moment, the checkpoints before are untouch
     .*.tmp-*                  being made, or being removed; never read
 
 In a checkpoint lie ``manifest.json``, ``trainer.pt`` and ``model.safetensors``; or, where each rank has written its
-part (:mod:`.sharded`), ``model-00001-of-00004.safetensors``, ``trainer-00001-of-00004.safetensors`` and so on. Frozen
-weights of a megabyte and more are in ``frozen.safetensors``: they are written once, and later checkpoints whose frozen
-weights have the same hash have a hard link to that file.
+part, ``model-00001-of-00004.safetensors``, ``trainer-00001-of-00004.safetensors`` and so on. Frozen weights of a
+megabyte and more are in ``frozen.safetensors``: later checkpoints with the same ones have a hard link to that file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+import stat
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lockstep.checkpoint.manifest import (
     FROZEN,
@@ -32,17 +33,18 @@ from lockstep.checkpoint.manifest import (
     Manifest,
     folder_name,
     read_manifest,
+    refused,
     step_in,
     verify_files,
 )
-from lockstep.checkpoint.reader import BROKEN, REPLACED, CheckpointReader, Snapshot
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
 from lockstep.telemetry.files import (
     fsync_folder,
     is_folder,
     names_in,
+    read_bytes,
     remove_leftovers,
-    storage_error,
+    storing,
     temporary_name,
     write_json,
     write_text,
@@ -56,24 +58,158 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointStore", "Pointer", "Snapshot"]
 
 Pointer = Literal["last", "best"]
+Result = TypeVar("Result")
+#: Suffix of a damaged checkpoint that a resume has set aside.
+BROKEN = ".broken"
+#: Behind the name of a checkpoint that gives way to another one of its step.
+REPLACED = ".replaced"
 #: Fewer bytes of frozen weights are saved with the others.
 FROZEN_BYTES = 1 << 20
+#: A reader begins again when the checkpoint is replaced under it, but not for ever.
+_READ_TRIES = 10
 
 
-@contextlib.contextmanager
-def _stored(place: Path) -> Iterator[None]:
-    """What the system refuses in the block is a :class:`StorageError` that names ``place``."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, place) from error
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run after ``step`` optimizer steps.
+
+    ``model`` has CPU tensors by name; tensors that are the same memory stay so. ``trainer``, and what ``model`` has
+    from ``get_extra_state()``, are of what ``torch.load(weights_only=True)`` allows. ``manifest`` is JSON, for readers
+    without torch. ``frozen`` names tensors of the model that training does not change.
+
+    Of a state that is divided among ranks, each has a snapshot with its rows of the divided tensors: those of the
+    model, and in ``rows`` those that ``trainer`` has marks for (:class:`.Pieces`). The first rank's has all the rest.
+    """
+
+    step: int
+    model: dict[str, Any]
+    trainer: dict[str, Any]
+    manifest: dict[str, Any]
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    frozen: Collection[str] = ()
 
 
-class CheckpointStore(CheckpointReader):
+class CheckpointStore:
     """The checkpoints of one run, in ``folder``. One process writes; any number may read meanwhile."""
 
     #: Whether :meth:`save` is for all ranks, each with its part of the state.
     takes_parts = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    # Reading. Errors are CheckpointError: missing or broken, with the file, and how.
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, whole or broken, ascending. Raises :class:`RunFolderError`."""
+        found = {step_in(name.removesuffix(REPLACED)) for name in names_in(self.folder)}
+        return sorted(step for step in found if step is not None)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The checkpoints, ascending: step, folder, and whether it is the ``last`` and the ``best``; none is opened."""
+        marks = {mark: self.step_of(mark) for mark in ("last", "best")}
+        return [
+            {"step": step, "path": str(self.path_of(step)), **{mark: step == at for mark, at in marks.items()}}
+            for step in self.steps()
+        ]
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies, or would lie."""
+        return self.folder / folder_name(step)
+
+    def step_of(self, pointer: str) -> int | None:
+        """The step that ``last`` or ``best`` means; ``None`` for other words, and when there is no such checkpoint.
+
+        A copy of the folder that followed links has the whole checkpoint in place of the link.
+        """
+        if pointer not in ("last", "best"):
+            return None
+        link = self.folder / pointer
+        try:
+            if link.is_symlink():
+                step = step_in(str(link.readlink()))
+            elif is_folder(link):
+                step = read_manifest(link).step
+            else:
+                step = step_in(read_bytes(link, max_bytes=4096).decode("ascii").strip())
+        except (OSError, RunFolderError, CheckpointError, UnicodeDecodeError):
+            return None
+        return step if step in self.steps() else None
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What the run wrote into the manifest of a checkpoint (:attr:`Snapshot.manifest`); the rest is not read."""
+        return dict(self._read(step, read_manifest).extra)
+
+    def verify(self, step: int) -> Manifest:
+        """Compare a checkpoint with its hashes; returns its manifest. Needs no torch."""
+        return self._read(step, _verified)
+
+    def load(self, step: int) -> Snapshot:
+        """The checkpoint of ``step``, whole, compared with its hashes first. Runs no code of the files'."""
+        return self._read(step, lambda folder: _snapshot(folder, _verified(folder)))
+
+    def open(self, step: int) -> Snapshot:
+        """As :meth:`load`, but the tensors of shards are :class:`.Pieces`, and hashes are not compared.
+
+        For ranks of which one has verified the checkpoint, while no process writes.
+        """
+        return self._read(step, lambda folder: _snapshot(folder, read_manifest(folder), in_pieces=True))
+
+    def newest_verified(self, report: Callable[[str], None]) -> int | None:
+        """The latest step whose checkpoint is valid, if any; ``report`` is called for each damaged one after it.
+
+        Raises:
+            NewerFormatError: the newest is not for this version of Lockstep; falling back would throw work away.
+            UnreadableError: one cannot be read now, and may be whole.
+        """
+        reported: set[int] = set()
+        while True:
+            for step in reversed(self.steps()):
+                try:
+                    self.verify(step)
+                    return step
+                except CheckpointError as error:
+                    if step not in self.steps():
+                        break  # retired meanwhile, as old ones are: so there are newer ones
+                    if isinstance(error, (NewerFormatError, UnreadableError)):
+                        raise
+                    if step not in reported:
+                        report(f"the checkpoint of step {step} is broken and passed over: {error.what} ({error.why})")
+                    reported.add(step)
+            else:
+                return None
+
+    def _read(self, step: int, use: Callable[[Path], Result]) -> Result:
+        """``use`` of a checkpoint's folder, again from the start if the folder is replaced meanwhile."""
+        for _ in range(_READ_TRIES):
+            folder, before = self._find(step)
+            try:
+                result = use(folder)
+            except CheckpointError:
+                if _identity(folder) == before:
+                    raise
+            else:
+                if _identity(folder) == before:
+                    return result
+        why = "its run is saving it again and again"
+        raise UnreadableError(f"the checkpoint of step {step} keeps changing", why=why, fix="try again later")
+
+    def _find(self, step: int) -> tuple[Path, tuple[int, ...]]:
+        target = self.path_of(step)
+        for _ in range(_READ_TRIES):
+            for candidate in (target, target.with_name(target.name + REPLACED)):
+                if identity := _identity(candidate):
+                    return candidate, identity
+            if step not in self.steps():  # else it was renamed between the looks
+                break
+        newest = ", ".join(str(other) for other in self.steps()[-5:])
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {self.folder}",
+            why=f"the newest are of the steps {newest}" if newest else "the folder holds none",
+            fix="choose one of those, or start a new run" if newest else "start a new run",
+        )
+
+    # Saving.
 
     def save(self, snapshot: Snapshot, best: bool = False) -> Path:
         """Write a checkpoint and let ``last`` (and ``best``) point to it; returns its folder.
@@ -86,7 +222,7 @@ class CheckpointStore(CheckpointReader):
             CheckpointError: the state holds something that cannot be saved.
         """
         target = self.path_of(snapshot.step)
-        with _stored(target):
+        with storing(target):
             temporary = self._begin(snapshot.step)
             try:
                 files, aliases = self._write_weights(temporary, snapshot, MODEL, FROZEN)
@@ -114,7 +250,7 @@ class CheckpointStore(CheckpointReader):
         manifest = read_manifest(folder)
         verify_files(folder, manifest)
         target = self.path_of(manifest.step)
-        with _stored(target):
+        with storing(target):
             fsync_folder(folder)
             self._put(folder, target)
             for pointer in pointers:
@@ -178,20 +314,10 @@ class CheckpointStore(CheckpointReader):
         self._stage("manifest written")
         fsync_folder(folder)
         target = self.path_of(snapshot.step)
-        if not self._holds(target, manifest):
+        if not _holds(target, manifest):
             self._put(folder, target)
-        self._point("last", snapshot.step)
-        if best:
-            self._point("best", snapshot.step)
-
-    def _holds(self, target: Path, manifest: Manifest) -> bool:
-        try:
-            if read_manifest(target).as_json() != manifest.as_json():
-                return False
-            verify_files(target, manifest)
-        except CheckpointError:
-            return False
-        return True
+        for pointer in ("last", "best") if best else ("last",):
+            self._point(pointer, snapshot.step)
 
     def _put(self, temporary: Path, target: Path) -> None:
         """Rename ``temporary`` to ``target``; a predecessor stays readable until that is done."""
@@ -210,11 +336,10 @@ class CheckpointStore(CheckpointReader):
         self._stage("renamed")
         self._remove(replaced)
 
-    def _point(self, pointer: Pointer, step: int) -> None:
-        link = self.folder / pointer
-        temporary = self.folder / temporary_name(pointer)
+    def _point(self, pointer: str, step: int) -> None:
+        link, temporary = self.folder / pointer, self.folder / temporary_name(pointer)
         try:
-            self._link(temporary, folder_name(step))
+            temporary.symlink_to(folder_name(step), target_is_directory=True)
         except (OSError, NotImplementedError):
             self._free(link)
             write_text(link, folder_name(step) + "\n")  # raises if the disk, not the link, is the trouble
@@ -233,20 +358,23 @@ class CheckpointStore(CheckpointReader):
         if is_folder(link) and not link.is_symlink():
             self._remove(link)
 
+    # Removing and repairing. Errors are StorageError.
+
     def retain(self, keep: Collection[int]) -> None:
         """Remove all checkpoints but those of the steps in ``keep`` and those that ``last`` and ``best`` mean.
 
         What was set aside goes as soon as there is a checkpoint of its step or a later one: training has passed it.
-
-        Raises:
-            StorageError: one could not be removed.
         """
         there = self.steps()
-        for step in sorted(set(there) - {*keep, self.step_of("last"), self.step_of("best")}):
-            self._remove_all((folder_name(step) + REPLACED, folder_name(step)))
-        aside = {name: step_in(name.removesuffix(BROKEN)) for name in names_in(self.folder) if name.endswith(BROKEN)}
-        passed = max(there, default=-1)
-        self._remove_all(name for name, step in aside.items() if step is not None and step <= passed)
+        unwanted = sorted(set(there) - {*keep, self.step_of("last"), self.step_of("best")})
+        names = [name for step in unwanted for name in (folder_name(step) + REPLACED, folder_name(step))]
+        for name in names_in(self.folder):
+            step = step_in(name.removesuffix(BROKEN))
+            if name.endswith(BROKEN) and step is not None and step <= max(there, default=-1):
+                names.append(name)
+        for name in names:
+            with storing(self.folder / name):
+                self._remove(self.folder / name)
 
     def aside_of(self, step: int) -> Path:
         """Where :meth:`set_aside_after` puts the checkpoint of ``step``."""
@@ -257,26 +385,19 @@ class CheckpointStore(CheckpointReader):
 
         For a run that resumes from ``step`` because they are damaged: they would count as the newest. Who can still
         use a part of them finds it until :meth:`retain` removes it. Call :meth:`clean_temporary` before.
-
-        Raises:
-            StorageError: one could not be renamed.
         """
         later = [other for other in self.steps() if step is None or other > step]
         for other in later:
             target, aside = self.path_of(other), self.aside_of(other)
-            with _stored(target):
+            with storing(target):
                 self._remove(aside)
                 target.rename(aside)
                 fsync_folder(self.folder)
         return later
 
     def clean_temporary(self) -> None:
-        """Repair what a killed writer left behind; call it before an attempt, when no process writes.
-
-        Raises:
-            StorageError: the folder cannot be written.
-        """
-        with _stored(self.folder):
+        """Repair what a killed writer left behind; call it before an attempt, when no process writes."""
+        with storing(self.folder):
             remove_leftovers(self.folder)
             for name in names_in(self.folder):
                 step = step_in(name.removesuffix(REPLACED))
@@ -285,11 +406,6 @@ class CheckpointStore(CheckpointReader):
                         self._remove(self.folder / name)
                     else:
                         (self.folder / name).rename(self.path_of(step))
-
-    def _remove_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            with _stored(self.folder / name):
-                self._remove(self.folder / name)
 
     def _remove(self, folder: Path) -> None:
         """Remove a checkpoint's folder, in one moment as far as readers can see."""
@@ -302,7 +418,7 @@ class CheckpointStore(CheckpointReader):
         # A file that is open elsewhere may linger on a network share; the next attempt cleans up.
         shutil.rmtree(going, ignore_errors=True)
 
-    # Seams for tests: where a process may die, how a file is opened, how a link is made.
+    # Seams for tests: where a process may die, and how a file is opened.
 
     def _stage(self, name: str) -> None:
         pass
@@ -312,5 +428,43 @@ class CheckpointStore(CheckpointReader):
 
         return HashingFile(path)
 
-    def _link(self, link: Path, target: str) -> None:
-        link.symlink_to(target, target_is_directory=True)
+
+def _snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) -> Snapshot:
+    from lockstep.checkpoint.content import read_content
+
+    return Snapshot(manifest.step, *read_content(folder, manifest, in_pieces), dict(manifest.extra))
+
+
+def _verified(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    if step_in(folder.name.removesuffix(REPLACED)) != manifest.step:
+        why = f"its manifest is that of step {manifest.step}"
+        raise CheckpointError(f"{folder} is damaged", why=why, fix="rename the folder back")
+    verify_files(folder, manifest)
+    return manifest
+
+
+def _holds(target: Path, manifest: Manifest) -> bool:
+    try:
+        if read_manifest(target).as_json() != manifest.as_json():
+            return False
+        verify_files(target, manifest)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _identity(folder: Path) -> tuple[int, ...]:
+    """Distinguishes a folder from the next of its name (its number may be used again); empty: there is none.
+
+    Raises:
+        UnreadableError: it cannot be read now.
+    """
+    try:
+        status = folder.stat()
+    except OSError as error:
+        found = refused(folder, error)
+        if isinstance(found, UnreadableError):
+            raise found from None
+        return ()
+    return (status.st_dev, status.st_ino, status.st_mtime_ns) if stat.S_ISDIR(status.st_mode) else ()

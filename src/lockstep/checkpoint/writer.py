@@ -1,31 +1,37 @@
-"""Saving in the background: a copy of the state in host memory, then one thread, one save at a time."""
+"""Saving beside training: a copy of the state in host memory, then one thread; and stores that ranks write together."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shutil
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.content import Place, is_dense, walked
+from lockstep.checkpoint.manifest import Digest, shard
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.errors import CheckpointError, LockstepError, StorageError
+from lockstep.errors import CheckpointError, CollectiveError, LockstepError, StorageError
+from lockstep.telemetry.files import fsync_folder, storage_error
 from lockstep.telemetry.progress_board import pulse
 
+T = TypeVar("T")
 #: Whether a tensor at a place of the state stays as it is until the copy is complete.
 Steady = Callable[[Place, Tensor], bool]
-_Memory = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...]]
+OnSaved = Callable[[int, Path, bool], None]
+_FIX = "the older checkpoints are unchanged; `lockstep resume` continues from the latest"
 
 
 class HostBuffers:
     """Host memory that is used again for the next copy of the same state.
 
-    Fresh memory has to be mapped page by page, and page-locked memory is slow to get; a state keeps
-    its shapes. So the copy of one call is overwritten by the next: save it, or copy it, before.
+    Fresh memory has to be mapped page by page, and page-locked memory is slow to get. The copy of one call is
+    overwritten by the next: save it, or copy it, before.
     """
 
     def __init__(self) -> None:
@@ -52,19 +58,16 @@ class HostBuffers:
         if steady is not None and torch.cuda.is_initialized():
             stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-        seen: dict[_Memory, Tensor] = {}
+        seen: dict[Any, Tensor] = {}
 
         def leaf(value: Any, place: Place) -> Any:
             if not isinstance(value, Tensor):
                 return copy.deepcopy(value)
             tensor = value.detach()
             if not is_dense(tensor):
-                kind = "on the meta device" if tensor.device.type == "meta" else f"of layout {tensor.layout}"
-                raise CheckpointError(
-                    f"cannot save {'/'.join(map(str, place))}",
-                    why=f"it is a tensor {kind}",
-                    fix="keep dense tensors with values in the state",
-                )
+                why = f"it is a tensor of layout {tensor.layout} on {tensor.device}"
+                fix = "keep dense tensors with values in the state"
+                raise CheckpointError(f"cannot save {'/'.join(map(str, place))}", why=why, fix=fix)
             memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and memory in seen:
                 return seen[memory]
@@ -100,9 +103,6 @@ class HostBuffers:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
-OnSaved = Callable[[int, Path, bool], None]
-
-
 class _Save(NamedTuple):
     """A save in flight. ``done``: its folder when it is there, and what went wrong."""
 
@@ -118,10 +118,7 @@ class BackgroundWriter:
     A copy on a separate stream of a GPU is not waited for (:attr:`copied`).
 
     Everything that callers see happens in the caller's thread, in one of these methods: ``on_saved``
-    (step, folder, best) is called there, and a failed save is raised there, once.
-
-    Each save has its own thread, which is not a daemon: a normal end of the process waits
-    for it, and has nothing else to wait for.
+    (step, folder, best) is called there, and a failed save is raised there as :class:`StorageError`, once.
     """
 
     def __init__(self, store: CheckpointStore, on_saved: OnSaved | None = None) -> None:
@@ -146,10 +143,8 @@ class BackgroundWriter:
     def submit(self, snapshot: Snapshot, best: bool = False, keep: Collection[int] | None = None) -> None:
         """Begin to save ``snapshot``, which must not change until that is done.
 
-        When it is saved, checkpoints other than it and those of ``keep`` are removed; ``None`` keeps all.
-
-        Raises:
-            StorageError: the save before failed. This one has not begun.
+        When it is saved, checkpoints other than it and those of ``keep`` are removed; ``None`` keeps all. It is not
+        begun when the save before failed, which is raised.
         """
         self.wait()
         done, copied = list[Path | BaseException](), self.copied
@@ -164,18 +159,19 @@ class BackgroundWriter:
             except BaseException as error:  # raised again in the caller's thread
                 done.append(error)
 
+        # Not a daemon: a normal end of the process waits for it.
         thread = threading.Thread(target=write, name=f"lockstep-save-{snapshot.step}", daemon=False)
         self._save = _Save(snapshot.step, best, thread, done)
         thread.start()
         pulse.writes_in(thread.native_id or 0)
 
     def poll(self) -> None:
-        """Report a save that is done, without waiting. Raises :class:`StorageError` when it failed."""
+        """Report a save that is done, without waiting."""
         if self._save is not None and not self._save.thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any. Raises :class:`StorageError` when it failed."""
+        """Wait for the save in flight, if any."""
         save = self._save
         if save is None:
             return
@@ -184,24 +180,133 @@ class BackgroundWriter:
         self._save = None
         for found in save.done:
             if isinstance(found, BaseException):
-                raise surfaced(found, save.step) from found
+                raise _surfaced(found, save.step) from found
             if self._on_saved is not None:
                 self._on_saved(save.step, found, save.best)
 
     def close(self) -> None:
-        """Wait for the save in flight and release the host memory. Raises :class:`StorageError`."""
+        """Wait for the save in flight and release the host memory."""
         try:
             self.wait()
         finally:
             self._buffers = HostBuffers()
 
 
-def surfaced(error: BaseException, step: int) -> LockstepError:
+def _surfaced(error: BaseException, step: int) -> LockstepError:
     """The error that users see when the save of ``step`` failed."""
     if isinstance(error, LockstepError):
         return error
-    return StorageError(
-        f"the checkpoint of step {step} could not be saved",
-        why=f"{type(error).__name__}: {error}",
-        fix="the older checkpoints are unchanged; `lockstep resume` continues from the latest",
-    )
+    why = f"{type(error).__name__}: {error}"
+    return StorageError(f"the checkpoint of step {step} could not be saved", why=why, fix=_FIX)
+
+
+class Ranks(Protocol):
+    """The ranks of a run, over a process group of these calls' own. Every rank makes the same calls."""
+
+    rank: int
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        ...
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, by rank, on the first one."""
+        ...
+
+
+#: What a rank has written: its files, and the names of tensors that are the same as another.
+_Part = tuple[dict[str, Digest], dict[str, str]]
+
+
+class ShardedStore(CheckpointStore):
+    """A store that the ranks of a run write together, each its part of the state; all of them see ``folder``.
+
+    A save runs beside training, so ``ranks`` communicate through a separate process group: messages of two threads in
+    one group would be mixed up. The first rank writes the manifest, with the hashes of all, once all parts are durable.
+
+    Args:
+        shards: in how many parts the state is divided. The first N ranks write; any others, which hold the
+            same parts again, only take part in the calls.
+    """
+
+    takes_parts = True
+
+    def __init__(self, folder: Path, ranks: Ranks, shards: int) -> None:
+        super().__init__(folder)
+        self._ranks, self._shards, self._is_main = ranks, shards, ranks.rank == 0
+
+    def save(self, snapshot: Snapshot, best: bool = False) -> Path:
+        """Write a checkpoint of the snapshots that the ranks have of one step. Collective; otherwise as the base's.
+
+        Raises:
+            StorageError, CheckpointError: on every rank, when one could not write its part.
+            CollectiveError: a rank is gone, or does not come.
+        """
+        step = snapshot.step
+        name: str | LockstepError = ""
+        try:
+            with _together(step):
+                name = self._ranks.broadcast(
+                    self._tried(step, lambda: self._begin(step).name) if self._is_main else name
+                )
+            building = self.folder / _ok(name)
+            part = self._tried(step, lambda: self._write_part(building, snapshot))
+            with _together(step):
+                parts = self._ranks.gather(part)
+            done = None if parts is None else self._tried(step, lambda: self._finish(building, snapshot, parts, best))
+            with _together(step):
+                done = self._ranks.broadcast(done)
+            assert done is not None, "the first rank has the parts"
+            _ok(done)
+        finally:
+            if self._is_main and isinstance(name, str) and name:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        return self.path_of(step)
+
+    def retain(self, keep: Collection[int]) -> None:
+        """As the base's, by the first rank."""
+        if self._is_main:
+            super().retain(keep)
+
+    def _write_part(self, folder: Path, snapshot: Snapshot) -> _Part:
+        number, shards = self._ranks.rank, self._shards
+        if number >= shards:
+            return {}, {}
+        model, frozen, trainer = (shard(kind, number, shards) for kind in ("model", "frozen", "trainer"))
+        files, aliases = self._write_weights(folder, snapshot, model, frozen)
+        self._stage("model written")
+        _, files[trainer] = self._write_tensors(folder / trainer, snapshot.rows)
+        fsync_folder(folder)
+        self._stage("part written")
+        return files, aliases
+
+    def _finish(self, folder: Path, snapshot: Snapshot, parts: list[_Part | LockstepError], best: bool) -> str:
+        written = [_ok(part) for part in parts]
+        files = {name: digest for of_rank, _ in written for name, digest in of_rank.items()}
+        # A rank without rows of two tied weights does not see that they are one; the first rank has some of each.
+        self._publish(folder, snapshot, files, written[0][1], best)
+        return folder.name
+
+    def _tried(self, step: int, work: Callable[[], T]) -> T | LockstepError:
+        """The result of ``work``, or why there is none: for all ranks to hear."""
+        try:
+            return work()
+        except OSError as error:
+            return storage_error(error, self.path_of(step))
+        except Exception as error:
+            return _surfaced(error, step)
+
+
+def _ok(found: T | LockstepError) -> T:
+    if isinstance(found, LockstepError):
+        raise found
+    return found
+
+
+@contextlib.contextmanager
+def _together(step: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's: a lost connection, or a time-out
+        what = f"the ranks could not agree that the checkpoint of step {step} is written"
+        raise CollectiveError(what, why=str(error).splitlines()[0], fix=_FIX) from error

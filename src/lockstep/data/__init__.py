@@ -6,35 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.data.arrays import ArrayDataset as ArrayDataset
-    from lockstep.data.arrays import filled as filled
-    from lockstep.data.columns import ArrowFiles as ArrowFiles
-    from lockstep.data.columns import ParquetFiles as ParquetFiles
-    from lockstep.data.mixture import Mixture as Mixture
-    from lockstep.data.packing import Packed as Packed
-    from lockstep.data.packing import document_mask as document_mask
-    from lockstep.data.records import ClassFolders as ClassFolders
-    from lockstep.data.records import CsvFiles as CsvFiles
-    from lockstep.data.records import JsonLines as JsonLines
-    from lockstep.data.records import TarShards as TarShards
-    from lockstep.data.records import TokenFile as TokenFile
-    from lockstep.data.sampling import select as select
-
-_HOMES = {
-    "ArrayDataset": "arrays",
-    "ArrowFiles": "columns",
-    "ClassFolders": "records",
-    "CsvFiles": "records",
-    "JsonLines": "records",
-    "Mixture": "mixture",
-    "Packed": "packing",
-    "ParquetFiles": "columns",
-    "TarShards": "records",
-    "TokenFile": "records",
-    "document_mask": "packing",
-    "filled": "arrays",
-    "select": "sampling",
-}
+    from lockstep.data.arrays import ArrayDataset, filled
+    from lockstep.data.columns import ArrowFiles, ParquetFiles
+    from lockstep.data.mixture import Mixture
+    from lockstep.data.packing import Packed, document_mask
+    from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+    from lockstep.data.sampling import select
 
 __all__ = [
     "ArrayDataset",
@@ -51,9 +28,12 @@ __all__ = [
     "filled",
     "select",
 ]
+_MODULES = ("arrays", "columns", "mixture", "packing", "records", "sampling")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    modules = (import_module(f"lockstep.data.{module}") for module in _MODULES if name in __all__)
+    module = next((module for module in modules if name in vars(module)), None)
+    if module is None:
         raise AttributeError(f"module 'lockstep.data' has no attribute {name!r}")
-    return getattr(import_module(f"lockstep.data.{_HOMES[name]}"), name)
+    return getattr(module, name)

@@ -1,9 +1,4 @@
-"""Samples in memory (or in a memory map): a batch is one gather per array or column.
-
-Gathered whole, with the values that ``default_collate`` gives: :class:`ArrayDataset`, torch's ``TensorDataset``,
-tensors and arrays themselves, a ``Subset`` or ``ConcatDataset`` of them, and Hugging Face data sets in torch format. A
-class that overrides ``__getitem__`` is not among them.
-"""
+"""Samples in memory (or in a memory map), whose batches are one gather per array or column."""
 
 from __future__ import annotations
 
@@ -20,15 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.errors import DataError, TaskError, many
 
@@ -56,18 +44,12 @@ class ArrayDataset:
         #: Whether no sample is read from a disk. A memory map is recognised in NumPy arrays, not in tensors.
         self.is_in_memory = not any(map(_is_mapped, arrays))
         self.tensors = tuple(as_tensor(array) for array in arrays)
-        if not self.tensors or any(tensor.dim() == 0 for tensor in self.tensors):
+        shapes = [tuple(tensor.shape) for tensor in self.tensors]
+        if len({shape[:1] for shape in shapes} - {()}) != 1 or () in shapes:
             raise DataError(
-                "an array data set needs at least one array with a sample dimension",
-                why=f"it was given shapes {[tuple(tensor.shape) for tensor in self.tensors]}",
-                fix="pass arrays of shape (samples, …), for example ArrayDataset(samples, labels)",
-            )
-        lengths = [len(tensor) for tensor in self.tensors]
-        if len(set(lengths)) > 1:
-            raise DataError(
-                f"the arrays of a data set differ in length: {', '.join(map(str, lengths))}",
+                f"arrays of shapes {', '.join(map(str, shapes)) or '(none)'} cannot be a data set",
                 why="item i of every array belongs to sample i",
-                fix="pass arrays with the same first dimension",
+                fix="pass arrays with the same first dimension, for example ArrayDataset(samples, labels)",
             )
 
     @property
@@ -90,21 +72,20 @@ class ArrayDataset:
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: Indices) -> tuple[Tensor, ...]:
-        """The samples at ``indices`` (each in [0, len)) as one finished batch: a tensor of shape ``(n, …)`` per array.
-
-        ``index_select`` runs without Python's global lock, so a loader's thread can gather during the step.
-        """
-        where = _as_index(indices)
+        """The samples at ``indices`` (each in [0, len)) as one batch: a tensor of shape ``(n, …)`` per array."""
+        if isinstance(indices, Tensor):
+            where = indices.to(torch.int64)
+        else:
+            array = np.asarray(indices, dtype=np.int64)
+            where = torch.from_numpy(array if array.flags.writeable else array.copy())
         if self.is_on_gpu:  # page-locked: to copy other memory, the host would wait for all that the GPU has to do
             where = where.pin_memory().to(self.tensors[0].device, non_blocking=True)
+        # Without Python's global lock, so a loader's thread can gather during the step.
         return tuple(tensor.index_select(0, where) for tensor in self.tensors)
 
 
 class FrameRows:
-    """The rows of a frame; sample ``i`` is a dictionary of the values in row ``i``, counted from 0, whatever its index.
-
-    ``targets`` is the column ``targets``, ``labels`` or ``label``.
-    """
+    """The rows of a frame; sample ``i`` is a dictionary of the values in row ``i``, whatever the frame's index."""
 
     def __init__(self, columns: dict[Any, npt.NDArray[Any]], samples: int) -> None:
         self._columns, self._samples = columns, samples
@@ -129,13 +110,10 @@ class FrameRows:
 
 
 def is_loader(what: str, loader: DataLoader[Any], fix: str, place: str = "Datasets(train=…") -> TaskError:
-    """The error where a loader is given in place of its data set; it says what becomes of the loader's own sampler.
-
-    Args:
-        place: what takes the weights of samples.
-    """
-    sampler = loader.sampler if type(loader.batch_sampler) in (BatchSampler, type(None)) else loader.batch_sampler
-    if isinstance(sampler, WeightedRandomSampler):
+    """The error where a loader is given in place of its data set; ``place`` is what takes the weights of samples."""
+    ours = type(loader.batch_sampler) in (torch_data.BatchSampler, type(None))
+    sampler = loader.sampler if ours else loader.batch_sampler
+    if isinstance(sampler, torch_data.WeightedRandomSampler):
         fix += f"; its sampler goes to {place}, weights=sampler)"
     elif type(sampler).__module__.partition(".")[0] != "torch":
         fix += (
@@ -166,8 +144,8 @@ def by_row(dataset: Any) -> Any:
         fix = "give loader.dataset; training.batch_size and Task.collate do the rest"
         raise is_loader(f"the data set is a {name}", dataset, fix)
     if isinstance(dataset, str | bytes):
-        what, fix = f"the data set is a text: {dataset[:60]!r}", "open it, for example with lockstep.data.JsonLines"
-        raise DataError(what, why="its samples would be characters", fix=fix)
+        fix = "open it, for example with lockstep.data.JsonLines"
+        raise DataError(f"the data set is a text: {dataset[:60]!r}", why="its samples would be characters", fix=fix)
     if type(dataset) in (tuple, dict) and dataset:
         arrays = list(dataset.values()) if type(dataset) is dict else list(dataset)
         rows = {len(a) if isinstance(a, (Tensor, np.ndarray)) and a.ndim else 0 for a in arrays}
@@ -201,27 +179,16 @@ def as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:
         ) from None
 
 
-def _as_index(indices: Indices) -> Tensor:
-    if isinstance(indices, Tensor):
-        return indices.to(torch.int64)
-    array = np.asarray(indices, dtype=np.int64)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
 def draws_keyed(dataset: Any) -> bool:
     """Whether ``dataset`` has our ``sample(index, rng)``, and no other method of that name, as replay buffers have."""
     method = getattr(dataset, "sample", None)
     if not callable(method) or not hasattr(dataset, "__getitem__"):
         return callable(method)
     # Of the function, since reading a signature takes longer than a quick sample.
-    return _method_takes_rng(method.__func__) if isinstance(method, MethodType) else _takes_rng(method, 0)
+    return _takes_rng(method.__func__, 1) if isinstance(method, MethodType) else _takes_rng.__wrapped__(method, 0)
 
 
 @lru_cache
-def _method_takes_rng(function: Any) -> bool:
-    return _takes_rng(function, 1)
-
-
 def _takes_rng(function: Any, bound: int) -> bool:
     try:
         parameters = [*signature(function).parameters.values()][bound:]
@@ -257,7 +224,10 @@ def leaves(dataset: Any) -> Iterator[Any]:
 
 
 def gather_of(dataset: Any, collate: Any) -> Gather | None:
-    """What makes a whole batch of ``dataset``'s samples at given indices; ``None`` where they are read one by one."""
+    """What makes the batch of ``dataset``'s samples at given indices that ``default_collate`` would make.
+
+    ``None``: they are read one by one, as of a class that overrides ``__getitem__``.
+    """
     if type(dataset) is ArrayDataset:
         return dataset.__getitems__
     if all(type(leaf) is ArrayDataset for leaf in leaves(dataset)) and type(dataset) is Subset:
@@ -267,14 +237,16 @@ def gather_of(dataset: Any, collate: Any) -> Gather | None:
     if getattr(dataset, "is_plain", False) is True:
         return cast(Gather, dataset.gathered)
     if is_hugging_face(dataset) and dataset.format["type"] == "torch":
-        return lambda indices: _hugging_face(dataset, indices)
-    rows = [_rows(leaf) for leaf in leaves(dataset)]
-    if None in rows or len({tuple(map(_kind, tensors)) for tensors in rows if tensors is not None}) != 1:
+        return lambda indices: _of_hugging_face(dataset, indices)
+    kinds = set()
+    for leaf in leaves(dataset):
+        tensors = _rows(leaf)
+        if tensors is None:
+            return None
+        kinds.add((isinstance(leaf, (Tensor, np.ndarray)), *((tensor.dtype, tensor.shape[1:]) for tensor in tensors)))
+    if len(kinds) != 1:
         return None
-    alone = {isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves(dataset)}
-    if len(alone) != 1:
-        return None
-    if alone == {True}:
+    if next(iter(kinds))[0]:  # a sample is not a tuple
         return lambda indices: _gathered(dataset, indices)[0]
     return lambda indices: _gathered(dataset, indices)
 
@@ -309,26 +281,17 @@ def _is_plain(tensor: Tensor) -> bool:
     return True
 
 
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape[1:]
-
-
 def _gathered(dataset: Any, indices: Positions) -> list[Tensor]:
     """The rows of a data set that :func:`gather_of` has looked at, as tensors of shape ``(n, …)``."""
     if type(dataset) is Subset:
         where: Any = dataset.indices
         known = [where[i] for i in indices.tolist()] if isinstance(where, list) else where[indices]
         return _gathered(dataset.dataset, np.asarray(known, dtype=np.int64))
-    if type(dataset) is ConcatDataset:
-        return _concatenated(dataset, indices)
-    tensors = (as_tensor(dataset),) if isinstance(dataset, np.ndarray) else getattr(dataset, "tensors", (dataset,))
-    index = torch.from_numpy(indices)
-    return [tensor.index_select(0, index) for tensor in tensors]
-
-
-def _concatenated(dataset: Any, indices: Positions) -> list[Tensor]:
-    parts = np.searchsorted(dataset.cumulative_sizes, indices, side="right")
-    starts = [0, *dataset.cumulative_sizes]
+    if type(dataset) is not ConcatDataset:
+        tensors = (as_tensor(dataset),) if isinstance(dataset, np.ndarray) else getattr(dataset, "tensors", (dataset,))
+        index = torch.from_numpy(indices)
+        return [tensor.index_select(0, index) for tensor in tensors]
+    parts, starts = np.searchsorted(dataset.cumulative_sizes, indices, side="right"), [0, *dataset.cumulative_sizes]
     whole: list[Tensor] = []
     for part in np.unique(parts).tolist():
         mine = np.flatnonzero(parts == part)
@@ -339,7 +302,7 @@ def _concatenated(dataset: Any, indices: Positions) -> list[Tensor]:
     return whole
 
 
-def _hugging_face(dataset: Any, indices: Positions) -> dict[str, Any]:
+def _of_hugging_face(dataset: Any, indices: Positions) -> dict[str, Any]:
     batch: dict[str, Any] = dataset[indices.tolist()]
     if not all(type(column) is Tensor and len(column) == len(indices) for column in batch.values()):
         raise ValueError("samples of different sizes, or what is not a tensor")
@@ -352,9 +315,8 @@ def filled(batch: Sequence[Tensor], samples: int, *labels: int) -> tuple[Tensor,
     Args:
         labels: which columns are labels.
     """
-    more = samples - len(batch[0])
-    columns = [(column, column[-1:].expand(more, *column.shape[1:])) for column in batch]
-    return tuple(
-        torch.cat([column, torch.full_like(last, NO_LABEL) if place in labels else last])
-        for place, (column, last) in enumerate(columns)
-    )
+    whole = []
+    for place, column in enumerate(batch):
+        last = column[-1:].expand(samples - len(column), *column.shape[1:])
+        whole.append(torch.cat([column, torch.full_like(last, NO_LABEL) if place in labels else last]))
+    return tuple(whole)

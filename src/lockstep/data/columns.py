@@ -66,15 +66,11 @@ class ColumnFiles(FileSamples):
             if column not in schema.names:
                 schema = schema.append(_arrow().field(column, value.type))
         name, own = self.files[number], {field.name: str(field.type) for field in schema}
-        if not self._types and not own.keys() >= set(self.columns or ()):
-            column = next(column for column in self.columns or () if column not in own)
-            raise DataError(f"there is no column {column!r}", why=f"{name} has {', '.join(own)}", fix="check columns=")
         self._types = self._types or own
         for column in self.columns or {**self._types, **own}:
             if own.get(column) != self._types.get(column) or column not in own:
-                has = f"has {own[column]}" if column in own else "lacks it"
-                why = f"{self.files[0]} has {self._types.get(column, 'none')}, {name} {has}"
-                what = f"the column {column!r} of {name} differs"
+                why = f"{self.files[0]} has {self._types.get(column, 'none')}, {name} has {own.get(column, 'none')}"
+                what = f"the column {column!r} of {name} is missing or differs"
                 raise DataError(what, why=why, fix="name the columns to read: columns=[…]")
         self._plain = self._plain and all(_is_plain(schema.field(column).type) for column in self.columns or own)
         return rows
@@ -141,12 +137,7 @@ class ArrowFiles(ColumnFiles):
 
     def _open(self, number: int) -> Any:
         # Not memory-mapped: a file that is cut short meanwhile would end the process.
-        file = _arrow().OSFile(str(self.path(number)))
-        if file.read(4) == b"\xff\xff\xff\xff":
-            what, why = f"{self.files[number]} is an Arrow stream", "its batches cannot be read by number"
-            fix = "write a file (pyarrow.ipc.new_file); datasets.load_from_disk opens what Hugging Face has saved"
-            raise DataError(what, why=why, fix=fix)
-        return _arrow().ipc.open_file(file)
+        return _arrow().ipc.open_file(_arrow().OSFile(str(self.path(number))))
 
     def _footer(self, number: int) -> tuple[list[int], Any]:
         self._opened(number)
@@ -230,12 +221,8 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 def _is_plain(kind: Any) -> bool:
     """Of an Arrow type: a number that torch has, or a list of numbers of fixed size."""
-    if _arrow().types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return str(kind) in _NUMBERS
-
-
-_NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "halffloat", "float", "double")
+    kind = kind.value_type if _arrow().types.is_fixed_size_list(kind) else kind
+    return str(kind) in ("bool", "int8", "int16", "int32", "int64", "uint8", "halffloat", "float", "double")
 
 
 def as_arrays(table: Any) -> dict[str, Array]:

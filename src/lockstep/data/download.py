@@ -1,8 +1,8 @@
-"""One file from the web, whole and verified, however often the line or the process breaks.
+"""Files from the web, whole and verified, however often the line or the process breaks; and what archives contain.
 
-The bytes go to ``NAME.part`` beside the target, under a lock that all processes of a node respect; a
-later try resumes where the last one ended (HTTP range requests, RFC 9110 section 14). Only a file whose
-checksum is right takes the target's name.
+The bytes go to ``NAME.part`` beside the target, under a lock that all processes of a node respect; a later try resumes
+where the last one ended (HTTP range requests, RFC 9110 section 14). Only a file whose checksum is right takes the
+target's name.
 """
 
 from __future__ import annotations
@@ -13,20 +13,31 @@ import hashlib
 import http.client
 import json
 import logging
+import lzma
 import os
+import shutil
+import stat
+import tarfile
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 from lockstep.errors import DataError
 
 CHUNK_BYTES = 1 << 18
 #: Answers that may be different the next time (RFC 9110; 425 and 429 from RFC 8470 and RFC 6585).
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+MAX_UNPACKED_BYTES = 16 * 1024**3
+#: What the libraries raise for a damaged or encrypted archive; gzip's error is an OSError.
+_BROKEN = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, RuntimeError, OSError)
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +84,8 @@ def download(url: str, target: Path, sha256: str, *, patience: Patience | None =
                     file.write(json.dumps({"what": error.what, "why": error.why, "fix": error.fix}))
                     raise
     except OSError as error:
-        raise DataError(
-            f"cannot write to {target.parent}",
-            why=str(error),
-            fix="free some space, or choose a folder that you may write to",
-        ) from error
+        fix = "free some space, or choose a folder that you may write to"
+        raise DataError(f"cannot write to {target.parent}", why=str(error), fix=fix) from error
     return target
 
 
@@ -110,16 +118,12 @@ def _fetch(url: str, target: Path, sha256: str, patience: Patience) -> None:
     for again in (_size(part) > 0, False):
         _transfer(url, part, patience)
         problem = _mismatch(part, sha256)
-        if not (problem and again):
+        if not problem:
             break
         part.unlink()  # bytes of an earlier try may have been of another version of the file
-    if problem:
-        part.unlink()
-        raise DataError(
-            f"{url} does not give the file that was expected",
-            why=problem,
-            fix="try again; if it stays so, the publisher changed the file: fetch and check it by hand",
-        )
+        if not again:
+            fix = "try again; if it stays so, the publisher changed the file: fetch and check it by hand"
+            raise DataError(f"{url} does not give the file that was expected", why=problem, fix=fix)
     with part.open("rb") as file:
         os.fsync(file.fileno())
     part.replace(target)
@@ -147,16 +151,22 @@ def _transfer(url: str, part: Path, patience: Patience) -> None:
 
 
 def _try_once(url: str, part: Path, timeout_s: float) -> None:
-    request = urllib.request.Request(url, headers={"User-Agent": "lockstep", "Accept-Encoding": "identity"})
     start = _size(part)
-    if start:
-        request.add_header("Range", f"bytes={start}-")
+    headers = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
+    headers |= {"Range": f"bytes={start}-"} if start else {}
     try:
-        response = urllib.request.urlopen(request, timeout=timeout_s)
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s)
     except urllib.error.HTTPError as error:
         with error:
-            _refused(url, error, part)
-        return
+            if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and start:
+                if error.headers.get("Content-Range") == f"bytes */{start}":
+                    return  # all bytes were there already
+                part.unlink()
+                raise _Interrupted("the server's file is shorter than what had come") from None
+            if error.code in TRANSIENT:
+                raise _Interrupted(f"HTTP {error.code} {error.reason}") from None
+            why, fix = f"the server answers {error.code} {error.reason}", "fetch the file by hand and give its folder"
+            raise DataError(f"cannot download {url}", why=why, fix=f"{fix} with --data-dir") from None
     except (OSError, http.client.HTTPException) as error:
         raise _Interrupted(getattr(error, "reason", None) or error) from None
     with response:
@@ -165,28 +175,12 @@ def _try_once(url: str, part: Path, timeout_s: float) -> None:
             part.unlink()
             raise _Interrupted("the server sent another range than it was asked for")
         length = response.headers.get("Content-Length")
-        expected = (start if resumes else 0) + int(length) if length else None
         with part.open("ab" if resumes else "wb") as file:
             while block := _read(response):
                 file.write(block)
-    if expected is not None and _size(part) < expected:
+    expected = (start if resumes else 0) + int(length or 0)
+    if _size(part) < expected:
         raise _Interrupted(f"the connection closed at byte {_size(part)} of {expected}")
-
-
-def _refused(url: str, error: urllib.error.HTTPError, part: Path) -> None:
-    """An answer without the file: nothing left to send, a reason to try again, or a final no."""
-    if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and _size(part):
-        if error.headers.get("Content-Range") == f"bytes */{_size(part)}":
-            return  # all bytes were there already
-        part.unlink()
-        raise _Interrupted("the server's file is shorter than what had come")
-    if error.code in TRANSIENT:
-        raise _Interrupted(f"HTTP {error.code} {error.reason}")
-    raise DataError(
-        f"cannot download {url}",
-        why=f"the server answers {error.code} {error.reason}",
-        fix="fetch the file by hand and give its folder with --data-dir",
-    )
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
@@ -207,3 +201,78 @@ def _mismatch(path: Path, sha256: str) -> str:
     """What is wrong with the file, in words; nothing when all is well."""
     found = hash_file(path)
     return "" if found == sha256.lower() else f"its SHA-256 is {found}, not {sha256}"
+
+
+def extract(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
+    """Unpack the files of a zip or tar archive into the new folder ``target``, whole or not at all; returns it.
+
+    Raises:
+        DataError: a broken or encrypted archive, one that would grow beyond ``max_bytes``, one with an
+            entry that leaves the folder or is a link, or a target that exists or cannot be written.
+    """
+    if target.exists():
+        raise DataError(f"{target} exists already", why="unpacking never overwrites", fix="move it away, or use it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary,
+            contextlib.closing(_files_in(archive)) as files,
+        ):
+            building, total = Path(temporary) / "files", 0
+            building.mkdir()
+            for name, size, opened in files:
+                path = PurePosixPath(name.replace("\\", "/"))
+                if opened is None or path.is_absolute() or ".." in path.parts or ":" in name:
+                    why, fix = "it is a link, or would leave the folder", "fetch the archive from its publisher"
+                    raise DataError(f"{archive} has the entry {name!r}", why=why, fix=fix)
+                total += size
+                if total > max_bytes:
+                    what = f"{archive} would grow to more than {max_bytes} bytes"
+                    raise DataError(what, why="that is the limit", fix="check where it comes from")
+                place = building / path
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with opened() as source, place.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+            building.rename(target)
+    except _BROKEN as error:
+        fix = "remove it and fetch it again; or free some space, if that is what is missing"
+        raise DataError(f"cannot unpack {archive} to {target}", why=str(error), fix=fix) from error
+    return target
+
+
+def _files_in(archive: Path) -> Generator[tuple[str, int, Callable[[], Any] | None], None, None]:
+    """Name, size and content of each file in an archive; no content: a link or a device."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed:
+            for info in packed.infolist():
+                if not info.is_dir():
+                    is_link = stat.S_ISLNK(info.external_attr >> 16)
+                    yield info.filename, info.file_size, None if is_link else partial(packed.open, info)
+        return
+    with tarfile.open(archive) as tar:
+        for entry in tar:
+            if not entry.isdir():
+                yield entry.name, entry.size, partial(tar.extractfile, entry) if entry.isreg() else None
+        # tarfile stops at the last entry; the checksum of the compression stands behind it.
+        while tar.fileobj is not None and tar.fileobj.read(1 << 20):
+            pass
+
+
+def put_unpacked(archive: Path, target: Path, unpack: Callable[[Path], Path]) -> None:
+    """Let the folder that ``unpack`` makes of ``archive``, in a temporary folder, become ``target``.
+
+    Where another process was faster, its folder is used.
+
+    Raises:
+        DataError: there is no such folder in it, or it cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as temporary:
+        unpacked = unpack(Path(temporary))
+        if not unpacked.is_dir():
+            why = f"there is no {unpacked.parent.name}/{unpacked.name} in it"
+            raise DataError(f"{archive} does not have {target.name}", why=why, fix="remove it and fetch it again")
+        with contextlib.suppress(OSError):
+            unpacked.rename(target)
+    if not target.is_dir():
+        raise DataError(f"cannot write {target}", fix="move away what is there, or choose another --data-dir")

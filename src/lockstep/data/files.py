@@ -10,8 +10,8 @@ import re
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 Files = str | Path | Sequence[str | Path]
 #: Files that a data set has open at a time.
 OPEN_FILES = 64
-#: Bytes of copied files that are kept, and of indices that do not fit beside the data.
+#: Bytes of copied files that are kept.
 CACHE_BYTES = 20 * 2**30
 #: Files and folders that are looked at under a folder that is given as data.
 MOST_ENTRIES = 1_000_000
@@ -41,11 +41,7 @@ def cache_folder() -> Path:
 
 
 def place_of(index: int, samples: int) -> int:
-    """``index`` counted from 0: as in a sequence, -1 is the last one.
-
-    Raises:
-        IndexError: there is no such sample.
-    """
+    """``index`` counted from 0: as in a sequence, -1 is the last one. Raises :class:`IndexError`."""
     place = index + samples if index < 0 else index
     if not 0 <= place < samples:
         raise IndexError(f"sample {index} of {samples}")
@@ -53,10 +49,16 @@ def place_of(index: int, samples: int) -> int:
 
 
 class FileSamples:
-    """Samples that lie in files, by number. A file has one part or several: numbers count through all parts."""
+    """Samples that lie in files, by number. A file has one part or several: numbers count through all parts.
 
-    #: Of files in a folder; the first names the kind.
+    A subclass has ``suffixes`` (of files in a folder; the first names the kind), ``_sizes(number)``: samples of each
+    part of a file, ``_open(number)``: a file, ready to be read, and ``_record(part, place)``.
+    """
+
     suffixes: tuple[str, ...] = ("",)
+    _sizes: Callable[[int], list[int]]
+    _open: Callable[[int], Any]
+    _record: Callable[[int, int], Any]
 
     def __init__(self, files: Files, transform: Callable[[Any], Any] | None) -> None:
         self.files, self.transform = found(files, self.suffixes), transform
@@ -67,9 +69,8 @@ class FileSamples:
         #: For the plan.
         self.remark = f"{what} {deeper[0]}." if deeper else None
         self._paths: dict[int, Path] = {}
-        self._opened = lru_cache(OPEN_FILES)(self._open)
-        sizes = [self._checked_sizes(number) for number in progress(range(len(self.files)), "indexing")]
-        #: The file of each part, and the number of its first part.
+        sizes = self._indexed_sizes()
+        #: The file of each part.
         self._file_of = np.repeat(np.arange(len(sizes)), [len(parts) for parts in sizes]).tolist()
         of_parts = np.array([size for parts in sizes for size in parts], np.int64)
         self._end_of = np.cumsum(of_parts)
@@ -78,32 +79,27 @@ class FileSamples:
             what = f"the {len(self.files)} files have no sample"
             raise DataError(what, why=self.files[0], fix="check what wrote them")
 
+    def _indexed_sizes(self) -> list[list[int]]:
+        from rich.console import Console
+        from rich.progress import track
+
+        sizes, quiet = [], len(self.files) < 2 or not sys.stderr.isatty()
+        for number, name in enumerate(track(self.files, "indexing", console=Console(stderr=True), disable=quiet)):
+            try:
+                sizes.append(self._sizes(number))
+            except DataError:
+                raise
+            except Exception as error:  # each library has its own
+                what = f"{name} cannot be read as {self.suffixes[0]}"
+                raise DataError(what, why=str(error), fix="write it again, or leave it out") from error
+        return sizes
+
+    @cached_property
+    def _opened(self) -> Callable[[int], Any]:
+        return lru_cache(OPEN_FILES)(self._open)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._opened = lru_cache(OPEN_FILES)(self._open)
-
-    def _checked_sizes(self, number: int) -> list[int]:
-        try:
-            return self._sizes(number)
-        except DataError:
-            raise
-        except Exception as error:  # each library has its own
-            what = f"{self.files[number]} cannot be read as {self.suffixes[0]}"
-            raise DataError(what, why=str(error), fix="write it again, or leave it out") from error
-
-    def _sizes(self, number: int) -> list[int]:
-        """Samples of each part of a file."""
-        raise NotImplementedError
-
-    def _open(self, number: int) -> Any:
-        """A file, ready to be read."""
-        raise NotImplementedError
-
-    def _record(self, part: int, place: int) -> Any:
-        raise NotImplementedError
 
     def path(self, number: int) -> Path:
         """Of a file; the copy of a URL may have been removed from the cache, and is then made again."""
@@ -152,9 +148,12 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         DataError: there is none.
     """
     names: list[str] = []
-    for name in chain.from_iterable(map(_expanded, [files] if isinstance(files, str | Path) else files)):
+    for name in chain.from_iterable(map(_expanded, _listed(files))):
         if "://" in name:
-            names += _remote(name, suffixes)
+            system, path = _fsspec().core.url_to_fs(name)
+            path = f"{path.rstrip('/')}/**" if system.isdir(path) else path
+            there = sorted(system.glob(path)) if glob.has_magic(path) else [path]
+            names += [system.unstrip_protocol(n) for n in there if n.lower().endswith(suffixes) or n == path]
         elif Path(name).is_dir():
             names += inside(name, suffixes)
         elif glob.has_magic(name) and not Path(name).exists():
@@ -166,6 +165,10 @@ def found(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         what = f"{missing[0]} is missing" if missing else f"there is no {' or '.join(suffixes)} file in {files}"
         raise DataError(what, why=f"{len(names)} files were named", fix="check the path, or data.data_dir")
     return names
+
+
+def _listed(files: Files) -> Sequence[str | Path]:
+    return [files] if isinstance(files, str | Path) else files
 
 
 def _expanded(file: str | Path) -> list[str]:
@@ -184,7 +187,7 @@ def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     names, looked_at = list[str](), 0
     for place, folders, files in os.walk(folder.rstrip("/") or "/"):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [f"{place}/{name}" for name in files if _ends(name, suffixes) and not name.startswith(".")]
+        names += [f"{place}/{n}" for n in files if n.lower().endswith(suffixes) and not n.startswith(".")]
         looked_at += len(folders) + len(files)
         if looked_at > MOST_ENTRIES:
             what, why = f"{folder} has more than {MOST_ENTRIES:,} files", "a folder is searched with all folders in it"
@@ -192,25 +195,9 @@ def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(names)
 
 
-def _ends(name: str, suffixes: tuple[str, ...]) -> bool:
-    return name.lower().endswith(suffixes)
-
-
 def _below(given: Files, names: Sequence[str]) -> list[str]:
-    folders = [
-        f"{name}".rstrip("/") + "/"
-        for name in ([given] if isinstance(given, str | Path) else given)
-        if Path(name).is_dir()
-    ]
+    folders = [f"{name}".rstrip("/") + "/" for name in _listed(given) if Path(name).is_dir()]
     return [next((name[len(start) :] for start in folders if name.startswith(start)), name) for name in names]
-
-
-def _remote(url: str, suffixes: tuple[str, ...]) -> list[str]:
-    system, path = _fsspec().core.url_to_fs(url)
-    if system.isdir(path):
-        path = f"{path.rstrip('/')}/**"
-    names = system.glob(path) if glob.has_magic(path) else [path]
-    return [system.unstrip_protocol(name) for name in sorted(names) if _ends(name, suffixes) or name == path]
 
 
 def _fsspec() -> Any:
@@ -250,15 +237,12 @@ def local(name: str) -> Path:
 
 
 def _make_room(folder: Path, size: int) -> None:
-    kept = sorted(
-        (path for path in folder.iterdir() if not path.name.startswith(".")), key=lambda path: path.stat().st_atime
-    )
-    total = size + sum(path.stat().st_size for path in kept)
-    for path in kept:
-        if total <= CACHE_BYTES:
-            break
-        total -= path.stat().st_size
-        path.unlink(missing_ok=True)
+    kept = [(path, path.stat()) for path in folder.iterdir() if not path.name.startswith(".")]
+    total = size + sum(about.st_size for _, about in kept)
+    for path, about in sorted(kept, key=lambda each: each[1].st_atime):
+        if total > CACHE_BYTES:
+            total -= about.st_size
+            path.unlink(missing_ok=True)
 
 
 def indexed(path: Path, kind: str, build: Callable[[Path], Ints]) -> Ints:
@@ -269,31 +253,19 @@ def indexed(path: Path, kind: str, build: Callable[[Path], Ints]) -> Ints:
     """
     about = path.stat()
     key = hashlib.sha256(f"{kind} 2 {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
-    beside, elsewhere = path.parent / ".lockstep", cache_folder() / "indices"
-    for folder in (beside, elsewhere):
+    folders = (path.parent / ".lockstep", cache_folder() / "indices")
+    for folder in folders:
         with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
             return np.asarray(np.load(folder / f"{key}.npy", mmap_mode="r"))
     index = build(path)
-    for folder in (beside, elsewhere):
-        try:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # a read-only disk
             folder.mkdir(parents=True, exist_ok=True)
             part = folder / f".{os.getpid()}-{key}.npy"
             np.save(part, index)
             part.replace(folder / f"{key}.npy")
             break
-        except OSError:  # a read-only disk
-            continue
     return index
-
-
-def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
-    """``items``, with a line of progress on a terminal where there are many."""
-    shows = sys.stderr.isatty() and len(items) > 1
-    for number, item in enumerate(items, 1):
-        if shows:
-            end = "\n" if number == len(items) else ""
-            print(f"\r{what}: {number} of {len(items)}", end=end, file=sys.stderr, flush=True)
-        yield item
 
 
 class OpenFile:

@@ -1,199 +1,40 @@
 """Loaders: batches of requests, in the training thread, from a thread that gathers ahead, or from worker processes.
 
-Without worker processes, batches are made in the training thread, since a user's data set may not be thread-safe. Rows
-of Lockstep's own arrays are gathered ahead of the step in a thread where batches are large.
+A user's data set may not be thread-safe, so only rows of arrays are gathered in a thread. Worker processes are those
+of torch's ``DataLoader``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import signal
 import threading
 import time
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice, tee
+from multiprocessing.connection import wait
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep._compat.torch import child_handler_set, worker_processes
+from lockstep.data.order import WorkerInit
 from lockstep.data.requests import Request, Source, mapped
-from lockstep.data.workers import as_is, worker_batches
 from lockstep.errors import LockstepError
+from lockstep.hardware import parent_death
 from lockstep.planning import LoaderPlan
 from lockstep.planning.loader import worth_trying
 
-#: Each way of loading is timed for at least this many seconds and batches.
-TRIAL_S, TRIAL_BATCHES = 0.1, 8
-#: Batches at first that are not timed: what is allocated and compiled then happens once.
-WARM_UP = 2
-#: Worker processes must save this part of a step, or they are ended.
-GAIN = 0.05
-
-
 #: Called with the number of processes that was measured to be best, and a sentence.
 Settled = Callable[[int, str], None]
-
-
-class _Pace:
-    """Mean seconds to load a batch, and from one batch to the next, without the pauses between epochs."""
-
-    def __init__(self, warm_up: int) -> None:
-        self._left, self._epoch = warm_up, -1
-        self.loading = self.whole = 0.0
-        self.batches = 0
-
-    def add(self, request: Request, loading: float, whole: float) -> bool:
-        """Count a batch; whether enough of them have been counted."""
-        fresh, self._epoch = request.epoch == self._epoch, request.epoch
-        if self._left or not fresh:
-            self._left = max(0, self._left - 1)
-            return False
-        self.loading, self.whole, self.batches = self.loading + loading, self.whole + whole, self.batches + 1
-        return self.batches >= TRIAL_BATCHES and self.whole >= TRIAL_S
-
-    @property
-    def step_s(self) -> float:
-        return self.whole / self.batches
-
-    @property
-    def load_s(self) -> float:
-        return self.loading / self.batches
-
-
-@dataclass(frozen=True)
-class _Adaptive:
-    """Batches whose first ones are timed, and by up to ``plan.most_workers`` processes if these shorten a step.
-
-    The batches are the same either way: each follows from its request alone. Once per loader, a number of processes
-    that :func:`lockstep.planning.loader.worth_trying` expects to help is started and timed, then twice as many while
-    that shortens a step. The best number is kept; if a step is not shorter with any, or if they fail, they are ended.
-    """
-
-    source: Source
-    plan: LoaderPlan
-    rank: int
-    finish: Callable[[Any], Any]
-    settled: Settled
-
-    def batches(self, requests: Iterator[Request]) -> Generator[Any, None, None]:
-        pace, size = _Pace(WARM_UP), 0
-        before = time.perf_counter()
-        for request in requests:
-            started = time.perf_counter()
-            batch = self.finish(self.source.batch(request))
-            loaded = time.perf_counter()
-            size = size or _bytes(batch)
-            yield batch
-            del batch
-            now = time.perf_counter()
-            enough, before = pace.add(request, loaded - started, now - before), now
-            if enough:
-                break
-        else:
-            return
-        workers = worth_trying(pace.load_s, pace.step_s, size, self.plan.most_workers)
-        if workers:
-            requests = yield from self._tried(workers, pace, requests)
-        for request in requests:
-            yield self.finish(self.source.batch(request))
-
-    def _tried(
-        self, workers: int, alone: _Pace, requests: Iterator[Request]
-    ) -> Generator[Any, None, Iterator[Request]]:
-        """Batches by ``workers`` processes, or twice as many while that helps; returns what is left when none help."""
-        times, best = {0: alone.step_s}, 0
-        most, compute_s = self.plan.most_workers, alone.step_s - alone.load_s
-
-        def stays(step_s: float) -> bool:
-            """Whether the present number of processes is the best; called once it is timed."""
-            nonlocal best
-            if workers in times:
-                return True
-            times[workers] = step_s
-            if step_s > (1 - GAIN) * times[best]:
-                return False
-            best = workers
-            stays = workers == most or (1 - GAIN) * step_s < compute_s
-            if stays:
-                self._settle(best, times, alone)
-            return stays
-
-        while workers:
-            left, error = yield from self._by(workers, requests, stays)
-            if left is None:
-                return iter(())
-            requests = left
-            if error is not None:  # they were not asked for: without them, the run is slower at most
-                why = (str(error) or type(error).__name__).splitlines()[0]
-                self.settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
-                return requests
-            if best != workers:
-                self._settle(best, times, alone)
-                workers = best
-            else:
-                workers = min(2 * workers, most)
-        return requests
-
-    def _by(
-        self, workers: int, requests: Iterator[Request], stays: Callable[[float], bool]
-    ) -> Generator[Any, None, tuple[Iterator[Request] | None, Exception | None]]:
-        """Batches by ``workers`` processes until these fail or do not stay; returns the requests left and the error."""
-        plan = self.plan.model_copy(update={"num_workers": workers})
-        asked: deque[Request] = deque()
-        pace, enough = _Pace(workers * plan.prefetch_factor + WARM_UP), False
-        with contextlib.closing(worker_batches(self.source, _noted(requests, asked), plan, self.rank)) as batches:
-            before = time.perf_counter()
-            while True:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return None, None
-                except LockstepError:
-                    raise
-                except Exception as error:
-                    return chain(asked, requests), error
-                request = asked.popleft()
-                yield batch
-                if enough:
-                    continue
-                now = time.perf_counter()
-                enough, before = pace.add(request, 0.0, now - before), now
-                if enough and not stays(pace.step_s):
-                    return chain(asked, requests), None
-
-    def _settle(self, best: int, times: dict[int, float], alone: _Pace) -> None:
-        where = f"by {_several(best)}" if best else "in the training process"
-        found = ", ".join(f"{_ms(step_s)} with {_several(workers)}" for workers, step_s in times.items() if workers)
-        loading = f"{_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
-        self.settled(best, f"Data are loaded {where}: a step takes {loading}, {found}.")
-
-
-def _several(workers: int) -> str:
-    return f"{workers} worker process{'es' * (workers > 1)}"
-
-
-def _noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
-    for request in requests:
-        asked.append(request)
-        yield request
-
-
-def _bytes(batch: Any) -> int:
-    sizes: list[int] = []
-
-    def note(leaf: Tensor) -> Tensor:
-        sizes.append(getattr(leaf, "nbytes", 0))
-        return leaf
-
-    mapped(batch, note, "pin_memory")
-    return sum(sizes)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def make_loader(
@@ -214,7 +55,7 @@ def make_loader(
     if source.gathers and source.dataset.is_on_gpu:  # which a process that is forked from this one cannot use
         return _in_place(source, requests, as_is)
     if plan.num_workers > 0:
-        return worker_batches(source, requests, plan, rank)
+        return _by_workers(source, requests, plan, rank)
     # A plan may have been made where there was a GPU.
     pin = plan.pin_memory and torch.cuda.is_available()
     finish = _pinned if pin else as_is
@@ -223,9 +64,19 @@ def make_loader(
     if (source.gathers and not small) or (pin and source.reader.gathers_tensors):
         return _ahead(source, requests, plan.prefetch_factor, finish)
     if plan.most_workers and not source.gathers and not source.reader.gathers:
-        return _Adaptive(source, plan, rank, finish, settled).batches(iter(requests))
+        return _adaptive(source, iter(requests), plan, rank, finish, settled)
     return _in_place(source, requests, finish)
 
+
+def as_is(batch: Any) -> Any:
+    return batch
+
+
+def _pinned(batch: Any) -> Any:
+    return mapped(batch, lambda leaf: leaf.pin_memory(), "pin_memory")
+
+
+# In this process.
 
 #: Batches gathered at once, if they do not have more bytes than fit into a cache together.
 GATHER_BATCHES, GATHER_BYTES = 16, 2**22
@@ -243,11 +94,7 @@ def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Reques
 
 
 def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any], Any]) -> Generator[Any, None, None]:
-    """Batches made in the training thread, each when it is asked for; small ones of arrays several at a time.
-
-    A thread beside it would read a data set that validation reads at the same time, through the same file perhaps. For
-    small arrays it would wait for the interpreter's lock, and make the step wait for it, longer than a gather takes.
-    """
+    """Batches made in the training thread, each when it is asked for; small ones of arrays several at a time."""
     for group in _groups(source, requests):
         yield from source.batches(group, finish)
 
@@ -255,10 +102,7 @@ def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any
 def _ahead(
     source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL.
-
-    Waking another thread costs more than gathering a small batch, so arrays are gathered several at a time.
-    """
+    """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL."""
     ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
     # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
     tokens: SimpleQueue[bool] = SimpleQueue()
@@ -289,5 +133,269 @@ def _ahead(
             thread.join(timeout=0.05)
 
 
-def _pinned(batch: Any) -> Any:
-    return mapped(batch, lambda leaf: leaf.pin_memory(), "pin_memory")
+# As many processes as shorten a step.
+
+#: Each way of loading is timed for at least this many seconds and batches.
+TRIAL_S, TRIAL_BATCHES = 0.1, 8
+#: Batches at first that are not timed: what is allocated and compiled then happens once.
+WARM_UP = 2
+#: Worker processes must save this part of a step, or they are ended.
+GAIN = 0.05
+
+
+class _Pace:
+    """Mean seconds to load a batch, and from one batch to the next, without the pauses between epochs."""
+
+    def __init__(self, warm_up: int) -> None:
+        self._left, self._epoch, self._before = warm_up, -1, time.perf_counter()
+        self._loading, self._whole, self._batches = 0.0, 0.0, 0
+
+    def add(self, request: Request, loading: float = 0.0) -> bool:
+        """Count a batch; whether enough of them have been counted."""
+        now = time.perf_counter()
+        whole, self._before = now - self._before, now
+        is_first, self._epoch = request.epoch != self._epoch, request.epoch
+        if self._left or is_first:
+            self._left = max(0, self._left - 1)
+            return False
+        self._loading, self._whole, self._batches = self._loading + loading, self._whole + whole, self._batches + 1
+        return self._batches >= TRIAL_BATCHES and self._whole >= TRIAL_S
+
+    @property
+    def step_s(self) -> float:
+        return self._whole / self._batches
+
+    @property
+    def load_s(self) -> float:
+        return self._loading / self._batches
+
+
+def _adaptive(
+    source: Source,
+    requests: Iterator[Request],
+    plan: LoaderPlan,
+    rank: int,
+    finish: Callable[[Any], Any],
+    settled: Settled,
+) -> Generator[Any, None, None]:
+    """Batches of which the first are timed, and by up to ``plan.most_workers`` processes if these shorten a step.
+
+    The batches are the same either way. Once per loader, the number of processes that :func:`.worth_trying` expects to
+    help is started and timed, then twice as many while that shortens a step. The best number is kept; if a step is not
+    shorter with any, or if they fail, they are ended.
+    """
+    alone, size = _Pace(WARM_UP), 0
+    for request in requests:
+        started = time.perf_counter()
+        batch = finish(source.batch(request))
+        loading = time.perf_counter() - started
+        size = size or _bytes(batch)
+        yield batch
+        del batch
+        if alone.add(request, loading):
+            break
+    else:
+        return
+    times, best, is_settled = {0: alone.step_s}, 0, False
+    workers = worth_trying(alone.load_s, alone.step_s, size, plan.most_workers)
+    while workers:
+        asked, pace = deque[Request](), _Pace(workers * plan.prefetch_factor + WARM_UP)
+        with_these = plan.model_copy(update={"num_workers": workers})
+        with contextlib.closing(_by_workers(source, _noted(requests, asked), with_these, rank)) as batches:
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                except LockstepError:
+                    raise
+                except Exception as error:  # they were not asked for: without them, the run is slower at most
+                    why = (str(error) or type(error).__name__).splitlines()[0]
+                    settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
+                    best, is_settled = 0, True
+                    break
+                request = asked.popleft()
+                yield batch
+                if is_settled or not pace.add(request):
+                    continue
+                times[workers] = step_s = pace.step_s
+                helps = step_s <= (1 - GAIN) * times[best]
+                best = workers if helps else best
+                keeps_up = (1 - GAIN) * step_s < alone.step_s - alone.load_s
+                is_settled = not helps or keeps_up or workers == plan.most_workers
+                if is_settled:
+                    settled(best, _settlement(best, times, alone))
+                if best != workers or not is_settled:
+                    break
+        requests = chain(asked, requests)
+        workers = best if is_settled else min(2 * workers, plan.most_workers)
+    for request in requests:
+        yield finish(source.batch(request))
+
+
+def _settlement(best: int, times: dict[int, float], alone: _Pace) -> str:
+    where = f"by {_several(best)}" if best else "in the training process"
+    found = ", ".join(f"{_ms(step_s)} with {_several(workers)}" for workers, step_s in times.items() if workers)
+    loading = f"{_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
+    return f"Data are loaded {where}: a step takes {loading}, {found}."
+
+
+def _several(workers: int) -> str:
+    return f"{workers} worker process{'es' * (workers > 1)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
+    for request in requests:
+        asked.append(request)
+        yield request
+
+
+def _bytes(batch: Any) -> int:
+    sizes: list[int] = []
+
+    def note(leaf: Tensor) -> Tensor:
+        sizes.append(getattr(leaf, "nbytes", 0))
+        return leaf
+
+    mapped(batch, note, "pin_memory")
+    return sum(sizes)
+
+
+# Worker processes. They are forks of a rank, which has threads. A lock that one of those holds at the moment of the
+# fork is held in the worker for ever: a registration with glibc's ``atexit`` is enough
+# (https://github.com/pytorch/pytorch/issues/130610). So a worker signals that it has started; if not, it is replaced.
+
+#: How long workers may take to start, which takes milliseconds, before they are replaced, in seconds. After the last
+#: try their batches are waited for without a limit.
+START_S = (10.0, 20.0)
+
+
+class _ByRequest:
+    """What worker processes hold: a data set whose keys are requests."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            return self._source.batch(request)
+        except LockstepError as error:  # torch would keep its text alone
+            error.add_note(f"In a loader worker:\n{traceback.format_exc()}")
+            return _Failed(error, error.__notes__)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """In the place of a batch: what a worker raised. Notes do not survive the pickling of an error."""
+
+    error: LockstepError
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class _Reporting:
+    """A ``worker_init_fn`` that writes a byte to the pipe ``fd`` when it is through."""
+
+    init: WorkerInit
+    fd: int
+
+    def __call__(self, worker_id: int) -> None:
+        try:
+            self.init(worker_id)
+            torch.zeros(1).share_memory_()  # as the first batch will be: what torch registers then, it registers now
+        finally:
+            os.write(self.fd, b".")
+            os.close(self.fd)
+
+
+def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Generator[Any, None, None]:
+    """Batches by worker processes; those that persist stay for all epochs."""
+    groups: Iterable[tuple[int, Iterable[Request]]] = [(0, requests)]
+    if not plan.persistent_workers:
+        groups = groupby(requests, key=lambda request: request.epoch)
+    for epoch, of_epoch in groups:
+        with child_signal_kept():
+            iterator = _started(source, of_epoch, plan, WorkerInit(source.seed, rank, epoch))
+            try:
+                for batch in iterator:
+                    if isinstance(batch, _Failed):
+                        batch.error.__notes__ = batch.notes
+                        raise batch.error
+                    yield batch
+            finally:
+                del iterator  # DataLoader's own way of ending its workers
+
+
+def _started(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit) -> Any:
+    """DataLoader's iterator, its workers up and fetching."""
+    if multiprocessing.get_start_method() != "fork":
+        return _forked(source, requests, plan, init)
+    for patience_s in START_S:
+        reading, writing = os.pipe()
+        requests, asked = tee(requests)
+        with open(reading, "rb", buffering=0) as reports:
+            try:
+                iterator = _forked(source, asked, plan, _Reporting(init, writing))
+            finally:
+                os.close(writing)
+            are_up = _are_up(reports.fileno(), plan.num_workers, patience_s)
+        if are_up:
+            return iterator
+        warnings.warn(
+            f"a loader worker did not start within {patience_s:g} s, so all are started again; "
+            "it may have been forked while another thread held a lock",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        workers = worker_processes(iterator)
+        del iterator
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return _forked(source, requests, plan, init)
+
+
+def _forked(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit | _Reporting) -> Any:
+    from torch.utils.data import DataLoader
+
+    loader: DataLoader[Any] = DataLoader(
+        _ByRequest(source),  # type: ignore[arg-type]
+        sampler=requests,
+        batch_size=None,  # a key is a whole batch already
+        collate_fn=as_is,  # the default would look through each batch for arrays
+        num_workers=plan.num_workers,
+        prefetch_factor=plan.prefetch_factor,
+        pin_memory=plan.pin_memory and torch.cuda.is_available(),
+        worker_init_fn=init,
+    )
+    with parent_death.sigterm_held_back():
+        return iter(loader)
+
+
+def _are_up(reading: int, workers: int, patience_s: float) -> bool:
+    """Whether a byte of each worker, or the pipe's end, is read in time: a worker that died is reported elsewhere."""
+    until = time.monotonic() + patience_s
+    while workers > 0:
+        if not wait([reading], max(0.0, until - time.monotonic())):
+            return False
+        reported = os.read(reading, workers)
+        if not reported:
+            return True
+        workers -= len(reported)
+    return True
+
+
+@contextlib.contextmanager
+def child_signal_kept() -> Iterator[None]:
+    """DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back."""
+    before, was_set = signal.getsignal(signal.SIGCHLD), child_handler_set()
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and not was_set:
+            signal.signal(signal.SIGCHLD, before)
+            child_handler_set(False)

@@ -1,10 +1,8 @@
 """Mixtures of data sets: how often each is seen is exact to within one sample, from the first step on.
 
-Position p takes its part from a table of one period, which is scheduled by earliest deadline: the j-th sample of a
-part with share w may come after position (j-1)/w and must come by ⌈j/w⌉. Such a schedule exists for shares that
-sum to 1 and earliest deadline first finds it (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress",
-Algorithmica 15, 1996; one processor), so after every p samples each part has had pw ± 1 of them. The n-th sample that
-a part gives is a function of n alone: its own order, epoch after epoch.
+Position p takes its part from a table of one period, scheduled by earliest deadline: the j-th sample of a part with
+share w may come after position (j-1)/w and must come by ⌈j/w⌉. That always succeeds (Baruah, Cohen, Plaxton and Varvel,
+"Proportionate progress", Algorithmica 15, 1996), so after every p samples each part has had pw ± 1 of them.
 """
 
 from __future__ import annotations
@@ -62,9 +60,8 @@ class Mixture(ConcatDataset[Any]):
 
     def __init__(self, parts: Mapping[str, Any], shares: Shares, stages: Mapping[int, Shares] | None = None) -> None:
         if not parts:
-            raise DataError(
-                "a mixture names no data set", fix='Mixture({"a": first, "b": second}, {"a": 0.7, "b": 0.3})'
-            )
+            fix = 'Mixture({"a": first, "b": second}, {"a": 0.7, "b": 0.3})'
+            raise DataError("a mixture names no data set", fix=fix)
         parts = {name: by_row(part) for name, part in parts.items()}
         for name, part in parts.items():
             if not hasattr(part, "__len__") or not hasattr(part, "__getitem__") or len(part) == 0:
@@ -94,15 +91,14 @@ class MixtureSampling:
     def __init__(self, mixture: Mixture) -> None:
         self._parts = [natural(part) for part in mixture.datasets]
         self._sizes = np.diff([0, *mixture.cumulative_sizes]).tolist()
-        self._names, self._shares = mixture.names, mixture.stages
-        shown = "; ".join(
-            (f"from sample {start:,}: " if start else "")
-            + ", ".join(f"{name} {float(share):.4g}" for name, share in zip(mixture.names, shares, strict=True))
-            for start, shares in mixture.stages.items()
-        )
-        text = repr((self._names, self._sizes, self._shares)) + "".join(part.facts.digest for part in self._parts)
+        self._shares = mixture.stages
+        shown = []
+        for start, shares in mixture.stages.items():
+            each = (f"{name} {float(share):.4g}" for name, share in zip(mixture.names, shares, strict=True))
+            shown.append((f"from sample {start:,}: " if start else "") + ", ".join(each))
+        text = repr((mixture.names, self._sizes, self._shares)) + "".join(part.facts.digest for part in self._parts)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.facts = SamplingFacts(kind=f"mixture of {shown}", digest=digest, positions=len(mixture))
+        self.facts = SamplingFacts(kind=f"mixture of {'; '.join(shown)}", digest=digest, positions=len(mixture))
 
     def order(self, positions: int, seed: int) -> SampleOrder:
         return MixtureOrder(self._parts, self._sizes, self._shares, positions, seed)
@@ -158,11 +154,8 @@ class MixtureOrder(BlockOrder):
 def _fractions(shares: Shares, names: tuple[str, ...]) -> tuple[Fraction, ...]:
     """The shares in the order of ``names``, exact, with a common denominator of at most :data:`PERIOD`."""
     if set(shares) != set(names):
-        raise DataError(
-            f"the shares of a mixture are those of {', '.join(shares) or 'nothing'}",
-            why=f"its parts are {', '.join(names)}",
-            fix="give each part one share, and no other",
-        )
+        what = f"the shares of a mixture are those of {', '.join(shares) or 'nothing'}"
+        raise DataError(what, why=f"its parts are {', '.join(names)}", fix="give each part one share, and no other")
     for name, share in shares.items():
         if not (isinstance(share, int | float | Fraction) and 0 <= share < float("inf")):
             raise DataError(f"the share of {name!r} in a mixture is {share}", fix="give a finite number from 0")

@@ -1,25 +1,13 @@
 """The order of samples, and the random streams of each: pure functions of (seed, epoch, position), with random access.
 
-A keyed permutation of [0, n) stands in for a shuffled index array: any slice of any epoch costs the
-same, wherever it lies, and nothing grows with the data set.
+From 1,024 samples on, the order is a generalised Feistel network on Z_a × Z_b (Black and Rogaway, "Ciphers with
+arbitrary finite domains", CT-RSA 2002) with a = ⌈√n⌉ and b = ⌈n/a⌉; a result outside [0, n) is put through again. With
+four rounds, positions p, p + 1 had samples s, s + 1 (mod n) 1.943 times an epoch at n = 1,024, the worst case, with six
+1.027, with eight 0.998, each ± 0.003, of 1 in a random order (``benchmarks/order.py --rounds``). It has ten. Smaller
+data sets are sorted by one hash per position.
 
-From 1,024 samples on it is a generalised Feistel network on Z_a × Z_b (Black and Rogaway, "Ciphers
-with arbitrary finite domains", CT-RSA 2002) with a = ⌈√n⌉ and b = ⌈n/a⌉. A round adds to one half a
-hash of the other, modulo a or b in turn, so it can be undone and is a permutation of [0, ab). A
-result outside [0, n) is put through again ("cycle walking"); since ab - n < a, one in √n is.
-
-Ten rounds. Too few show in neighbours: positions p, p + 1 that hold samples s, s + 1 (mod n) should
-occur once an epoch. At n = 1,024, the worst case, they occurred 1.943 times with four rounds, 1.027
-with six and 0.998 with eight, each ± 0.003 (``benchmarks/order.py --rounds``). Every two rounds divide
-the excess by about √n, so ten leave a margin.
-
-Below 1,024 samples a network's halves are too small to mix well, and a whole epoch is cheap: there
-the order sorts one hash per position, which is a uniform shuffle.
-
-Random streams belong to the run, not to a process. Each is keyed by what it is for: a purpose and a few whole
-numbers, hashed to 64 bits (BLAKE2b, RFC 7693, whose output is the same on every machine and in every Python). So the
-same sample, step or lane draws the same numbers on any number of ranks and workers, and no stream is a shifted copy
-of another, as happens with ``seed + rank``.
+Random streams belong to the run, not to a process. Each is keyed by a purpose and a few whole numbers, hashed to 64
+bits (BLAKE2b, RFC 7693), so no stream is a shifted copy of another, as happens with ``seed + rank``.
 """
 
 from __future__ import annotations
@@ -49,8 +37,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The generator for the augmentation of one sample in one epoch (about 10 µs to make).
 
     Two samples of an epoch cannot share a stream: ``index`` is half of the Philox key (Salmon et
-    al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). NumPy keeps the stream of raw bits
-    of Philox between versions, but not what ``normal()`` and its like make of them.
+    al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
     key = np.array([derive_key("sample", seed, epoch), index], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
@@ -69,10 +56,8 @@ def dropout_seed(seed: int, step: int, part: int, place: int = 0, purpose: str =
 class WorkerInit:
     """A ``worker_init_fn``: ties a loader worker to its rank, and seeds NumPy, ``random`` and torch in it.
 
-    The seeds are for code that draws from the global generators outside of what :mod:`lockstep.data.reader` keys by
-    sample, as the loaders of a ``LightningModule`` do: distinct for every rank and worker, the same when the run is
-    repeated, but not on another number of workers. A new loader for each epoch passes ``epoch``, or its workers would
-    draw the same numbers in each.
+    The seeds, one for each rank, worker and ``epoch``, are for draws that :mod:`lockstep.data.reader` does not key by
+    sample, as in the loaders of a ``LightningModule``.
     """
 
     seed: int
@@ -124,9 +109,6 @@ class BlockOrder:
         """The samples at positions [start, stop) of ``epoch``: shape [stop - start], the caller's own.
 
         Costs time and memory in proportion to ``stop - start``, and at most two blocks more.
-
-        Raises:
-            IndexError: not 0 ≤ start ≤ stop ≤ samples.
         """
         check_slice(self.samples, epoch, start, stop)
         indices = np.empty(stop - start, dtype=np.int64)
@@ -155,11 +137,8 @@ class Order(BlockOrder):
 
     def __init__(self, samples: int, seed: int) -> None:
         if not 1 <= samples <= MAX_SAMPLES:
-            raise DataError(
-                f"a data set of {samples} samples has no order",
-                why=f"an epoch needs between 1 and {MAX_SAMPLES} samples",
-                fix="check where the task's data lies, and its filters",
-            )
+            why, fix = f"an epoch needs 1 to {MAX_SAMPLES} samples", "check where the task's data lies, and its filters"
+            raise DataError(f"a data set of {samples} samples has no order", why=why, fix=fix)
         self.samples, self.seed = samples, seed
 
     def __repr__(self) -> str:
@@ -179,11 +158,8 @@ def check_slice(samples: int, epoch: int, start: int, stop: int) -> None:
 
 
 def shuffled(count: int, key: int) -> NDArray[np.int64]:
-    """[0, count) in a random order fixed by ``key``: shape [count].
-
-    Sorts the outputs of the SplitMix64 generator, which are all different, so that no tie favours
-    an order. (``Generator.permutation`` would tie the order of a run to a version of NumPy.)
-    """
+    """[0, count) in a random order fixed by ``key``: shape [count]; sorts outputs of SplitMix64, all different."""
+    # Generator.permutation would tie the order of a run to a version of NumPy.
     words = words_of(np.arange(count, dtype=np.uint64), key)
     return np.argsort(_mix(words, np.empty_like(words)), kind="stable").astype(np.int64, copy=False)
 

@@ -58,9 +58,8 @@ class Packed:
             raise DataError(what, fix="give one number from 0 for each")
         self._documents, self._starts, self._sizes, self._first = packed(self._lengths, window, open_windows)
         if not len(self):
-            raise DataError(
-                "there are no tokens to pack", why=f"{len(dataset)} sequences have none", fix="check the data"
-            )
+            why = f"{len(dataset)} sequences have none"
+            raise DataError("there are no tokens to pack", why=why, fix="check the data")
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -86,26 +85,21 @@ class Packed:
     @property
     def remark(self) -> str:
         """For the plan."""
-        return f"{len(self._lengths)} sequences are packed into {len(self)} windows of {self.window} tokens; " + (
-            f"{self.waste:.2%} of them is padding."
-        )
+        packed_into = f"{len(self._lengths)} sequences are packed into {len(self)} windows of {self.window} tokens"
+        return f"{packed_into}; {self.waste:.2%} of them is padding."
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         index = place_of(index, len(self))
-        tokens = np.full(self.window, self.pad, np.int64)
-        documents, positions = np.zeros((2, self.window), np.int64)
-        place = 0
+        tokens, documents, positions = np.zeros((3, self.window), np.int64)
+        tokens[:], place = self.pad, 0
         for number, piece in enumerate(range(self._first[index], self._first[index + 1]), start=1):
             start, size = int(self._starts[piece]), int(self._sizes[piece])
             whole = self._tokens(int(self._documents[piece]))
             mine = slice(place, place + size)
             tokens[mine], documents[mine], positions[mine] = whole[start : start + size], number, np.arange(size)
             place += size
-        return {
-            "tokens": torch.from_numpy(tokens),
-            "documents": torch.from_numpy(documents),
-            "positions": torch.from_numpy(positions),
-        }
+        columns = {"tokens": tokens, "documents": documents, "positions": positions}
+        return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
 
     def _tokens(self, index: int) -> Any:
         sample = self.dataset[index]
@@ -113,9 +107,8 @@ class Packed:
         known = getattr(self, "_lengths", None)
         if not hasattr(found, "__len__") or isinstance(found, str | dict):
             what = f"sample {index} is not a sequence of tokens but {type(found).__name__}"
-            raise DataError(
-                what, why="only numbers can be packed", fix="give Packed(…, tokens=…) what takes them from it"
-            )
+            fix = "give Packed(…, tokens=…) what takes them from it"
+            raise DataError(what, why="only numbers can be packed", fix=fix)
         if known is not None and len(found) != known[index]:
             what = f"sequence {index} has {len(found)} tokens, not {known[index]}"
             raise DataError(what, why="the windows were packed for the other length", fix="give the right lengths")

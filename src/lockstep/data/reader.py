@@ -1,13 +1,8 @@
 """From the indices of a batch to the batch: one gather, or samples one by one, with draws of their own.
 
-The global generators of ``random``, NumPy and torch are seeded for what is about to draw from them. Ordinary data sets
-draw without a generator, and would draw other numbers on another number of ranks or workers. So these are seeded
-before whatever draws, which is made cheap: Python's and NumPy's are one algorithm (MT19937), whose state NumPy makes
-in a third of the time that ``random.seed`` takes; and a comparison of states shows who does not draw.
-
-On one core, with Python 3.11, NumPy 2.4 and torch 2.13: a seed takes 1.9 µs (``random.seed`` 4.7), 1.6 µs and 1.1 µs
-(``torch.manual_seed``, which is for GPUs too, 121); a mark 0.2, 0.2 and 1.4 µs (``random.getstate`` 6.9,
-``np.random.get_state`` 32).
+The global generators of ``random``, NumPy and torch are seeded for each sample that draws from them, and marked (their
+state is read) to see which do: 1.1 to 1.9 µs a seed, 0.2 to 1.4 µs a mark, of ``random.seed``'s 4.7 and
+``torch.manual_seed``'s 121.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,16 +44,12 @@ _ALL: Places = frozenset({0, 1, 2})
 class _Memory:
     """An MT19937 state: 624 words, and the number of the next one, which lies before or after them."""
 
-    def __init__(self, address: int, *, number_first: bool) -> None:
+    def __init__(self, address: int, *, number_first: bool = False) -> None:
         self._all = (ctypes.c_char * (4 * _WORDS + 4)).from_address(address)
         self._view = memoryview(self._all).cast("B")
         first = 4 if number_first else 0
         self.words = self._view[first : first + 4 * _WORDS]
         self.number = self._view[0:4] if number_first else self._view[4 * _WORDS :]
-
-    @classmethod
-    def of_numpy(cls, generator: np.random.MT19937) -> _Memory:
-        return cls(generator.ctypes.state_address, number_first=False)
 
     def read(self) -> bytes:
         return self._all.raw
@@ -76,9 +67,9 @@ class _Python:
     def __init__(self) -> None:
         self._generator: Any = random.random.__self__  # type: ignore[attr-defined]
         bits = np.random.MT19937(0)
-        self._maker, self._made = np.random.RandomState(bits), _Memory.of_numpy(bits)
+        self._maker, self._made = np.random.RandomState(bits), _Memory(bits.ctypes.state_address)
         self._memory: _Memory | None = None
-        if sys.implementation.name == "cpython" and random.Random.__basicsize__ >= object.__basicsize__ + 4 * _WORDS:
+        if random.Random.__basicsize__ >= object.__basicsize__ + 4 * _WORDS:
             memory = _Memory(id(self._generator) + object.__basicsize__, number_first=True)
             self._memory = memory if memory.values() == self._generator.getstate()[1] else None
 
@@ -101,8 +92,7 @@ class _Python:
         if self._memory is None:
             self._generator.setstate((3, self._made.values(), None))
         else:
-            self._memory.words[:] = self._made.words
-            self._memory.number[:] = self._made.number
+            self._memory.words[:], self._memory.number[:] = self._made.words, self._made.number
             self._generator.gauss_next = None
 
 
@@ -118,7 +108,7 @@ class _Numpy:
         """Of the bit generator that there is; ``None``: of another kind, which a user has put there."""
         bits = _np.get_bit_generator()
         if bits is not self._known[0]:
-            self._known = bits, _Memory.of_numpy(bits) if isinstance(bits, np.random.MT19937) else None
+            self._known = bits, _Memory(bits.ctypes.state_address) if isinstance(bits, np.random.MT19937) else None
         return self._known[1]
 
     def mark(self) -> Any:
@@ -151,26 +141,19 @@ class _Numpy:
 class _Torch:
     """torch's generator of the CPU."""
 
-    def __init__(self) -> None:
-        self._generator = torch.default_generator
-
     def mark(self) -> bytes:
-        return self._generator.get_state().numpy().tobytes()
+        return torch.default_generator.get_state().numpy().tobytes()
 
     def reset(self, mark: bytes) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+        torch.default_generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
 
-    def enter(self) -> Any:
-        return self._generator.get_state()
-
-    def leave(self, state: Any) -> None:
-        self._generator.set_state(state)
+    enter, leave = mark, reset
 
     def seed(self, word: int) -> None:
-        self._generator.manual_seed(word)
+        torch.default_generator.manual_seed(word)
 
 
-#: A global generator of this process. A draw changes what ``mark`` returns, and ``reset`` undoes the draws since then.
+#: A draw changes what ``mark`` returns, and ``reset`` undoes the draws since then.
 #: Between ``enter`` and ``leave`` it may be seeded and drawn from without an effect on the caller.
 Generator = _Python | _Numpy | _Torch
 
@@ -222,20 +205,24 @@ class Unreadable:
     stand_in: Any
 
 
+class _Wanted(NamedTuple):
+    epoch: int
+    indices: Indices
+    position: int
+    keys: Indices
+
+
 class Reader:
     """Reads batches of ``dataset``.
 
-    What a sample draws from the global generators of Python, NumPy and torch is keyed by (seed, epoch, index), what
-    ``collate`` draws by (seed, epoch, first position); afterwards the generators are as they were. The first batch
-    shows which of them are drawn from, and only those are seeded from then on. Should another one be drawn from later,
-    which a comparison of states around each batch shows, that batch is read again, seeded.
+    What a sample draws is keyed by (seed, epoch, index), what ``collate``, or a ``__getitems__`` that returns a batch,
+    draws by (seed, epoch, first position); afterwards the generators are as they were. The first batch shows which of
+    them are drawn from, and only those are seeded from then on. When another one is drawn from later, that batch is
+    read again, seeded. ``sample(index, rng)`` is found behind ``Subset`` and ``ConcatDataset``, too.
 
-    ``skipped``: the file in which samples that cannot be read are recorded, and left out; ``None``: they raise.
-    ``least``: of a batch that they leave with fewer samples, which BatchNorm could not train on, all are left out.
-
-    A data set's ``sample(index, rng)`` is found behind ``Subset`` and ``ConcatDataset``, too: ``index`` is that of the
-    inner data set, ``rng`` is keyed by that of the outer one. A ``__getitems__`` that returns a finished batch, not a
-    list of samples, draws as ``collate`` does.
+    Args:
+        skipped: the file in which samples that cannot be read are recorded, and left out; ``None``: they raise.
+        least: a batch that they leave with fewer samples, which BatchNorm could not train on, is left out whole.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, skipped: Path | None = None, least: int = 1) -> None:
@@ -257,14 +244,12 @@ class Reader:
     @property
     def gathers_tensors(self) -> bool:
         """Whether those tensors lie ready: a thread may read them beside the step, and beside validation."""
-        return (
-            self._gather is not None and not is_hugging_face(self._dataset) and not hasattr(self._dataset, "is_plain")
-        )
+        return self.gathers and not is_hugging_face(self._dataset) and not hasattr(self._dataset, "is_plain")
 
     @property
     def gives_whole_batches(self) -> bool:
         """Whether a batch is one gather from memory. May read a sample."""
-        if self._gather is None and self._has_items and self._gives_list is None:
+        if not self.gathers and self._has_items and self._gives_list is None:
             self._readable_sample()
         return self.gathers_tensors or self._gives_list is False
 
@@ -281,78 +266,68 @@ class Reader:
                 return self._gather(indices)
             except Exception:  # one by one, they show which of them it is
                 self._gather = None
-        if self._drawn is None:
-            return self._noted(epoch, indices, position, keys)
-        marks = [generator.mark() for generator in self._unsown]
-        keyed = self._keyed(epoch, indices, position, keys, *self._drawn) if len(marks) < len(_ALL) else None
-        batch, missed = keyed or (self._collated(self._samples(epoch, indices, keys), indices), False)
-        if not missed and [generator.mark() for generator in self._unsown] == marks:
-            return batch
-        for generator, mark in zip(self._unsown, marks, strict=True):
-            generator.reset(mark)
-        return self._noted(epoch, indices, position, keys)
+        wanted = _Wanted(epoch, indices, position, indices if keys is None else keys)
+        if self._drawn is not None:
+            marks = [generator.mark() for generator in self._unsown]
+            batch, missed = self._seeded(wanted, *self._drawn)
+            if not missed and [generator.mark() for generator in self._unsown] == marks:
+                return batch
+            for generator, mark in zip(self._unsown, marks, strict=True):
+                generator.reset(mark)
+        return self._noted(wanted)
 
-    def _keyed(
-        self, epoch: int, indices: Indices, position: int, keys: Indices | None, samples: Places, batches: Places
-    ) -> tuple[Any, bool]:
+    def _seeded(self, wanted: _Wanted, samples: Places, batches: Places) -> tuple[Any, bool]:
         """The batch, seeded as it draws; and whether samples drew from a generator that only the batch did before."""
+        if not samples | batches:
+            return self._collated(self._samples(wanted), wanted.indices), False
         every = generators()
         with _entered(samples | batches):
             between = [(every[place], every[place].mark()) for place in batches - samples]
-            items = self._samples(epoch, indices, keys, samples)
+            items = self._samples(wanted, samples)
             missed = any(generator.mark() != mark for generator, mark in between)
-            self._seed_batch(samples | batches, epoch, position)
-            return self._collated(items, indices), missed
+            self._seed_batch(samples | batches, wanted)
+            return self._collated(items, wanted.indices), missed
 
-    def _noted(self, epoch: int, indices: Indices, position: int, keys: Indices | None) -> Any:
+    def _noted(self, wanted: _Wanted) -> Any:
         """The batch with all generators seeded; notes which of them samples draw from, and which the batch does."""
         every, by_samples = generators(), set[int]()
         with _entered(_ALL):
-            items = self._samples(epoch, indices, keys, _ALL, by_samples)
-            self._seed_batch(_ALL, epoch, position)
+            items = self._samples(wanted, _ALL, by_samples)
+            self._seed_batch(_ALL, wanted)
             sown = [generator.mark() for generator in every]
-            batch = self._collated(items, indices)
+            batch = self._collated(items, wanted.indices)
             by_batch = {place for place, mark in enumerate(sown) if every[place].mark() != mark}
         known = self._drawn or (frozenset(), frozenset())
         self._drawn = known[0] | by_samples, known[1] | by_batch
         self._unsown = [every[place] for place in _ALL - self._drawn[0] - self._drawn[1]]
         return batch
 
-    def _seed_batch(self, places: Places, epoch: int, position: int) -> None:
-        words = batch_words(self._seed, epoch, position)
+    def _seed_batch(self, places: Places, wanted: _Wanted) -> None:
+        words = batch_words(self._seed, wanted.epoch, wanted.position)
         for place in places:
             generators()[place].seed(words[place])
 
     def _samples(
-        self,
-        epoch: int,
-        indices: Indices,
-        keys: Indices | None,
-        seeded: Places = frozenset(),
-        drawn: set[int] | None = None,
+        self, wanted: _Wanted, seeded: Places = frozenset(), drawn: set[int] | None = None
     ) -> list[Any] | None:
-        """The samples, each after ``seeded`` have been seeded for it; ``None``: they are read as a whole.
-
-        ``drawn``: gets those that were drawn from.
-        """
-        numbers: list[int] = indices.tolist()
+        """The samples, each after seeding ``seeded``, of which ``drawn`` gets those used; ``None``: read as a whole."""
+        numbers: list[int] = wanted.indices.tolist()
         if self._gives_list is False:
             return None
         if self._gives_list and not seeded:
             with contextlib.suppress(Exception):  # one by one, they show which of them it is
                 return list(self._dataset.__getitems__(numbers))
-        keyed: list[int] = numbers if keys is None else keys.tolist()
-        given = indices if keys is None else keys
-        sown: Iterable[Words] = sample_words(self._seed, epoch, given) if seeded else repeat((0, 0, 0))
+        sown: Iterable[Words] = repeat((0, 0, 0))
+        if seeded:
+            sown = sample_words(self._seed, wanted.epoch, wanted.keys)
         pairs = [(place, generators()[place]) for place in seeded]
-        items: list[Any] = []
-        readable: list[int] = []
-        for index, key, words in zip(numbers, keyed, sown, strict=False):
+        items, readable = list[Any](), list[int]()
+        for index, key, words in zip(numbers, wanted.keys.tolist(), sown, strict=False):
             for place, generator in pairs:
                 generator.seed(words[place])
             marks = [] if drawn is None else [generator.mark() for _, generator in pairs]
             try:
-                items.append(self._item(epoch, index, key))
+                items.append(self._item(wanted.epoch, index, key))
             except Exception as error:
                 self._leave_out(index, error)
                 continue
@@ -397,9 +372,7 @@ class Reader:
     def _item(self, epoch: int, index: int, key: int) -> Any:
         if self._has_sample:
             leaf, at = leaf_of(self._dataset, index)
-            if draws_keyed(leaf):
-                return leaf.sample(at, sample_rng(self._seed, epoch, key))
-            return leaf[at]
+            return leaf.sample(at, sample_rng(self._seed, epoch, key)) if draws_keyed(leaf) else leaf[at]
         if not self._has_items:
             return self._dataset[index]
         found = self._dataset.__getitems__([index])
@@ -415,14 +388,15 @@ class Reader:
         except LockstepError:
             raise
         except Exception as error:
-            none = [index for index, item in zip(indices.tolist(), items or (), strict=False) if item is None]
+            name, numbers = type(self._dataset).__name__, indices.tolist()
+            none = [index for index, item in zip(numbers, items or (), strict=False) if item is None]
+            few = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+            what, fix = f"samples {few} of {name} could not be made into a batch", _FIX
             if none:
-                what, fix = f"sample {none[0]} of {type(self._dataset).__name__} is None", "leave it out with select()"
-                raise SampleError(what, why=_told(error), fix=fix) from error
-            few = ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")
-            what = f"samples {few} of {type(self._dataset).__name__} could not be made into a batch"
-            fix = "make their shapes equal and return no None in the data set, or write Task.collate (or pass collate=)"
-            raise SampleError(what, why=_told(error), fix=fix if items is not None else _FIX) from error
+                what, fix = f"sample {none[0]} of {name} is None", "leave it out with select()"
+            elif items is not None:
+                fix = "make their shapes equal in the data set, or write Task.collate (or pass collate=)"
+            raise SampleError(what, why=_told(error), fix=fix) from error
 
 
 def collated(samples: Sequence[Any]) -> Any:
@@ -445,12 +419,10 @@ def collated(samples: Sequence[Any]) -> Any:
 def sample_error(dataset: Any, index: int, error: Exception) -> SampleError:
     """What to raise from ``error``, which ``dataset`` raised for sample ``index``."""
     name = type(dataset).__name__
-    try:
+    with contextlib.suppress(Exception):  # its own indices may be what is wrong
         leaf, at = leaf_of(dataset, index)
-    except Exception:  # its own indices may be what is wrong
-        leaf, at = dataset, index
-    if leaf is not dataset:
-        name += f" (sample {at} of {type(leaf).__name__})"
+        if leaf is not dataset:
+            name += f" (sample {at} of {type(leaf).__name__})"
     return SampleError(f"sample {index} of {name} could not be read", why=_told(error), fix=_FIX)
 
 
@@ -461,5 +433,4 @@ def _told(error: Exception) -> str:
     """The error, and the line of the user's that raised it."""
     where = traceback.extract_tb(error.__traceback__)
     place = f" ({where[-1].filename}:{where[-1].lineno}, in {where[-1].name})" if len(where) > 1 else ""
-    text = str(error)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+    return f"{type(error).__name__}{': ' if str(error) else ''}{error}{place}"

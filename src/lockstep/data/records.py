@@ -26,25 +26,21 @@ _COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd")
 
 
 class _Records(FileSamples):
-    """Records at known places of files: an index has the start and the end of each."""
+    """Records at known places of files: ``_index(path)`` has the start and the end of each."""
+
+    _index: Callable[[Path], Ints]
 
     def __init__(self, files: Files, *, transform: Callable[[Any], Any] | None = None) -> None:
         self._indices: list[Ints] = []
         super().__init__(files, transform)
 
     def _sizes(self, number: int) -> list[int]:
-        self._indices.append(indexed(self.path(number), type(self).__name__, self._index))
+        path = self.path(number)
+        if _COMPRESSED.match(OpenFile(path).read(0, min(8, path.stat().st_size))):
+            why = "one would have to read all of it for one record"
+            raise DataError(f"{path} is compressed", why=why, fix="unpack it, with gunzip, unxz, bunzip2 or unzstd")
+        self._indices.append(indexed(path, type(self).__name__, self._index))
         return [len(self._indices[-1]) // 2]
-
-    def _index(self, path: Path) -> Ints:
-        with path.open("rb") as file:
-            if _COMPRESSED.match(file.read(8)):
-                why = "one would have to read all of it for one record"
-                raise DataError(f"{path} is compressed", why=why, fix="unpack it, with gunzip, unxz, bunzip2 or unzstd")
-        return self._build(path)
-
-    def _build(self, path: Path) -> Ints:
-        raise NotImplementedError
 
     def _open(self, number: int) -> Any:
         return OpenFile(self.path(number), self._indices[number])
@@ -64,7 +60,7 @@ class JsonLines(_Records):
 
     suffixes = (".jsonl", ".ndjson")
 
-    def _build(self, path: Path) -> Ints:
+    def _index(self, path: Path) -> Ints:
         return _lines(path, quoted=False)
 
     def _record(self, part: int, place: int) -> Any:
@@ -72,9 +68,7 @@ class JsonLines(_Records):
 
     def _records(self, parts: list[int], places: list[int]) -> list[Any]:
         # As one text, with a character between records that no JSON value may have.
-        opened = self._opened
-        found = [opened(part).record(place) for part, place in zip(parts, places, strict=True)]
-        text = b"\0".join([*found, b""]).decode()
+        text = b"\0".join([*map(self._bytes, parts, places), b""]).decode()
         values, end = [], -1
         for _ in parts:
             value, end = _decode(text, end + 1)
@@ -96,7 +90,7 @@ class CsvFiles(_Records):
 
     suffixes = (".csv",)
 
-    def _build(self, path: Path) -> Ints:
+    def _index(self, path: Path) -> Ints:
         return _lines(path, quoted=True)
 
     def _sizes(self, number: int) -> list[int]:
@@ -173,7 +167,7 @@ class TarShards(_Records):
 
     suffixes = (".tar",)
 
-    def _build(self, path: Path) -> Ints:
+    def _index(self, path: Path) -> Ints:
         """For each sample, where its first member's header begins, and the end of its last member."""
         starts, ends, before, known = [], [], None, dict[str, set[str]]()
         with tarfile.open(path, "r:") as tar:
@@ -256,9 +250,10 @@ class TokenFile(FileSamples):
     is_plain = True
 
     def __init__(self, files: Files, window: int, *, dtype: str = "uint16", targets: bool = True) -> None:
-        self.window, self._size, self._dtype = window, window + targets, _integer(dtype)
-        if window < 1:
-            raise DataError(f"windows of {window} tokens", fix="give a number from 1")
+        self.window, self._size, self._dtype = window, window + targets, np.dtype(dtype)
+        if window < 1 or self._dtype.kind not in "iu":
+            fix = "give a window from 1, and a type of integers, such as 'uint16' or 'uint32'"
+            raise DataError(f"windows of {window} tokens of dtype {dtype!r}", fix=fix)
         super().__init__(files, None)
 
     def _sizes(self, number: int) -> list[int]:
@@ -291,16 +286,6 @@ class TokenFile(FileSamples):
         return torch.from_numpy(tokens.reshape(len(indices), self._size))
 
 
-def _integer(name: str) -> np.dtype[Any]:
-    try:
-        dtype = np.dtype(name)
-    except TypeError:
-        dtype = np.dtype("V")
-    if dtype.kind not in "iu":
-        raise DataError(f"tokens of dtype {name!r}", fix="give a type of integers, such as 'uint16' or 'uint32'")
-    return dtype
-
-
 class ClassFolders:
     """Files in one folder a class; sample ``i`` is what ``load`` makes of a path, and the number of its class.
 
@@ -313,12 +298,10 @@ class ClassFolders:
         self.load, self.paths, self.targets = load, list[Path](), list[int]()
         for number, name in enumerate(self.classes):
             files = sorted(map(Path, inside(str(root / name), (suffix,))))
-            self.paths += files
-            self.targets += [number] * len(files)
+            self.paths, self.targets = self.paths + files, self.targets + [number] * len(files)
         if not self.paths:
-            raise DataError(
-                f"{root} has no folders with files", fix="give the folder that has one folder for each class"
-            )
+            fix = "give the folder that has one folder for each class"
+            raise DataError(f"{root} has no folders with files", fix=fix)
 
     def __len__(self) -> int:
         return len(self.paths)

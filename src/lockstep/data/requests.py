@@ -1,7 +1,6 @@
 """Requests for data: which samples each step of a rank takes, and the source that turns a request into a batch.
 
-There is no sampler. :func:`windows` walks the plan; each window names the samples of this rank as a slice of the
-order; a :class:`lockstep.data.reader.Reader` turns indices into a batch.
+There is no sampler. :func:`windows` walks the plan; each window names the samples of this rank as a slice of the order.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.bucketed import deal
 from lockstep.data.order import derive_key
 from lockstep.data.reader import Collate, Indices, Reader, Unreadable
-from lockstep.data.sampling import SampleOrder
+from lockstep.data.sampling import SampleOrder, deal
 from lockstep.planning import BatchPlan
 
 
@@ -72,15 +70,10 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
         if span is None:
             epoch, position = epoch + 1, 0
             continue
-        yield _window(batch, rank, epoch, span, ghosts)
-        position = span[1]
-
-
-def _window(batch: BatchPlan, rank: int, epoch: int, span: tuple[int, int], ghosts: bool) -> Window:
-    start, stop = span
-    spans, irregular = _layout(batch, rank, stop - start, ghosts)
-    requests = tuple([Request(epoch, part, start + a, start + b, ghost, span) for part, a, b, ghost in spans])
-    return Window(epoch, start, stop, requests, irregular)
+        start, position = span
+        parts, irregular = _layout(batch, rank, position - start, ghosts)
+        requests = tuple([Request(epoch, part, start + a, start + b, ghost, span) for part, a, b, ghost in parts])
+        yield Window(epoch, start, position, requests, irregular)
 
 
 @lru_cache(maxsize=64)
@@ -89,19 +82,13 @@ def _layout(
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], bool]:
     """``(part, start, stop, ghost)`` of a rank's micro-batches in a window of ``size``, and whether it is irregular."""
     shares = batch.split(size)
-    mine = shares[rank]
-    most = max(map(len, shares))
-    if batch.lanes is not None:
-        lanes = [(rank * len(mine) + place, *span, False) for place, span in enumerate(mine)]
-        if ghosts:
-            lanes = [lane if lane[1] < lane[2] else (lane[0], 0, batch.least_part, True) for lane in lanes]
-        return tuple(lanes), False
+    mine, most = shares[rank], max(map(len, shares))
+    first = 0 if batch.lanes is None else rank * len(mine)  # lanes are numbered through all ranks
+    parts = [(first + place, *span, False) for place, span in enumerate((*mine, *[(0, 0)] * (most - len(mine))))]
+    if batch.lanes is None or ghosts:
+        parts = [part if part[1] < part[2] else (part[0], 0, batch.least_part, True) for part in parts]
     irregular = any(len(share) != most or any(a == b for a, b in share) for share in shares)
-    empty = (0, 0)
-    spans = [(place, *span, False) for place, span in enumerate((*mine, *[empty] * (most - len(mine))))]
-    spans = [span if span[1] < span[2] else (span[0], 0, batch.least_part, True) for span in spans]
-    spans = [span for span in spans if ghosts or not span[3]]
-    return tuple(spans), irregular
+    return tuple(part for part in parts if ghosts or not part[3]), irregular and batch.lanes is None
 
 
 def readable(request: Request, batch: Any) -> tuple[Request, Any]:
@@ -113,9 +100,10 @@ def readable(request: Request, batch: Any) -> tuple[Request, Any]:
 class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
 
-    ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`lockstep.data.bucketed.deal`), for
-    an order whose neighbours are alike; ``None`` leaves them in order. ``skipped``, ``least``: see :class:`Reader`.
+    ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`.deal`), for an order whose
+    neighbours are alike; ``None`` leaves them in order. ``skipped``, ``least``: see :class:`Reader`.
     ``full``: a batch of fewer samples is filled up to this number by ``pad(batch, full)``.
+    ``arrangement``: of samples within a batch, for :mod:`lockstep.verification`; ``None`` lets batches be gathered.
     """
 
     dataset: Any
@@ -127,6 +115,7 @@ class Source:
     least: int = 1
     pad: Callable[[Any, int], Any] | None = None
     full: int = 0
+    arrangement: str | None = None
 
     def batch(self, request: Request) -> Any:
         """The batch of ``request``; () for one without samples (an empty lane)."""
@@ -147,23 +136,33 @@ class Source:
     def indices(self, request: Request) -> Indices:
         """The samples of ``request``: shape [size]."""
         if self.lanes is None:
-            return self.order.slice(request.epoch, request.start, request.stop)
+            return self._arranged(self.order.slice(request.epoch, request.start, request.stop), request)
         assert request.window is not None, "the items of a step can be dealt, and only they"
-        first, stop = request.window
-        dealt = deal(stop - first, self.lanes)[request.start - first : request.stop - first]
-        return self.order.slice(request.epoch, first, stop)[dealt]
+        found = self.order.slice(request.epoch, *request.window)[self._dealt(request, self.lanes, *request.window)]
+        return self._arranged(found, request)
 
     def places(self, request: Request) -> Indices:
         """The positions of those samples in the epoch: shape [size]."""
         if self.lanes is None or request.window is None:
-            return np.arange(request.start, request.stop)
-        first, stop = request.window
-        return first + deal(stop - first, self.lanes)[request.start - first : request.stop - first]
+            return self._arranged(np.arange(request.start, request.stop), request)
+        first = request.window[0]
+        return self._arranged(first + self._dealt(request, self.lanes, *request.window), request)
+
+    def _dealt(self, request: Request, lanes: int, first: int, stop: int) -> Indices:
+        return deal(stop - first, lanes)[request.start - first : request.stop - first]
+
+    def _arranged(self, values: Indices, request: Request) -> Indices:
+        if self.arrangement == "reversed":
+            return values[::-1].copy()
+        if self.arrangement == "shuffled":
+            key = derive_key("arrangement", self.seed, request.epoch, request.start)
+            return np.random.default_rng(key).permutation(values)
+        return values
 
     @property
     def gathers(self) -> bool:
         """Whether batches are rows of arrays, so that several can be gathered at once and cut apart."""
-        return type(self.dataset) is ArrayDataset
+        return self.arrangement is None and type(self.dataset) is ArrayDataset
 
     @property
     def is_at_hand(self) -> bool:
@@ -184,37 +183,6 @@ class Source:
         sizes = [len(indices) for indices in slices]
         rows = zip(*(column.split(sizes) for column in columns), strict=True)
         return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
-
-
-@dataclass(frozen=True)
-class ArrangedSource(Source):
-    """A source whose samples may be rearranged within each batch."""
-
-    arrangement: str = "on"
-
-    @classmethod
-    def of(cls, source: Source, arrangement: str, **changes: Any) -> Self:
-        """``source`` with ``changes`` of its fields."""
-        own = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-        return cls(**(own | changes), arrangement=arrangement)
-
-    def indices(self, request: Request) -> Indices:
-        return self._arranged(super().indices(request), request)
-
-    def places(self, request: Request) -> Indices:
-        return self._arranged(super().places(request), request)
-
-    def _arranged(self, values: Indices, request: Request) -> Indices:
-        if self.arrangement == "reversed":
-            return values[::-1].copy()
-        if self.arrangement == "shuffled":
-            key = derive_key("arrangement", self.seed, request.epoch, request.start)
-            return np.random.default_rng(key).permutation(values)
-        return values
-
-    @property
-    def gathers(self) -> bool:
-        return False
 
 
 class InOrder:

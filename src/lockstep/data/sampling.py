@@ -1,15 +1,14 @@
-"""Which samples an epoch has, where that is not each of them once: weights, balanced classes, epochs of any length.
+"""Orders besides the plain shuffle: by weights or classes, within windows of row groups, by length, for longer epochs.
 
-All are functions of (seed, epoch, position), as :mod:`lockstep.data.order` is, so any number of ranks sees the same
-samples, and a resume costs nothing.
+All are functions of (seed, epoch, position), as :mod:`lockstep.data.order` is.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,9 +18,9 @@ from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler
 
 from lockstep.config.sections import DataConfig
 from lockstep.data.arrays import LABELS, is_hugging_face, leaves
-from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, words_of
+from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, shuffled, words_of
 from lockstep.errors import ConfigError, DataError
-from lockstep.planning.order import SamplingFacts
+from lockstep.planning.order import SamplingFacts, check_sizes
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -62,41 +61,102 @@ class WindowOrder(BlockOrder):
     """Each sample once an epoch, shuffled so that only a bounded part of a large data set is read at a time.
 
     The data set consists of ``chunks`` of neighbouring samples. Their order is shuffled; ``window`` chunks after one
-    another make a window, whose samples are shuffled together. Nothing depends on ranks.
+    another make a window, whose samples are shuffled together.
     """
 
     repeats = False
 
     def __init__(self, chunks: Indices, window: int, seed: int) -> None:
         self.samples, self.seed = int(chunks.sum()), seed
-        self._sizes, self._first = chunks, np.cumsum(chunks) - chunks
-        self._window, self._epoch, self._order = window, -1, np.empty(0, np.int64)
-        self._ends = np.empty(0, np.int64)
+        self._sizes, self._first, self._window = chunks, np.cumsum(chunks) - chunks, window
+        self._known: tuple[int, Indices, Indices] | None = None  # an epoch, its order of chunks, their ends in it
 
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
-        if epoch != self._epoch:
-            self._order = Order(len(self._sizes), derive_key("chunks", self.seed)).slice(epoch, 0, len(self._sizes))
-            self._ends, self._epoch = np.cumsum(self._sizes[self._order]), epoch
+        if self._known is None or epoch != self._known[0]:
+            order = Order(len(self._sizes), derive_key("chunks", self.seed)).slice(epoch, 0, len(self._sizes))
+            self._known = epoch, order, np.cumsum(self._sizes[order])
+        _, order, ends = self._known
         pieces = []
         while start < stop:
-            first = int(np.searchsorted(self._ends, start, side="right")) // self._window * self._window
-            last = min(first + self._window, len(self._order))
-            low, high = int(self._ends[first - 1]) if first else 0, int(self._ends[last - 1])
+            first = int(np.searchsorted(ends, start, side="right")) // self._window * self._window
+            last = min(first + self._window, len(order))
+            low, high = int(ends[first - 1]) if first else 0, int(ends[last - 1])
             inner = Order(high - low, derive_key("window", self.seed, first))
             places = inner.slice(epoch, start - low, min(stop, high) - low) + low
-            turn = np.searchsorted(self._ends, places, side="right")
-            chunk = self._order[turn]
-            pieces.append(self._first[chunk] + places - (self._ends[turn] - self._sizes[chunk]))
+            turn = np.searchsorted(ends, places, side="right")
+            chunk = order[turn]
+            pieces.append(self._first[chunk] + places - (ends[turn] - self._sizes[chunk]))
             start = high
         return np.concatenate(pieces)
 
 
-class Cycled:
-    """Epochs of any length: each sample of the data set once, in a new order, before any is seen again.
+class BucketedOrder(BlockOrder):
+    """``order``, rearranged by length, so that padding is short: like goes with like.
+
+    It is cut into windows of ``window`` samples; a window is sorted by length and cut into blocks of ``block`` samples,
+    which are shuffled. A wide window makes for less padding, a narrow one for more mixing.
 
     Args:
-        order: of the whole data set.
+        lengths: one number per sample, in any unit: shape [samples of the data set]. A memory map stays one.
+
+    Raises:
+        ConfigError: ``window`` is not a positive multiple of ``block``.
+        DataError: ``lengths`` is not one number per sample.
     """
+
+    def __init__(self, order: SampleOrder, lengths: Sequence[float] | NDArray[Any], window: int, block: int) -> None:
+        check_sizes(window, block)
+        self._lengths = check_lengths(lengths, order.samples if type(order) is Order else len(lengths))
+        self.order, self.samples, self.repeats = order, order.samples, order.repeats
+        self.seed, self.block, self._blocks = order.seed, window, block
+
+    def _compute(self, epoch: int, start: int, stop: int) -> Indices:
+        samples = self.order.slice(epoch, start, stop)
+        # A stable sort: equal lengths keep their random order.
+        samples = samples[np.argsort(self._lengths[samples], kind="stable")]
+        key = derive_key("blocks", self.order.seed, epoch, start // self.block)
+        blocks = shuffled(-(-len(samples) // self._blocks), key)
+        places = (blocks[:, None] * self._blocks + np.arange(self._blocks)).reshape(-1)
+        window: Indices = samples[places[places < len(samples)]]
+        return window
+
+
+def check_lengths(lengths: Sequence[float] | NDArray[Any], samples: int) -> NDArray[Any]:
+    """``lengths`` as an array of shape [samples]. Raises :class:`DataError`: it is not one number per sample."""
+    given: NDArray[Any] = np.asanyarray(lengths)
+    if given.shape != (samples,) or given.dtype.kind not in "uif":
+        what = f"lengths of shape {given.shape} and type {given.dtype} do not fit {samples} samples"
+        fix = f"give a one-dimensional array of {samples} lengths"
+        raise DataError(what, why="a length-bucketed order needs one number per sample", fix=fix)
+    return given
+
+
+def hash_lengths(lengths: NDArray[Any]) -> str:
+    """A hash of all lengths: with another one of them, the order is another."""
+    digest = hashlib.sha256(str(lengths.dtype).encode())
+    digest.update(np.ascontiguousarray(lengths).data)
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def deal(items: int, lanes: int) -> Indices:
+    """Which item stands at each place when ``items`` are dealt to ``lanes`` in turn: shape [items], read-only.
+
+    Lane l has the places j with ⌊j·lanes/items⌋ = l, as in :class:`lockstep.planning.BatchPlan`, and gets the items
+    l, l + lanes, l + 2·lanes, …: neighbours in a block grow in length, so lanes have equal work. What is left of the
+    last round goes to the lanes that have one more.
+    """
+    places = np.arange(items, dtype=np.int64)
+    lane = places * lanes // items
+    turn = places + (-lane * items // lanes)  # the place within its lane
+    dealt = np.empty_like(places)
+    dealt[np.lexsort((lane, turn))] = places
+    dealt.flags.writeable = False
+    return dealt
+
+
+class Cycled:
+    """Epochs of any length: each sample of ``order`` once, in a new order, before any is seen again."""
 
     repeats = True
 
@@ -123,20 +183,19 @@ class WeightedOrder(BlockOrder):
 
     With replacement, position p takes the sample at which the sum of the weights first exceeds a hash of p: O(log n).
     Without, an epoch is sorted by log(u)/w, with u a hash of the sample (Efraimidis and Spirakis, "Weighted random
-    sampling with a reservoir", Information Processing Letters 97, 2006). 8 to 16 bytes a sample are kept.
-
-    Args:
-        weights: those of an epoch: shape [samples of the data set].
+    sampling with a reservoir", Information Processing Letters 97, 2006). ``weights(epoch)`` has the shape [samples of
+    the data set].
     """
 
     def __init__(self, weights: Callable[[int], Floats], samples: int, seed: int, *, replacement: bool) -> None:
-        self.samples, self.seed, self.repeats = samples, seed, replacement
-        self._weights = weights
-        self._epoch = -1
-        self._known: NDArray[Any] = np.empty(0)
+        self.samples, self.seed, self.repeats, self._weights = samples, seed, replacement, weights
+        self._known: tuple[int, NDArray[Any]] | None = None  # an epoch; the sums of its weights, or its order
 
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
-        known = self._of(epoch)
+        if self._known is None or self._known[0] != epoch:
+            weights = self._weights(epoch)
+            self._known = epoch, np.cumsum(weights) if self.repeats else self._sorted(weights, epoch)
+        known = self._known[1]
         if not self.repeats:
             return cast(Indices, known[start:stop].astype(np.int64))
         places = np.arange(start, stop, dtype=np.uint64)
@@ -146,21 +205,17 @@ class WeightedOrder(BlockOrder):
         found: Indices = np.minimum(np.searchsorted(known, drawn, side="right"), last)
         return found
 
-    def _of(self, epoch: int) -> NDArray[Any]:
-        if self._epoch != epoch:
-            weights = self._weights(epoch)
-            if self.repeats:
-                self._known = np.cumsum(weights)
-            else:
-                key = derive_key("without", self.seed, epoch)
-                times = np.full(len(weights), np.inf)
-                places = np.flatnonzero(weights)
-                if len(places) < self.samples:
-                    raise _too_few(len(places), self.samples, epoch)
-                times[places] = -logarithm(uniform(places.astype(np.uint64), key)) / weights[places]
-                self._known = np.argsort(times, kind="stable")
-            self._epoch = epoch
-        return self._known
+    def _sorted(self, weights: Floats, epoch: int) -> Indices:
+        times, places = np.full(len(weights), np.inf), np.flatnonzero(weights)
+        if len(places) < self.samples:
+            raise DataError(
+                f"an epoch of {self.samples} samples cannot be drawn without replacement in epoch {epoch}",
+                why=f"{len(places)} samples have a weight above 0",
+                fix="set data.replacement=true, or data.epoch_samples to at most that number",
+            )
+        drawn = uniform(places.astype(np.uint64), derive_key("without", self.seed, epoch))
+        times[places] = -logarithm(drawn) / weights[places]
+        return np.argsort(times, kind="stable")
 
 
 def uniform(places: NDArray[np.uint64], key: int) -> Floats:
@@ -197,22 +252,14 @@ class Uniform:
 
 
 def natural(dataset: Any) -> Sampling:
-    """A data set's own sampling (a mixture's, a stream's), or else each sample once an epoch.
-
-    Raises:
-        ConfigError: a mixture within it would lose its shares.
-    """
+    """A data set's own sampling (a mixture's, a stream's), or else each sample once an epoch."""
     check_shares(dataset)
     own = getattr(dataset, "sampling", None)
     return cast(Sampling, own()) if callable(own) else Uniform(dataset)
 
 
 def check_shares(dataset: Any, within: str | None = None) -> None:
-    """Refuse a mixture among the parts of ``dataset``, or ``dataset`` itself ``within`` what takes it by number.
-
-    Raises:
-        ConfigError: there is one, which would lose its shares.
-    """
+    """Refuse a mixture among the parts of ``dataset``, or as a part ``within`` another: it would lose its shares."""
     for leaf in leaves(dataset):
         if (within is not None or leaf is not dataset) and callable(getattr(leaf, "sampling", None)):
             outer, inner = within or type(dataset).__name__, type(leaf).__name__
@@ -243,16 +290,12 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     """
     given, name = weights, config.sampling
     whole = natural(dataset)
-    if not isinstance(whole, Uniform):  # a mixture, or a stream
-        if weights is not None or name not in ("auto", "uniform"):
-            raise ConfigError(
-                f"a {type(dataset).__name__} cannot be weighted by sample",
-                why="it decides itself which samples come, and when",
-                fix="leave out data.sampling and Datasets(weights=…); a Mixture takes shares",
-            )
-        return whole
-    if name == "uniform":
-        return whole
+    if not isinstance(whole, Uniform) and (weights is not None or name not in ("auto", "uniform")):
+        raise ConfigError(
+            f"a {type(dataset).__name__} cannot be weighted by sample",
+            why="it decides itself which samples come, and when",
+            fix="leave out data.sampling and Datasets(weights=…); a Mixture takes shares",
+        )
     if name == "weighted" and weights is None:
         raise ConfigError(
             "data.sampling is weighted, but the task gives no weights",
@@ -261,37 +304,29 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
         )
     if name == "balanced":
         given = balanced_weights(labels_of(dataset))
-    if given is None:
+    if given is None or name == "uniform":
         return whole
-    positions, replacement = None, config.replacement
+    samples, positions, replacement = len(dataset), None, config.replacement
     if isinstance(given, WeightedRandomSampler):
         positions = given.num_samples
         replacement = bool(given.replacement) if replacement is None else replacement
         given = given.weights
     replacement = replacement is not False
-    return _weighted(given, len(dataset), positions, replacement, "balanced by class" if name == "balanced" else "")
-
-
-def _weighted(given: Weights, samples: int, positions: int | None, replacement: bool, kind: str) -> Weighted:
-    digest = hashlib.sha256(str(replacement).encode())
-    weights: Callable[[int], Floats]
-    if callable(given):
-        weights = partial(_of_curriculum, given, samples)
-        kind, most = kind or "weighted by epoch", None
-    else:
-        fixed = check_weights(given, samples)
-        weights = partial(_of_every_epoch, fixed)
-        kind, most = kind or "weighted", None if replacement else int(np.count_nonzero(fixed))
-    digest.update(weights(0).tobytes())
-    if positions is None:
-        positions = samples if replacement else int(np.count_nonzero(weights(0)))
+    kind = ("balanced by class" if name == "balanced" else "weighted") + (" by epoch" if callable(given) else "")
     kind += ", with replacement" if replacement else ", without replacement"
-    return Weighted(
-        weights, replacement, SamplingFacts(kind=kind, digest=digest.hexdigest()[:16], positions=positions, most=most)
-    )
+    # Not closures: loader workers that are not forks get the order by pickle.
+    if callable(given):
+        by_epoch: Callable[[int], Floats] = partial(_of_curriculum, given, samples)
+    else:
+        by_epoch = partial(_of_every_epoch, check_weights(given, samples))
+    first = by_epoch(0)
+    drawable = int(np.count_nonzero(first))
+    positions = (samples if replacement else drawable) if positions is None else positions
+    digest = hashlib.sha256(str(replacement).encode() + first.tobytes()).hexdigest()[:16]
+    most = None if callable(given) or replacement else drawable
+    return Weighted(by_epoch, replacement, SamplingFacts(kind=kind, digest=digest, positions=positions, most=most))
 
 
-# Not closures: loader workers that are not forks get the order by pickle.
 def _of_curriculum(curriculum: Callable[[int], Any], samples: int, epoch: int) -> Floats:
     return check_weights(curriculum(epoch), samples, f" of epoch {epoch}")
 
@@ -301,36 +336,20 @@ def _of_every_epoch(weights: Floats, epoch: int) -> Floats:
 
 
 def check_weights(given: Any, samples: int, where: str = "") -> Floats:
-    """One weight for each sample, as an array.
-
-    Raises:
-        DataError: another number of them; one that is negative or not finite; or all are 0.
-    """
+    """One weight for each sample, as an array. Raises :class:`DataError`: they cannot be weights."""
+    fix = "give one finite number from 0 for each training sample, and not only zeros"
     try:
         weights = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"the weights{where} are not numbers", why=str(error), fix=_FIX) from None
+        raise DataError(f"the weights{where} are not numbers", why=str(error), fix=fix) from None
     if weights.shape != (samples,):
-        what = f"weights{where} of shape {weights.shape} do not fit {samples} samples"
-        raise DataError(what, why="each training sample needs one weight", fix=_FIX)
+        raise DataError(f"weights{where} of shape {weights.shape} do not fit {samples} samples", fix=fix)
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if wrong.size:
-        what = f"the weight of sample {wrong[0]}{where} is {weights[wrong[0]]:g}"
-        raise DataError(what, why="a weight is a finite number from 0", fix=_FIX)
+        raise DataError(f"the weight of sample {wrong[0]}{where} is {weights[wrong[0]]:g}", fix=fix)
     if not weights.any() or not np.isfinite(weights.sum()):
-        raise DataError(f"the sum of all weights{where} is {weights.sum():g}", why="no sample can be drawn", fix=_FIX)
+        raise DataError(f"the sum of all weights{where} is {weights.sum():g}", why="no sample can be drawn", fix=fix)
     return weights
-
-
-_FIX = "give one finite number from 0 for each training sample, and not only zeros"
-
-
-def _too_few(found: int, asked: int, epoch: int) -> DataError:
-    return DataError(
-        f"an epoch of {asked} samples cannot be drawn without replacement in epoch {epoch}",
-        why=f"{found} samples have a weight above 0",
-        fix="set data.replacement=true, or data.epoch_samples to at most that number",
-    )
 
 
 def balanced_weights(labels: NDArray[Any]) -> Floats:
@@ -340,11 +359,7 @@ def balanced_weights(labels: NDArray[Any]) -> Floats:
 
 
 def labels_of(dataset: Any) -> NDArray[Any]:
-    """The label of each sample, from the data set's ``targets`` or ``labels``, its last tensor, or a column ``label``.
-
-    Raises:
-        ConfigError: there is none of these.
-    """
+    """The label of each sample: the data set's ``targets`` or ``labels``, its last tensor, or a column ``label``."""
     if type(dataset) is Subset:
         labels: NDArray[Any] = labels_of(dataset.dataset)[np.asarray(dataset.indices)]
         return labels

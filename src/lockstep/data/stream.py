@@ -1,15 +1,12 @@
 """Iterable data sets: read once on each node, in the order in which they come, and handed to its ranks.
 
-Item n of a run is the n-th item that the data set gives, so the samples of a step are the same on any number of ranks.
-One rank of a node reads; the others ask it, over a Unix socket in a folder of the user's. What was read is kept until
-no rank can ask for it again. When the data set ends, it is read again: no rank is without samples.
+One rank of a node reads; the others ask it, over a Unix socket in a folder of the user's. Item n of a run is the n-th
+item that the data set gives; what was read is kept until no rank can ask for it again. When the data set ends, it is
+read again. With ``state_dict`` and ``load_state_dict``, the state before every :data:`EVERY` items is kept until those
+have been trained on: a checkpoint has one at or before its position, and a resume skips the items between the two.
 
-With ``state_dict`` and ``load_state_dict``, as torchdata and Hugging Face have them, the state before every
-:data:`EVERY` items is kept until those have been trained on, so a checkpoint has one at or before its position, and a
-resume skips the few items between the two.
-
-An item that cannot be read keeps its number, and raises when it is asked for: so ``data.on_bad_row=skip`` leaves the
-same items out on any number of ranks. A generator ends with the error that it raises, and so does the run.
+An item that cannot be read keeps its number, and raises when it is asked for, on any number of ranks. A generator ends
+with the error that it raises, and so does the run.
 """
 
 from __future__ import annotations
@@ -103,25 +100,17 @@ class Stream:
 
     @property
     def remark(self) -> str:
-        text = "The training data are a stream"
-        if self.has_cursor and has_shuffle_buffer(self.dataset):
-            text += (
-                ": read once on each node. Hugging Face's state_dict() leaves out its shuffle buffer: a resume fills "
-                "it again, and leaves out the samples that were in it."
-            )
-        elif self.has_cursor:
-            text += ": read once on each node; a resume continues at its state_dict()."
+        if not self.has_cursor:
+            text = "without state_dict() and load_state_dict(): a resume would begin it again, repeat and lose samples."
+        elif has_shuffle_buffer(self.dataset):
+            text = "read once on each node. Hugging Face's state_dict() leaves out its shuffle buffer: a resume fills "
+            text += "it again, and leaves out the samples that were in it."
         else:
-            text += (
-                " without state_dict() and load_state_dict(): a resume would begin it again, repeat samples and leave "
-                "others out."
-            )
-        reader = reads_rank(self.dataset)
-        if reader:
-            text += (
-                f" {reader} reads the rank: it must give all samples on every rank, since the ranks of a node share "
-                "what one of them reads, and the other ranks' parts would be left out."
-            )
+            text = "read once on each node; a resume continues at its state_dict()."
+        text = f"The training data are a stream, {text}"
+        if reader := reads_rank(self.dataset):
+            text += f" {reader} reads the rank: it must give all samples on every rank, since the ranks of a node "
+            text += "share what one of them reads, and the other ranks' parts would be left out."
         return f"{text} Its {DRAWS}; {OWN}." if self._draws else text
 
     def fingerprint(self) -> str:
@@ -132,13 +121,8 @@ class Stream:
 
     @property
     def facts(self) -> SamplingFacts:
-        return SamplingFacts(
-            kind="in the order of the stream",
-            digest="stream",
-            positions=self._samples,
-            stream=True,
-            draws=bool(self._draws),
-        )
+        kind, draws = "in the order of the stream", bool(self._draws)
+        return SamplingFacts(kind=kind, digest="stream", positions=self._samples, stream=True, draws=draws)
 
     def order(self, positions: int, seed: int) -> StreamOrder:
         return StreamOrder(positions, seed)
@@ -172,16 +156,14 @@ class Stream:
                     raise item
             self._asked[rank] = max(self._asked[rank], first)
             # Items of one step, which may be two batches long, come in any order: a rank without any replays the first.
-            self._forget(max(min(self._asked) - 2 * self._window, max(self._asked) - LAG * self._window))
+            before = max(min(self._asked) - 2 * self._window, max(self._asked) - LAG * self._window)
+            if before > self._first:
+                del self._kept[: before - self._first]
+                self._first = before
+                # A checkpoint may be some steps behind, as batches are fetched ahead; a step has one state at most.
+                for number in sorted(number for number in self._states if number <= before)[:-4]:
+                    del self._states[number]
             return found
-
-    def _forget(self, before: int) -> None:
-        if before > self._first:
-            del self._kept[: before - self._first]
-            self._first = before
-            # A checkpoint may be some steps behind, as batches are fetched ahead; there is one state a step at most.
-            for number in sorted(number for number in self._states if number <= before)[:-4]:
-                del self._states[number]
 
     def _fill(self, stop: int) -> None:
         """Read until there is item ``stop - 1``."""
@@ -224,17 +206,17 @@ class Stream:
 
     def _again(self) -> None:
         if not self._given:
-            what, name = "gives no item", type(self.dataset).__name__
+            what, why, fix = f"{type(self.dataset).__name__} gives no item", "", "check its files and filters"
             if self._passes:
-                why = "a generator, or another iterator, can be iterated over once"
+                what, why = f"{what} when it is iterated over again", "a generator can be iterated over once"
                 fix = "give an object whose __iter__() begins again, or train for the items that there are"
-                raise DataError(f"{name} {what} when it is iterated over again", why=why, fix=fix)
-            raise DataError(f"{name} {what}", fix="check its files and filters")
+            raise DataError(what, why=why, fix=fix)
         self._passes, self._given, self._iterator = self._passes + 1, 0, None
+        self._set_epoch()
+
+    def _set_epoch(self) -> None:
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(self._passes)
-
-    # --- What an attempt does with it ---------------------------------------------------------------------------------
 
     def begin(self, folder: Path, attempt: int, world: World, position: int, window: int, saved: Any) -> None:
         """Before the first step of an attempt: where it begins, and who reads.
@@ -262,20 +244,16 @@ class Stream:
         self._asked, self._window = [position] * world.local_size, window
         if saved is not None:
             self._first, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
-            if callable(getattr(self.dataset, "set_epoch", None)):
-                self.dataset.set_epoch(self._passes)
+            self._set_epoch()
             self.dataset.load_state_dict(copy.deepcopy(saved["state"]))
             self._states[self._first] = (self._passes, self._given, saved["state"])
         if world.local_size > 1:
             with contextlib.suppress(FileNotFoundError):
                 Path(address).unlink()
             self._listener = Listener(address, "AF_UNIX", authkey=key)
-            self._threads = [
-                threading.Thread(target=self._serve, name="lockstep-stream", daemon=True)
-                for _ in range(world.local_size - 1)
-            ]
-            for thread in self._threads:
-                thread.start()
+            for _ in range(world.local_size - 1):
+                self._threads.append(threading.Thread(target=self._serve, name="lockstep-stream", daemon=True))
+                self._threads[-1].start()
 
     def state_dict(self, position: int) -> dict[str, Any] | None:
         """Where to continue after ``position`` items of the run; ``None``: no cursor, or another rank reads."""
@@ -348,15 +326,13 @@ def reads_rank(dataset: Any) -> str:
 
     Looked at are the names and texts in the code of its class, and of functions that it has or that are called there.
     """
-    attributes = getattr(dataset, "__dict__", {})  # generators and classes with __slots__ have none
-    given = [one for value in attributes.values() for one in (value if type(value) in (list, tuple) else [value])]
-    members = [
-        getattr(member, "fget", None) or getattr(member, "__func__", member)
-        for kind in type(dataset).__mro__
-        if kind.__module__.partition(".")[0] not in ("torch", "datasets")
-        for member in vars(kind).values()
-    ]
-    ahead, known = [one for one in (*members, *given) if isinstance(one, FunctionType)], set[CodeType]()
+    things: list[Any] = []
+    for value in getattr(dataset, "__dict__", {}).values():  # generators and classes with __slots__ have none
+        things += value if type(value) in (list, tuple) else [value]
+    for kind in type(dataset).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "datasets"):
+            things += [getattr(m, "fget", None) or getattr(m, "__func__", m) for m in vars(kind).values()]
+    ahead, known = [one for one in things if isinstance(one, FunctionType)], set[CodeType]()
     while ahead:
         function = ahead.pop()
         codes = [function.__code__]
@@ -378,11 +354,7 @@ def _package(function: FunctionType) -> str:
 
 
 def as_stream(dataset: Any, *, epoch_samples: int | None, max_steps: int | None) -> Stream:
-    """``dataset`` by item number.
-
-    Raises:
-        ConfigError: its length is not known, and neither is when the run should end.
-    """
+    """``dataset`` by item number. Raises :class:`ConfigError`: nothing says when the run should end."""
     part = node_of(dataset)
     if part is not None and part[1] > 1:
         raise DataError(

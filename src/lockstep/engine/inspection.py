@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
-from lockstep.data.bucketed import check_lengths, hash_lengths
 from lockstep.data.reader import Reader
+from lockstep.data.sampling import check_lengths, hash_lengths
 from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, readable_sample, remarks_of
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask

@@ -10,9 +10,8 @@ from typing import Literal
 
 import torch
 
-from lockstep.checkpoint.sharded import ShardedStore
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.checkpoint.writer import BackgroundWriter
+from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives, collectives, shared
 from lockstep.engine.process.runtime import before_nccl, rank_device, runtime

@@ -14,11 +14,17 @@ from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig, RunConfig
 from lockstep.data.arrays import ArrayDataset, by_row
-from lockstep.data.bucketed import BucketedOrder, check_lengths, hash_lengths
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
 from lockstep.data.requests import Source, Window, windows
-from lockstep.data.sampling import SampleOrder, Sampling, resolve_sampling
+from lockstep.data.sampling import (
+    BucketedOrder,
+    SampleOrder,
+    Sampling,
+    check_lengths,
+    hash_lengths,
+    resolve_sampling,
+)
 from lockstep.data.stream import Stream, as_stream, is_stream
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.process.runtime import seeded

@@ -150,10 +150,8 @@ def generate(
         scores = logits[0, -1].float().cpu()
         if top_k is not None:
             scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
-        if temperature:
-            drawn = int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator))
-        else:
-            drawn = int(scores.argmax())
+        probabilities = (scores / temperature).softmax(0) if temperature else None
+        drawn = int(scores.argmax() if probabilities is None else probabilities.multinomial(1, generator=generator))
         if drawn == end:
             break
         found.append(drawn)

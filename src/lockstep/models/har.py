@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 
 class Cnn(nn.Module):
-    """Convolution blocks over time, then mean and maximum over time, then a linear layer.
-
-    A block is convolution, batch normalisation, ReLU and a maximum over pairs of time steps. The mean
-    describes how a channel behaves over the window, the maximum whether a pattern occurs in it at all.
+    """Convolution blocks over time that halve it, then mean and maximum over time, then a linear layer.
 
     Args:
         widths: output channels of each block.
@@ -50,8 +47,7 @@ class Cnn(nn.Module):
         self.head = _MeanAndMaximum(nn.Dropout(dropout), nn.Linear(2 * channels, classes))
 
     def forward(self, samples: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(samples))
-        return logits
+        return self.head(self.features(samples))
 
     def stages(self) -> list[nn.Module]:
         """The model in order, to be cut anywhere: its blocks, and the head."""
@@ -63,8 +59,7 @@ class _MeanAndMaximum(nn.Sequential):
 
     def forward(self, features: Tensor) -> Tensor:
         pooled = torch.cat([features.mean(dim=2), features.amax(dim=2)], dim=1)
-        logits: Tensor = super().forward(pooled)  # type: ignore[no-untyped-call]
-        return logits
+        return super().forward(pooled)  # type: ignore[no-untyped-call]
 
 
 class Mlp(nn.Module):
@@ -81,14 +76,12 @@ class Mlp(nn.Module):
         width = channels * length
         for size in hidden:
             layers += [nn.Linear(width, size), nn.ReLU()]
-            # A dropout of 0 would still cost a call per step.
-            layers += [nn.Dropout(dropout)] if dropout else []
+            layers += [nn.Dropout(dropout)] if dropout else []  # a dropout of 0 would still cost a call per step
             width = size
         self.layers = nn.Sequential(*layers, nn.Linear(width, classes))
 
     def forward(self, samples: Tensor) -> Tensor:
-        logits: Tensor = self.layers(samples)
-        return logits
+        return self.layers(samples)
 
     def stages(self) -> list[nn.Module]:
         """One for each linear layer, with what stands behind it."""
@@ -126,20 +119,23 @@ class Transformer(nn.Module):
             raise ValueError(f"windows have only {length} steps: too few for patches of {patch}")
         self.embed = _Patches(channels, width, patch, stride=patch)
         self.embed.register_buffer("positions", _sine_positions(length // patch, width), persistent=False)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 2 * width, dropout, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = pre_norm_encoder(width, heads, 2 * width, depth, dropout)
         self.head = _Mean(nn.Dropout(dropout), nn.Linear(width, classes))
 
     def forward(self, samples: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder(self.embed(samples)))
-        return logits
+        return self.head(self.encoder(self.embed(samples)))
 
     def stages(self) -> list[nn.Module]:
         """One for each layer, and both ends."""
         assert self.encoder.norm is not None
         return [self.embed, *self.encoder.layers, nn.Sequential(self.encoder.norm, self.head)]
+
+
+def pre_norm_encoder(width: int, heads: int, hidden: int, depth: int, dropout: float) -> nn.TransformerEncoder:
+    """Pre-norm layers, and a norm at their end."""
+    options = {"activation": "gelu", "batch_first": True, "norm_first": True}
+    layer = nn.TransformerEncoderLayer(width, heads, hidden, dropout, **options)  # type: ignore[arg-type]
+    return nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
 
 
 class _Patches(nn.Conv1d):
@@ -155,8 +151,7 @@ class _Mean(nn.Sequential):
     """Layers on the mean over patches of (batch, patches, width)."""
 
     def forward(self, patches: Tensor) -> Tensor:
-        logits: Tensor = super().forward(patches.mean(dim=1))  # type: ignore[no-untyped-call]
-        return logits
+        return super().forward(patches.mean(dim=1))  # type: ignore[no-untyped-call]
 
 
 def _sine_positions(steps: int, width: int) -> Tensor:

@@ -27,14 +27,11 @@ from lockstep._compat.torch import ConvertedModule
 
 
 def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
-    """The continuous system ``dm/dt = A m + B u``, time in steps: A of shape (order, order), B of (order,).
+    """The continuous system ``dm/dt = A m + B u``, time in steps: A of shape (order, order), B of (order,), in float64.
 
-    The state ``m`` holds the last θ steps of the scalar input ``u`` as coefficients of shifted Legendre polynomials,
-    each of maximum 1 on the window: ``u(t-θ')`` is about ``Σ_i m_i P_i(2θ'/θ - 1)`` (equations 1–3). In float64 on the
-    CPU.
-
-    ``A_ij = (2i+1)/θ · (-1 if i < j else (-1)^(i-j+1))`` and ``B_i = (2i+1)/θ · (-1)^i`` (equation 2 of
-    Voelker et al. 2019).
+    ``m`` has the last θ steps of the scalar input ``u`` as coefficients of shifted Legendre polynomials: ``u(t-θ')`` is
+    about ``Σ_i m_i P_i(2θ'/θ - 1)``. ``A_ij = (2i+1)/θ · (-1 if i < j else (-1)^(i-j+1))`` and
+    ``B_i = (2i+1)/θ · (-1)^i`` (equations 1–3 of Voelker et al. 2019).
     """
     index = torch.arange(order, dtype=torch.float64, device="cpu")
     scale = (2 * index + 1) / theta
@@ -91,11 +88,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _LinearScan(torch.autograd.Function):
-    """The states of ``s[j+1] = A s[j] + l[j]``, from ``s[0]`` on, for a constant ``A``.
-
-    Shapes: ``s[0]`` (batch, order), ``l`` (batch, steps, order), ``A`` (order, order); the result is
-    (batch, steps + 1, order).
-    """
+    """The states (batch, steps + 1, order) of ``s[j+1] = A s[j] + l[j]``, from ``s[0]`` on, for a constant ``A``."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, inputs: Tensor, matrix: Tensor) -> Tensor:
@@ -120,8 +113,7 @@ class _FeedbackScan(torch.autograd.Function):
 
     Shapes: ``h[-1]`` (batch, hidden); the inputs ``i`` for ``h`` (batch, time, hidden) and for ``u`` (batch, time),
     and the results likewise; ``M`` (hidden + history, hidden + history), whose rows after the first ``hidden`` + 1
-    shift the history by one place. A step is two kernels, forward and backward; the gradient of ``M`` is one
-    product at the end.
+    shift the history by one place. A step is two kernels; the gradient of ``M`` is one product at the end.
     """
 
     @staticmethod
@@ -156,9 +148,7 @@ project: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _Projection
 linear_scan: Callable[[Tensor, Tensor, Tensor], Tensor] = _LinearScan.apply
 feedback_scan: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _FeedbackScan.apply
 
-
 FORMS = ("parallel", "recurrent")
-
 #: Steps of a chunk. The memory is carried from chunk to chunk, one after another.
 CHUNK = 16
 
@@ -222,20 +212,17 @@ class LMU(ConvertedModule):
     def forward(
         self, x: Tensor, lengths: Tensor | None = None, state: LMUState | None = None
     ) -> tuple[Tensor, LMUState]:
-        """Go through ``x`` from ``state`` on; pieces one after another give what the whole gives.
+        """The output (batch, time, hidden_size), 0 after a sequence's end, and the state at each sequence's own end.
+
+        Pieces one after another, each from the ``state`` of the one before, give what the whole gives.
 
         Args:
-            x: (batch, time, input_size), at least one step.
+            x: (batch, time, input_size), at least one step. What stands after a sequence's end has no influence.
             lengths: steps of each sequence, integers of shape (batch,) from 0 to time; ``None``: all of them.
-                What stands in ``x`` after a sequence's end has no influence, whatever it is.
             state: where each sequence stands, as an earlier call returned it; ``None``: zeros.
 
-        Returns:
-            The output (batch, time, hidden_size), 0 after a sequence's end, and the state at each sequence's own end.
-
         Raises:
-            ValueError: ``x``, ``lengths`` or ``state`` of another shape, or a length out of range (seen on the CPU
-                only: on a GPU the check would have to wait for it).
+            ValueError: another shape, or a length out of range (seen on the CPU only).
         """
         self._check(x, lengths, state)
         padding = None
@@ -331,8 +318,7 @@ class LMU(ConvertedModule):
     def _stride(self, batch: int, time: int) -> int:
         """The parallel form computes the memory at every stride-th step, and ``W_m A^k`` for the steps between.
 
-        The first takes order² · batch · time / stride products, the second order² · hidden · stride, or none for 1. So
-        the best stride is about √(batch · time / hidden); measured, this power of two.
+        That takes order² · (batch · time / stride + hidden · stride) products; measured, this power of two is best.
         """
         if time < CHUNK:
             return 1
@@ -373,11 +359,9 @@ class LMU(ConvertedModule):
             readable = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
             if readable and not bool(((lengths >= 0) & (lengths <= time)).all()):
                 raise ValueError(f"the lengths go from 0 to the {time} steps of the input, not {lengths.tolist()}")
-        if state is not None:
-            wanted = [(batch, self.hidden_size), (batch, self.memory_size)]
-            given = [tuple(part.shape) for part in state]
-            if given != wanted:
-                raise ValueError(f"the state's h and m are of shape {wanted}, not {given}")
+        wanted = [(batch, self.hidden_size), (batch, self.memory_size)]
+        if state is not None and [tuple(part.shape) for part in state] != wanted:
+            raise ValueError(f"the state's h and m are of shape {wanted}, not {[tuple(part.shape) for part in state]}")
 
     def _transition(self, device: torch.device) -> Tensor:
         dtype = torch.promote_types(self.W_x.dtype, torch.float32)

@@ -23,8 +23,6 @@ def output_lengths(lengths: Frames, downsample: int) -> Frames:
 class Recogniser(nn.Module):
     """Log-mel frames → linear → blocks of attention and LMU → linear → log-probabilities of symbols.
 
-    Frames behind an utterance's end have no influence on it, whatever stands there.
-
     Args:
         bands: features of a frame.
         symbols: outputs, CTC's blank among them.
@@ -60,8 +58,7 @@ class Recogniser(nn.Module):
 
         Args:
             features: (batch, frames, bands).
-            lengths: feature frames of each utterance, (batch,), at least 1; :func:`output_lengths` gives those of
-                the output.
+            lengths: feature frames of each utterance, (batch,), at least 1. What stands behind has no influence.
         """
         x, lengths, padding = _embed(self.encoder, self.downsample, features, lengths)
         for block in self.blocks:
@@ -94,8 +91,7 @@ def _pass_on(block: nn.Module, x: Tensor, lengths: Tensor, padding: Tensor) -> t
 
 
 def _classify(hidden: nn.Module, decoder: nn.Module, x: Tensor, *_: Tensor) -> Tensor:
-    logits: Tensor = decoder(F.relu(hidden(x)))
-    return F.log_softmax(logits.float(), dim=-1)
+    return F.log_softmax(decoder(F.relu(hidden(x))).float(), dim=-1)
 
 
 class Stage(nn.Module):
@@ -125,6 +121,4 @@ class Block(nn.Module):
         """(batch, time, width) → the same; ``padding`` [batch, time] is true behind the end of a sequence."""
         attended, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
         x = self.attention_norm(x + attended)
-        x, _ = self.lmu(x, lengths)
-        dropped: Tensor = self.dropout(self.norm(x))
-        return dropped
+        return self.dropout(self.norm(self.lmu(x, lengths)[0]))

@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.har import pre_norm_encoder
+
 
 class Residual(nn.Module):
     """Two 3×3 convolutions beside a shortcut, the basic block of He et al. 2016, https://arxiv.org/abs/1512.03385."""
@@ -50,8 +52,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(images).mean(dim=(2, 3)))
-        return logits
+        return self.head(self.features(images).mean(dim=(2, 3)))
 
     def stages(self) -> list[nn.Module]:
         """Stem, blocks and head, to be cut anywhere."""
@@ -85,16 +86,12 @@ class Vit(nn.Module):
             raise ValueError(f"the width {width} must be a multiple of the {heads} heads")
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.positions = nn.Parameter(0.02 * torch.randn(size[0] // patch[0] * (size[1] // patch[1]), width))
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = pre_norm_encoder(width, heads, 4 * width, depth, dropout)
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.embed(images).flatten(2).transpose(1, 2) + self.positions
-        logits: Tensor = self.head(self.encoder(patches).mean(dim=1))
-        return logits
+        return self.head(self.encoder(patches).mean(dim=1))
 
 
 class LinePlots(nn.Module):
@@ -118,21 +115,14 @@ class LinePlots(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Images ``(batch, *shape)`` → codes ``(batch, code)``.
-
-    Args:
-        shape: of one image.
-        hidden: widths of the layers between image and code.
-        code: numbers that an image is squeezed into.
-    """
+    """Images ``(batch, *shape)`` → codes ``(batch, code)``; ``hidden`` are the widths of the layers between."""
 
     def __init__(self, shape: Sequence[int], hidden: Sequence[int], code: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), *_layers([math.prod(shape), *hidden, code]))
 
     def forward(self, images: Tensor) -> Tensor:
-        codes: Tensor = self.layers(images)
-        return codes
+        return self.layers(images)
 
 
 class Decoder(nn.Module):
@@ -144,8 +134,7 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(*_layers(widths), nn.Sigmoid(), nn.Unflatten(1, tuple(shape)))
 
     def forward(self, codes: Tensor) -> Tensor:
-        images: Tensor = self.layers(codes)
-        return images
+        return self.layers(codes)
 
 
 class Autoencoder(nn.Module):
@@ -157,8 +146,7 @@ class Autoencoder(nn.Module):
         self.decoder = Decoder(shape, hidden, code)
 
     def forward(self, images: Tensor) -> Tensor:
-        reconstructions: Tensor = self.decoder(self.encoder(images))
-        return reconstructions
+        return self.decoder(self.encoder(images))
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:

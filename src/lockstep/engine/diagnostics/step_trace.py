@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from lockstep.config import DebugConfig
 from lockstep.data.reader import Indices
-from lockstep.data.requests import ArrangedSource, Request, Source
+from lockstep.data.requests import Request, Source
 from lockstep.engine.dataset_checks import as_array, feed
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
 from lockstep.engine.loop import StepResult
@@ -64,7 +64,7 @@ class Traced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TracedSource(ArrangedSource):
+class TracedSource(Source):
     """Batches come with the hashes of their samples."""
 
     def batch(self, request: Request) -> Any:
@@ -122,7 +122,9 @@ class Trace:
         self._read_buffers(0)
 
     def source(self, source: Source) -> Source:
-        return TracedSource.of(source, self.settings.trace, collate=DigestingCollate(source.collate))
+        own = {each.name: getattr(source, each.name) for each in fields(source)}
+        own |= {"collate": DigestingCollate(source.collate), "arrangement": self.settings.trace}
+        return TracedSource(**own)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         return map(self._unpack, batches)

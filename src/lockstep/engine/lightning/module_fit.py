@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 from lockstep.checkpoint.store import Snapshot
-from lockstep.data.workers import child_signal_kept
+from lockstep.data.loader import child_signal_kept
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.lightning.callback import OWN, RunLogCallback, StoreIO
 from lockstep.engine.lightning.ckpt_file import imported_state, read_file, told_clearly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.arrays import by_row, is_loader
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
-from lockstep.data.requests import ArrangedSource, Request, Source, Window, readable, windows
+from lockstep.data.requests import Request, Source, Window, readable, windows
 from lockstep.data.stream import is_stream
 from lockstep.engine.dataset_checks import check_dataset, examined, same_data
 from lockstep.engine.distributed.collectives import Collectives
@@ -97,7 +98,7 @@ class DataFeed:
     def __init__(self, training: Training, source: Source, batch: BatchPlan) -> None:
         arrangement = training.rank.config.debug.trace
         if arrangement != "off":
-            source = ArrangedSource.of(source, arrangement)
+            source = replace(source, arrangement=arrangement)
         self._training, self.source, self.batch = training, source, batch
         self._loader: Any = None
         self._batches: TimedBatches | None = None

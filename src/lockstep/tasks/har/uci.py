@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.archive import extract_zip, put_unpacked
-from lockstep.data.download import download
+from lockstep.data.download import download, extract, put_unpacked
 from lockstep.errors import DataError
 from lockstep.tasks.har.windows import HarData, check_subjects, checked, select
 
@@ -56,8 +55,8 @@ def fetch_uci(folder: Path, *, url: str = URL, sha256: str = SHA256) -> Path:
 
 
 def _unpack(outer: Path, temporary: Path) -> Path:
-    inner = extract_zip(outer, temporary / "outer") / f"{FOLDER}.zip"
-    return (extract_zip(inner, temporary / "inner") if inner.exists() else temporary / "outer") / FOLDER
+    inner = extract(outer, temporary / "outer") / f"{FOLDER}.zip"
+    return (extract(inner, temporary / "inner") if inner.exists() else temporary / "outer") / FOLDER
 
 
 def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:

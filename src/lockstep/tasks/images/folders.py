@@ -38,10 +38,9 @@ class Listed(NamedTuple):
 def digits_folder() -> Path:
     """Class folders with the digits of scikit-learn's set as PNGs, made once in the user's cache folder."""
     folder = cache_folder() / "digits-png"
-    if folder.is_dir():
-        return folder
     try:
-        make_folder(folder, _write_digits)
+        if not folder.is_dir():
+            make_folder(folder, _write_digits)
     except StorageError:
         if not folder.is_dir():  # else another process was faster
             raise
@@ -61,8 +60,7 @@ def _write_digits(folder: Path) -> None:
 def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     """The images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
 
-    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names. Hidden files
-    and folders are left out.
+    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
 
     Raises:
         DataError: no folder, no class folders, a class without images, or one that is not in ``train``.
@@ -70,31 +68,22 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", fix="check task.data: a folder with a folder for each class")
     roots = _splits(folder)
-    found = {name: _by_class(root) for name, root in roots.items()}
+    found = {name: {folder.name: _images_in(folder) for folder in _folders(root)} for name, root in roots.items()}
     empty = sorted(name for name, files in found["train"].items() if not files)
     classes = tuple(sorted(found["train"].keys() - set(empty)))
     if len(classes) < 2:
-        loose = any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir())
-        raise DataError(
-            f"{roots['train']} has {many(len(classes), 'class folder')} with images",
-            why="the images have no labels: a label is the name of the folder that an image is in"
-            if loose
-            else "a classifier needs at least two classes",
-            fix="sort the images into a folder for each class",
-        )
+        what, why = f"{roots['train']} has {many(len(classes), 'class folder')} with images", "at least two are needed"
+        if any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir()):
+            why = "the images have no labels: a label is the name of the folder that an image is in"
+        raise DataError(what, why=why, fix="sort the images into a folder for each class")
     if empty:
-        raise DataError(
-            f"the class folder {roots['train'] / empty[0]} has no images",
-            why=f"none of its files ends in {', '.join(SUFFIXES)}",
-            fix="add or convert its images, or remove the folder",
-        )
+        what, why = f"the class folder {roots['train'] / empty[0]} has no images", f"no file ends in {SUFFIXES}"
+        raise DataError(what, why=why, fix="add or convert its images, or remove the folder")
     for name, those in found.items():
         strange = sorted(label for label, files in those.items() if files and label not in classes)
         if strange:
-            raise DataError(
-                f"{roots[name]} has the class {strange[0]!r}, which train does not have",
-                fix="add training images of it, or remove the folder",
-            )
+            what = f"{roots[name]} has the class {strange[0]!r}, which train does not have"
+            raise DataError(what, fix="add training images of it, or remove the folder")
     if "val" not in found:
         found["train"], found["val"] = _divided(found["train"], folder, val_share)
     if not any(found["val"].values()):
@@ -126,16 +115,10 @@ def _splits(folder: Path) -> dict[str, Path]:
             raise DataError(f"{folder} has both {found[name].name} and {place.name}", fix=fix)
         found[name] = place
     if found and "train" not in found:
-        raise DataError(
-            f"{folder} has {' and '.join(place.name for place in found.values())}, but not train",
-            why="these are names of splits, not of classes",
-            fix="add a folder train with a folder for each class, or name another folder in task.data",
-        )
+        what = f"{folder} has {' and '.join(place.name for place in found.values())}, but not train"
+        fix = "add a folder train with a folder for each class, or name another folder in task.data"
+        raise DataError(what, why="these are names of splits, not of classes", fix=fix)
     return found or {"train": folder}
-
-
-def _by_class(root: Path) -> dict[str, list[Path]]:
-    return {folder.name: _images_in(folder) for folder in _folders(root)}
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -172,11 +155,13 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
         DataError: it cannot be read; with the advice ``fix``.
     """
     image = _pillow()
+    from PIL.ImageOps import exif_transpose
+
     try:
         with image.open(file) as opened:
             opened.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block leaves the image as it is
-                _operations().exif_transpose(opened, in_place=True)
+                exif_transpose(opened, in_place=True)
             if opened.mode in ("I", "I;16", "I;16B", "I;16L", "F"):
                 values = np.asarray(opened, dtype=np.float32)
                 # Floating-point numbers have no range of their own, and older versions of Pillow read 16 bits as "I".
@@ -219,7 +204,8 @@ def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Pat
         raise DataError(f"none of {many(len(broken), 'image')} can be read", why=f"as {broken[0]}", fix=_REPLACE)
     lost = set(broken)
     kept = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in lost]
-    return Listed(tuple(f for f, _ in kept), tuple(n for _, n in kept), listed.classes), broken
+    files, labels = zip(*kept, strict=True) if kept else ((), ())
+    return Listed(files, labels, listed.classes), broken
 
 
 @dataclass(frozen=True)
@@ -244,11 +230,7 @@ class Augmentation:
 class Images:
     """A split as a data set of (pixels, label, other label, share of the first).
 
-    Every draw is from the generator of the sample, so that an image is augmented, and mixed with another one, alike on
-    any number of ranks and workers.
-
-    Args:
-        in_training: whether ``task.skip_broken`` can leave out an image that cannot be read.
+    ``in_training``: whether ``task.skip_broken`` can leave out an image that cannot be read.
     """
 
     def __init__(
@@ -317,16 +299,9 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise UnsupportedError(
-            "Pillow, which reads images, is not installed", fix="pip install 'lockstep-train[images]'"
-        ) from None
+        fix = "pip install 'lockstep-train[images]'"
+        raise UnsupportedError("Pillow, which reads images, is not installed", fix=fix) from None
     return Image
-
-
-def _operations() -> Any:
-    from PIL import ImageOps
-
-    return ImageOps
 
 
 def images_below(path: Path) -> tuple[Path, ...]:

@@ -137,10 +137,11 @@ class ImagesTask(Task):
         splits = list_images(self._folder or digits_folder(), self.config.val_share)
         if not self.config.skip_broken:
             return splits, []
-        checked = {name: readable(listed, 1, 4) for name, listed in splits.items()}
-        return {name: kept for name, (kept, _) in checked.items()}, [
-            f for _, broken in checked.values() for f in broken
-        ]
+        broken: list[Path] = []
+        for name, listed in splits.items():
+            splits[name], more = readable(listed, 1, 4)
+            broken += more
+        return splits, broken
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -181,9 +182,8 @@ class ImagesTask(Task):
             else:
                 model = _of_timm(config.model, channels, classes, self._size)
         except ValueError as error:
-            raise ConfigError(
-                f"task.model={config.model} does not fit these settings", why=str(error), fix="change what it names"
-            ) from None
+            what = f"task.model={config.model} does not fit these settings"
+            raise ConfigError(what, why=str(error), fix="change what it names") from None
         if config.weights is not None:
             _begin_with(model, config.weights)
         return model
@@ -205,10 +205,8 @@ class ImagesTask(Task):
 
     def _losses(self, logits: Tensor, batch: Any) -> Tensor:
         _, labels, others, share = batch
-        first, second = (
-            F.cross_entropy(logits.float(), given, reduction="none", label_smoothing=self.config.label_smoothing)
-            for given in (labels, others)
-        )
+        how: Any = {"reduction": "none", "label_smoothing": self.config.label_smoothing}
+        first, second = (F.cross_entropy(logits.float(), given, **how) for given in (labels, others))
         losses: Tensor = share * first + (1 - share) * second
         return losses
 
@@ -229,27 +227,29 @@ class ImagesTask(Task):
         self._scores = ImageScores(len(self.class_names))
         return self._scores
 
+    @property
+    def _mistakes(self) -> list[tuple[float, int, int, int]]:
+        """Of the last evaluation, if it was of the validation images."""
+        files = self._found[0]["val"].files
+        return [one for one in (self._scores.mistakes if self._scores else []) if one[1] < len(files)]
+
     def remarks(self) -> list[str]:
         """The worst mistakes of the last evaluation by name, and how many broken images were left out."""
         broken, names = self._found[1], self.class_names
         lines = [f"{many(len(broken), 'broken image')} left out, such as {broken[0]}"] if broken else []
-        listed = self._found[0]["val"]
-        for loss, index, predicted, label in (self._scores.mistakes if self._scores else [])[:3]:
-            if index < len(listed.files):
-                file = listed.files[index]
-                lines.append(
-                    f"mistake: {file.parent.name}/{file.name} is {names[label]}, not {names[predicted]} ({loss:.2f})"
-                )
+        for loss, index, predicted, label in self._mistakes[:3]:
+            file = self._found[0]["val"].files[index]
+            found = f"{file.parent.name}/{file.name} is {names[label]}, not {names[predicted]}"
+            lines.append(f"mistake: {found} ({loss:.2f})")
         return lines
 
     def pictures(self) -> Mapping[str, NDArray[np.uint8]]:
         """The images with the largest losses among the mistakes of the last evaluation."""
-        listed = self._found[0]["val"]
-        worst = [m[1] for m in (self._scores.mistakes if self._scores else []) if m[1] < len(listed.files)]
+        data = Images(self._found[0]["val"], self._channels, self._size)
+        worst = [np.pad(data.read(index), ((0, 0), (1, 1), (1, 1))) for _, index, *_ in self._mistakes]
         if not worst:
             return {}
-        data = Images(listed, self._channels, self._size)
-        row = np.concatenate([np.pad(data.read(index), ((0, 0), (1, 1), (1, 1))) for index in worst], axis=2)
+        row = np.concatenate(worst, axis=2)
         pixels = (row * 255).astype(np.uint8)
         return {"mistakes": pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)}
 
@@ -261,12 +261,9 @@ def _of_timm(name: str, channels: int, classes: int, size: int) -> nn.Module:
     try:
         import timm
     except (ImportError, RuntimeError) as error:  # torchvision raises the latter where it is of another torch
-        raise UnsupportedError(
-            f"task.model={name} is a model of timm, which cannot be imported",
-            why=str(error),
-            fix="pip install timm, and the torchvision of this torch (https://pytorch.org/get-started/locally); or use "
-            "task.model=resnet or vit",
-        ) from None
+        what = f"task.model={name} is a model of timm, which cannot be imported"
+        fix = "pip install timm, and the torchvision of this torch (https://pytorch.org/get-started/locally)"
+        raise UnsupportedError(what, why=str(error), fix=f"{fix}; or use task.model=resnet or vit") from None
     if not timm.is_model(name):
         raise ConfigError(f"timm has no model {name}", fix="use resnet, vit, or a name of timm.list_models()")
     # A model that takes images of one size only is made for ours.

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lockstep.data.archive import extract_tar, put_unpacked
-from lockstep.data.download import download
+from lockstep.data.download import download, extract, put_unpacked
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.speech.manifest import Row
 
@@ -79,4 +78,4 @@ def fetch_librispeech(
 
 
 def _unpack(archive: Path, name: str, temporary: Path) -> Path:
-    return extract_tar(archive, temporary / "out", max_bytes=MAX_UNPACKED_BYTES) / FOLDER / name
+    return extract(archive, temporary / "out", max_bytes=MAX_UNPACKED_BYTES) / FOLDER / name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,8 +22,15 @@ from lockstep.data.packing import Packed, causal_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError, many
 from lockstep.models.gpt import Gpt, Positions, generate
-from lockstep.tasks.text.corpus import read_documents, read_tokens, standard_library
-from lockstep.tasks.text.tokens import Tokenizer, read_tokenizer, tokenizer_of, train_bpe
+from lockstep.tasks.text.corpus import (
+    Tokenizer,
+    read_documents,
+    read_tokenizer,
+    read_tokens,
+    standard_library,
+    tokenizer_of,
+    train_bpe,
+)
 from lockstep.telemetry.files import write_text
 
 
@@ -114,8 +121,6 @@ class TextTask(Task):
     monitor = ("val_bits_per_byte", "min")
     config: TextConfig
 
-    # Data: the corpus as one line of tokens, cut into windows of ``context`` of them.
-
     def prepare(self) -> None:
         """Train the tokenizer, once per node."""
         if self.config.lora and self.config.model is None:
@@ -137,16 +142,13 @@ class TextTask(Task):
         wanted, folder = self.config.tokenizer, self.config.model
         if wanted == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
             wanted = folder / "tokenizer.json"
-        if wanted == "bytes":
-            return tokenizer_of(wanted)
-        if isinstance(wanted, Path):
-            if not wanted.is_file():
-                raise ConfigError(f"there is no tokenizer {wanted}", fix="use bytes, bpe, or a tokenizer.json")
-            return read_tokenizer(wanted)
+        if isinstance(wanted, Path) and not wanted.is_file():
+            raise ConfigError(f"there is no tokenizer {wanted}", fix="use bytes, bpe, or a tokenizer.json")
+        if wanted != "bpe":
+            return read_tokenizer(wanted) if isinstance(wanted, Path) else tokenizer_of(wanted)
         if self._path is not None and self._path.suffix == ".bin":
-            raise ConfigError(
-                "a file of tokens has no text to train a tokenizer on", fix="set task.tokenizer to its tokenizer.json"
-            )
+            fix = "set task.tokenizer to its tokenizer.json"
+            raise ConfigError("a file of tokens has no text to train a tokenizer on", fix=fix)
         key = hashlib.sha256(f"{self.config.vocabulary}\n".encode() + "\0".join(self._documents).encode()).hexdigest()
         file = cache_folder() / "tokenizers" / f"{key[:16]}.json"
         if not file.is_file():
@@ -154,13 +156,11 @@ class TextTask(Task):
             write_text(file, train_bpe(self._documents, self.config.vocabulary))
         return tokenizer_of(file.read_text(encoding="utf-8"))
 
-    @cached_property
-    def _stream(self) -> NDArray[Any]:
-        if self._path is not None and self._path.suffix == ".bin":
-            return read_tokens(self._path, self.tokenizer.size)
-        return self._encoded(self._documents)
-
-    def _encoded(self, documents: Sequence[str]) -> NDArray[np.int64]:
+    def _tokens(self, path: Path | None) -> NDArray[Any]:
+        """A file of tokens, or texts as one line of tokens."""
+        if path is not None and path.suffix == ".bin":
+            return read_tokens(path, self.tokenizer.size)
+        documents = self._documents if path is None or path == self._path else read_documents(path, self.config.field)
         end = np.array([self.tokenizer.end])
         return np.concatenate([part for text in documents for part in (self.tokenizer.encode(text), end)])
 
@@ -178,23 +178,17 @@ class TextTask(Task):
         return ArrayDataset(np.where(inputs == NO_LABEL, self.tokenizer.end, inputs), targets)
 
     def datasets(self) -> Datasets:
-        stream, context = self._stream, self.config.context
+        stream, context = self._tokens(self._path), self.config.context
         held = max(context + 1, round(len(stream) * self.config.val_share))
         if len(stream) < 2 * held:
-            raise DataError(
-                f"the corpus has {many(len(stream), 'token')}",
-                why=f"training and validation need at least {2 * (context + 1)} for a context of {context}",
-                fix="use a longer text, or a smaller task.context",
-            )
+            why = f"training and validation need at least {2 * (context + 1)} for a context of {context}"
+            fix = "use a longer text, or a smaller task.context"
+            raise DataError(f"the corpus has {many(len(stream), 'token')}", why=why, fix=fix)
         return Datasets(self._windows(stream[:-held]), self._windows(stream[-held:]))
 
     def evaluation_data(self, path: Path) -> ArrayDataset | PackedTexts:
         """The texts of a file or folder, as one line of tokens."""
-        if path.suffix == ".bin":
-            return self._windows(read_tokens(path, self.tokenizer.size))
-        return self._windows(self._encoded(read_documents(path, self.config.field)))
-
-    # Model.
+        return self._windows(self._tokens(path))
 
     @property
     def _vocabulary(self) -> int:
@@ -207,30 +201,18 @@ class TextTask(Task):
             from lockstep.tasks.text.transformers_models import build
 
             return build(config.model, self._vocabulary, config.context, config.lora, packs=config.pack)
+        sizes = config.model_dump(include={"width", "depth", "heads", "dropout", "positions"})
         try:
-            return Gpt(
-                self._vocabulary,
-                config.context,
-                width=config.width,
-                depth=config.depth,
-                heads=config.heads,
-                dropout=config.dropout,
-                positions=config.positions,
-            )
+            return Gpt(self._vocabulary, config.context, **sizes)
         except ValueError as error:
-            raise ConfigError(
-                "task.width and task.heads do not fit", why=str(error), fix="change one of them"
-            ) from None
+            what, fix = "task.width and task.heads do not fit", "change one of them"
+            raise ConfigError(what, why=str(error), fix=fix) from None
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         """Of each token, (n, context): 0 where there is no target."""
         ids, targets, *packed = batch
-        if packed:
-            documents, positions = packed
-            logits = model(ids, attention_mask=causal_mask(documents), position_ids=positions)
-        else:
-            logits = model(ids)
-        rows = logits.float().flatten(0, 1)
+        how = {"attention_mask": causal_mask(packed[0]), "position_ids": packed[1]} if packed else {}
+        rows = model(ids, **how).float().flatten(0, 1)
         losses = F.cross_entropy(rows, targets.flatten(), ignore_index=NO_LABEL, reduction="none")
         return losses.view(targets.shape)
 
@@ -267,13 +249,11 @@ class TextTask(Task):
         return TextScores()
 
     def generate(self, model: nn.Module, prompt: str, tokens: int, **how: Any) -> str:
-        """``prompt`` continued by ``tokens`` tokens; ``how``: as :func:`lockstep.models.gpt.generate`.
-
-        Control characters, which could change the terminal, are shown as �.
-        """
+        """``prompt`` continued by ``tokens`` tokens; ``how``: as :func:`lockstep.models.gpt.generate`."""
         end = self.tokenizer.end
         ids = self.tokenizer.encode(prompt).tolist() or [end]
         found = self.tokenizer.decode(generate(model, ids, tokens, context=self.config.context, end=end, **how))
+        # Control characters could change the terminal.
         return prompt + "".join(c if c.isprintable() or c in "\n\t" else "�" for c in found)
 
     def remarks(self, model: nn.Module | None = None) -> list[str]:

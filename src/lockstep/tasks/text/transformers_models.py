@@ -34,9 +34,8 @@ def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) 
             model = auto.from_config(config.get_text_config(decoder=True), dtype=torch.float32)
         model.config.use_cache = False
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"transformers cannot make a causal language model of {path}", why=str(error)[:300], fix="check task.model"
-        ) from None
+        what = f"transformers cannot make a causal language model of {path}"
+        raise ConfigError(what, why=str(error)[:300], fix="check task.model") from None
     _check_sizes(path, config.get_text_config(decoder=True), vocabulary, context)
     if lora:
         model = _with_adapters(path, model, lora)
@@ -72,9 +71,8 @@ def _check_sizes(path: Path, config: Any, vocabulary: int, context: int) -> None
         )
     longest = getattr(config, "max_position_embeddings", context)
     if 0 < longest < context:  # -1: any number
-        raise ConfigError(
-            f"the model of {path} takes {longest} tokens, and task.context is {context}", fix="lower task.context"
-        )
+        what = f"the model of {path} takes {longest} tokens, and task.context is {context}"
+        raise ConfigError(what, fix="lower task.context")
 
 
 @torch.no_grad()
