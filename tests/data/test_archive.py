@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.download import extract
+from lockstep.data.download import extract, put_unpacked
 from lockstep.errors import DataError
 
 KINDS = ["zip", "tar.gz"]
+
+
+def unpacked(archive: Path, target: Path, max_bytes: int = 10**6) -> Path:
+    put_unpacked(archive, target, lambda folder: extract(archive, folder / "files", max_bytes=max_bytes))
+    return target
 
 
 def make(path: Path, entries: dict[str, bytes]) -> Path:
@@ -32,12 +37,12 @@ def make(path: Path, entries: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_and_folders_come_out_and_nothing_is_overwritten(kind: str, tmp_path: Path) -> None:
     archive = make(tmp_path / f"a.{kind}", {"top.txt": b"1", "folder/deep/file.txt": b"2"})
-    out = extract(archive, tmp_path / "new" / "out")
+    out = unpacked(archive, tmp_path / "new" / "out")
     assert (out / "top.txt").read_bytes() == b"1"
     assert (out / "folder/deep/file.txt").read_bytes() == b"2"
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
-    with pytest.raises(DataError, match="exists already"):
-        extract(archive, out)
+    (out / "top.txt").write_bytes(b"mine")
+    assert (unpacked(archive, out) / "top.txt").read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +50,7 @@ def test_files_and_folders_come_out_and_nothing_is_overwritten(kind: str, tmp_pa
 def test_an_entry_that_leaves_the_folder_is_refused(name: str, kind: str, tmp_path: Path) -> None:
     archive = make(tmp_path / f"a.{kind}", {"good.txt": b"1", name: b"2"})
     with pytest.raises(DataError, match="has the entry"):
-        extract(archive, tmp_path / "out")
+        unpacked(archive, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [archive]
 
 
@@ -55,7 +60,7 @@ def test_a_link_in_a_zip_archive_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr(link, "/etc")
     with pytest.raises(DataError, match="has the entry 'link'"):
-        extract(tmp_path / "a.zip", tmp_path / "out")
+        unpacked(tmp_path / "a.zip", tmp_path / "out")
 
 
 @pytest.mark.parametrize(("kind", "target"), [(tarfile.SYMTYPE, "/etc"), (tarfile.LNKTYPE, "file")])
@@ -65,7 +70,7 @@ def test_a_link_in_a_tar_archive_is_refused(kind: bytes, target: str, tmp_path: 
         entry.type, entry.linkname = kind, target
         archive.addfile(entry)
     with pytest.raises(DataError, match="has the entry 'link'"):
-        extract(tmp_path / "a.tar", tmp_path / "out")
+        unpacked(tmp_path / "a.tar", tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,5 +86,5 @@ def test_an_archive_that_cannot_be_used_leaves_nothing(damage: str, kind: str, t
     if damage == "missing":
         archive.unlink()
     with pytest.raises(DataError, match="would grow to more than" if damage == "large" else "cannot unpack"):
-        extract(archive, tmp_path / "out", max_bytes=1000 if damage == "large" else 10**6)
+        unpacked(archive, tmp_path / "out", max_bytes=1000 if damage == "large" else 10**6)
     assert list(tmp_path.iterdir()) == ([] if damage == "missing" else [archive])

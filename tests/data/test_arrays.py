@@ -80,9 +80,9 @@ def test_it_travels_to_worker_processes() -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ((), "at least one array"),
-        ((np.float32(1.0),), "at least one array"),
-        ((SAMPLES, LABELS[:9]), "differ in length: 10, 9"),
+        ((), r"\(none\) cannot be a data set"),
+        ((np.float32(1.0),), "cannot be a data set"),
+        ((SAMPLES, LABELS[:9]), r"\(9,\) cannot be a data set"),
         ((np.array(["a", "b"]),), "cannot be a tensor"),
     ],
 )

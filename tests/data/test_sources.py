@@ -443,7 +443,7 @@ def test_columns_in_the_names_of_folders_are_those_of_pyarrow(kind: str, tmp_pat
     assert {name: column.tolist() for name, column in batch.items()} == {"x": [0, 8], "year": [2024, 2025]}
     assert opened(root, columns=["lang"])[3] == {"lang": "fr x"}
     (root / "year=2024" / f"1.{suffix}").write_bytes((root / names[0] / f"0.{suffix}").read_bytes())
-    with pytest.raises(DataError, match=rf"the column 'lang' of .* differs(.|\n)*/1.{suffix} has none"):
+    with pytest.raises(DataError, match=rf"the column 'lang' of .* is missing or differs(.|\n)*/1.{suffix} has none"):
         opened(root)
     table = pa.table({"x": [1], "year": ["of the file"]})
     pq.write_table(table, root / "0.parquet")
@@ -468,7 +468,7 @@ def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
 
     write_parquet(tmp_path)
     pa.parquet.write_table(pa.table({"inputs": [1.0], "label": [1], "text": ["a"]}), tmp_path / "9.parquet")
-    with pytest.raises(DataError, match=r"column 'inputs' of .*9.parquet differs"):
+    with pytest.raises(DataError, match=r"column 'inputs' of .*9.parquet is missing or differs"):
         ParquetFiles(tmp_path)
     (tmp_path / "9.parquet").unlink()
     whole = (tmp_path / "1.parquet").read_bytes()
@@ -705,7 +705,6 @@ def test_what_are_no_tokens_is_refused(tmp_path: Path) -> None:
         ("odd.bin", {"window": 4}, "50 and a part of one"),
         ("good.bin", {"window": 0}, "windows of 0 tokens"),
         ("good.bin", {"window": 4, "dtype": "float16"}, "tokens of dtype 'float16'"),
-        ("good.bin", {"window": 4, "dtype": "u99"}, "tokens of dtype 'u99'"),
     ):
         with pytest.raises(DataError, match=words):
             TokenFile(tmp_path / file, **how)
@@ -719,10 +718,10 @@ def test_columns_that_are_not_there_streams_and_empty_windows_are_named(tmp_path
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
         stream.write_table(table)
-    with pytest.raises(DataError, match=r"no column 'y'\nwhy: .*a.parquet has x"):
+    with pytest.raises(DataError, match=r"the column 'y' of .*a.parquet is missing"):
         ParquetFiles(tmp_path / "a.parquet", columns=["y"])
     with pytest.raises(DataError, match="a window of 0 row groups"):
         ParquetFiles(tmp_path / "a.parquet", window=0)
-    with pytest.raises(DataError, match="is an Arrow stream"):
+    with pytest.raises(DataError, match=r"a\.arrow cannot be read as \.arrow"):
         ArrowFiles(tmp_path / "a.arrow")
     assert ParquetFiles(tmp_path / "a.parquet", columns="x")[1] == {"x": 2}

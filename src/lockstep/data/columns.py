@@ -20,7 +20,7 @@ from lockstep.errors import DataError
 Array = NDArray[Any]
 
 
-class ColumnFiles(FileSamples):
+class ParquetFiles(FileSamples):
     """Rows of Parquet (``.parquet``) or Arrow IPC (``.arrow``, ``.feather``) files; sample ``i`` is a dictionary.
 
     Of names such as ``year=2024/part-0.parquet`` the year is a column, too, as for pyarrow's data sets: a number, or a
@@ -126,11 +126,7 @@ class ColumnFiles(FileSamples):
         return {name: torch.from_numpy(v).index_select(0, where) for name, v in self._groups.columns.items()}
 
 
-class ParquetFiles(ColumnFiles):
-    __doc__ = ColumnFiles.__doc__
-
-
-class ArrowFiles(ColumnFiles):
+class ArrowFiles(ParquetFiles):
     """As :class:`ParquetFiles`, of Arrow IPC files."""
 
     suffixes = (".arrow", ".feather")

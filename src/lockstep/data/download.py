@@ -203,23 +203,16 @@ def _mismatch(path: Path, sha256: str) -> str:
     return "" if found == sha256.lower() else f"its SHA-256 is {found}, not {sha256}"
 
 
-def extract(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
-    """Unpack the files of a zip or tar archive into the new folder ``target``, whole or not at all; returns it.
+def extract(archive: Path, folder: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
+    """Unpack the files of a zip or tar archive into ``folder``, a temporary one (:func:`put_unpacked`); returns it.
 
     Raises:
         DataError: a broken or encrypted archive, one that would grow beyond ``max_bytes``, one with an
-            entry that leaves the folder or is a link, or a target that exists or cannot be written.
+            entry that leaves the folder or is a link, or a folder that cannot be written.
     """
-    if target.exists():
-        raise DataError(f"{target} exists already", why="unpacking never overwrites", fix="move it away, or use it")
+    total = 0
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary,
-            contextlib.closing(_files_in(archive)) as files,
-        ):
-            building, total = Path(temporary) / "files", 0
-            building.mkdir()
+        with contextlib.closing(_files_in(archive)) as files:
             for name, size, opened in files:
                 path = PurePosixPath(name.replace("\\", "/"))
                 if opened is None or path.is_absolute() or ".." in path.parts or ":" in name:
@@ -229,15 +222,14 @@ def extract(archive: Path, target: Path, *, max_bytes: int = MAX_UNPACKED_BYTES)
                 if total > max_bytes:
                     what = f"{archive} would grow to more than {max_bytes} bytes"
                     raise DataError(what, why="that is the limit", fix="check where it comes from")
-                place = building / path
+                place = folder / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with opened() as source, place.open("wb") as file:
                     shutil.copyfileobj(source, file)
-            building.rename(target)
     except _BROKEN as error:
         fix = "remove it and fetch it again; or free some space, if that is what is missing"
-        raise DataError(f"cannot unpack {archive} to {target}", why=str(error), fix=fix) from error
-    return target
+        raise DataError(f"cannot unpack {archive}", why=str(error), fix=fix) from error
+    return folder
 
 
 def _files_in(archive: Path) -> Generator[tuple[str, int, Callable[[], Any] | None], None, None]:

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import cached_property
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils.data import ConcatDataset
 
 from lockstep.data.arrays import by_row
 from lockstep.data.order import BlockOrder, derive_key
-from lockstep.data.sampling import Cycled, SampleOrder, Sampling, natural
+from lockstep.data.sampling import Cycled, SampleOrder, natural
 from lockstep.errors import DataError
 from lockstep.planning.order import SamplingFacts
 
@@ -31,12 +32,22 @@ PERIOD = 65_536
 
 
 class Stage(NamedTuple):
-    """From position ``start`` of the run on: the part at each place of a period, and its samples before that place."""
+    """From position ``start`` of the run on, by place of a period: its part, and that part's samples before it.
+
+    ``each``: samples of each part in a period. ``given``: what each has given before the stage.
+    """
 
     start: int
-    parts: NDArray[np.int64]
-    before: NDArray[np.int64]
-    each: NDArray[np.int64]
+    parts: Indices
+    before: Indices
+    each: Indices
+    given: Indices
+
+    def counts(self, positions: int) -> Indices:
+        """Samples of each part among the first ``positions`` of the stage."""
+        rounds, rest = divmod(positions, len(self.parts))
+        counts: Indices = rounds * self.each + np.bincount(self.parts[:rest], minlength=len(self.each))
+        return counts
 
 
 class Mixture(ConcatDataset[Any]):
@@ -81,27 +92,22 @@ class Mixture(ConcatDataset[Any]):
         """The parts, one after the other."""
         return ConcatDataset([getattr(part, "joined", part) for part in self.datasets])
 
-    def sampling(self) -> MixtureSampling:
-        return MixtureSampling(self)
+    def sampling(self) -> Mixture:
+        return self
 
-
-class MixtureSampling:
-    """How a mixture's samples are chosen."""
-
-    def __init__(self, mixture: Mixture) -> None:
-        self._parts = [natural(part) for part in mixture.datasets]
-        self._sizes = np.diff([0, *mixture.cumulative_sizes]).tolist()
-        self._shares = mixture.stages
+    @cached_property
+    def facts(self) -> SamplingFacts:
         shown = []
-        for start, shares in mixture.stages.items():
-            each = (f"{name} {float(share):.4g}" for name, share in zip(mixture.names, shares, strict=True))
+        for start, shares in self.stages.items():
+            each = (f"{name} {float(share):.4g}" for name, share in zip(self.names, shares, strict=True))
             shown.append((f"from sample {start:,}: " if start else "") + ", ".join(each))
-        text = repr((mixture.names, self._sizes, self._shares)) + "".join(part.facts.digest for part in self._parts)
+        text = repr((self.names, list(map(len, self.datasets)), self.stages))
+        text += "".join(natural(part).facts.digest for part in self.datasets)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.facts = SamplingFacts(kind=f"mixture of {'; '.join(shown)}", digest=digest, positions=len(mixture))
+        return SamplingFacts(kind=f"mixture of {'; '.join(shown)}", digest=digest, positions=len(self))
 
     def order(self, positions: int, seed: int) -> SampleOrder:
-        return MixtureOrder(self._parts, self._sizes, self._shares, positions, seed)
+        return MixtureOrder(self, positions, seed)
 
 
 class MixtureOrder(BlockOrder):
@@ -109,40 +115,34 @@ class MixtureOrder(BlockOrder):
 
     repeats = True
 
-    def __init__(
-        self,
-        parts: list[Sampling],
-        sizes: list[int],
-        shares: Mapping[int, tuple[Fraction, ...]],
-        samples: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, mixture: Mixture, samples: int, seed: int) -> None:
         self.samples, self.seed = samples, seed
-        self._offsets = np.cumsum([0, *sizes])
+        self._offsets = [0, *mixture.cumulative_sizes]
         self._parts = [
-            Cycled(part.order(size, derive_key("part", seed, place)), size)
-            for place, (part, size) in enumerate(zip(parts, sizes, strict=True))
+            Cycled(natural(part).order(len(part), derive_key("part", seed, place)), len(part))
+            for place, part in enumerate(mixture.datasets)
         ]
-        self._stages = [Stage(start, *_period(given)) for start, given in shares.items()]
-        #: What each part has given before each stage.
-        self._given = [np.zeros(len(parts), np.int64)]
-        for stage, following in zip(self._stages, self._stages[1:], strict=False):
-            self._given.append(self._given[-1] + _counts(stage, following.start - stage.start))
+        self._stages: list[Stage] = []
+        given = np.zeros(len(self._parts), np.int64)
+        for start, shares in mixture.stages.items():
+            if self._stages:
+                given = given + self._stages[-1].counts(start - self._stages[-1].start)
+            self._stages.append(Stage(start, *_period(shares), given))
 
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
         first, last = epoch * self.samples + start, epoch * self.samples + stop
         found = np.empty(stop - start, np.int64)
         ends = [stage.start for stage in self._stages[1:]] + [last]
-        for stage, given, end in zip(self._stages, self._given, ends, strict=True):
+        for stage, end in zip(self._stages, ends, strict=True):
             low, high = max(first, stage.start), min(last, end)
             if low < high:
-                found[low - first : high - first] = self._of(stage, given, low - stage.start, high - stage.start)
+                found[low - first : high - first] = self._of(stage, low - stage.start, high - stage.start)
         return found
 
-    def _of(self, stage: Stage, given: Indices, start: int, stop: int) -> Indices:
+    def _of(self, stage: Stage, start: int, stop: int) -> Indices:
         rounds, places = np.divmod(np.arange(start, stop), len(stage.parts))
         parts = stage.parts[places]
-        number = given[parts] + rounds * stage.each[parts] + stage.before[places]
+        number = stage.given[parts] + rounds * stage.each[parts] + stage.before[places]
         found = np.empty(stop - start, np.int64)
         for part in np.unique(parts).tolist():
             mine = np.flatnonzero(parts == part)
@@ -189,9 +189,3 @@ def _period(shares: tuple[Fraction, ...]) -> tuple[Indices, Indices, Indices]:
         given[place] += 1
         heapq.heappush(waiting, (given[place] * length // each[place], place))
     return parts, before, np.array(each)
-
-
-def _counts(stage: Stage, positions: int) -> Indices:
-    rounds, rest = divmod(positions, len(stage.parts))
-    counts: Indices = rounds * stage.each + np.bincount(stage.parts[:rest], minlength=len(stage.each))
-    return counts

@@ -36,14 +36,9 @@ class SampleOrder(Protocol):
     ``repeats``: one sample may be at several positions, and then draws other random numbers at each.
     """
 
-    @property
-    def samples(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def repeats(self) -> bool: ...
+    samples: int
+    seed: int
+    repeats: bool
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices: ...
 
