@@ -269,43 +269,37 @@ class Reader:
         wanted = _Wanted(epoch, indices, position, indices if keys is None else keys)
         if self._drawn is not None:
             marks = [generator.mark() for generator in self._unsown]
-            batch, missed = self._seeded(wanted, *self._drawn)
+            batch, missed, _ = self._read(wanted, *self._drawn)
             if not missed and [generator.mark() for generator in self._unsown] == marks:
                 return batch
             for generator, mark in zip(self._unsown, marks, strict=True):
                 generator.reset(mark)
-        return self._noted(wanted)
-
-    def _seeded(self, wanted: _Wanted, samples: Places, batches: Places) -> tuple[Any, bool]:
-        """The batch, seeded as it draws; and whether samples drew from a generator that only the batch did before."""
-        if not samples | batches:
-            return self._collated(self._samples(wanted), wanted.indices), False
-        every = generators()
-        with _entered(samples | batches):
-            between = [(every[place], every[place].mark()) for place in batches - samples]
-            items = self._samples(wanted, samples)
-            missed = any(generator.mark() != mark for generator, mark in between)
-            self._seed_batch(samples | batches, wanted)
-            return self._collated(items, wanted.indices), missed
-
-    def _noted(self, wanted: _Wanted) -> Any:
-        """The batch with all generators seeded; notes which of them samples draw from, and which the batch does."""
-        every, by_samples = generators(), set[int]()
-        with _entered(_ALL):
-            items = self._samples(wanted, _ALL, by_samples)
-            self._seed_batch(_ALL, wanted)
-            sown = [generator.mark() for generator in every]
-            batch = self._collated(items, wanted.indices)
-            by_batch = {place for place, mark in enumerate(sown) if every[place].mark() != mark}
+        batch, by_samples, by_batch = self._read(wanted, _ALL, _ALL, notes=True)
         known = self._drawn or (frozenset(), frozenset())
         self._drawn = known[0] | by_samples, known[1] | by_batch
-        self._unsown = [every[place] for place in _ALL - self._drawn[0] - self._drawn[1]]
+        self._unsown = [generators()[place] for place in _ALL - self._drawn[0] - self._drawn[1]]
         return batch
 
-    def _seed_batch(self, places: Places, wanted: _Wanted) -> None:
-        words = batch_words(self._seed, wanted.epoch, wanted.position)
-        for place in places:
-            generators()[place].seed(words[place])
+    def _read(
+        self, wanted: _Wanted, samples: Places, batches: Places, *, notes: bool = False
+    ) -> tuple[Any, set[int], set[int]]:
+        """The batch, with these generators seeded for each sample and for the batch.
+
+        Also which others samples drew from; with ``notes``, which of all of them samples did, and which the batch.
+        """
+        seeded, every, by_samples = samples | batches, generators(), set[int]()
+        if not seeded:
+            return self._collated(self._samples(wanted), wanted.indices), set(), set()
+        with _entered(seeded):
+            between = [(place, every[place].mark()) for place in batches - samples]
+            items = self._samples(wanted, samples, by_samples if notes else None)
+            by_samples.update(place for place, mark in between if every[place].mark() != mark)
+            words = batch_words(self._seed, wanted.epoch, wanted.position)
+            for place in seeded:
+                every[place].seed(words[place])
+            sown = [(place, every[place].mark()) for place in seeded if notes]
+            batch = self._collated(items, wanted.indices)
+            return batch, by_samples, {place for place, mark in sown if every[place].mark() != mark}
 
     def _samples(
         self, wanted: _Wanted, seeded: Places = frozenset(), drawn: set[int] | None = None

@@ -131,13 +131,8 @@ def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[An
     def key(file: Path) -> bytes:
         return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
 
-    kept, held = {}, {}
-    for name, files in those.items():
-        number = round(len(files) * share) if len(files) < 1 / share * 2 else max(1, round(len(files) * share))
-        chosen = set(sorted(files, key=key)[:number])
-        kept[name] = [file for file in files if file not in chosen]
-        held[name] = [file for file in files if file in chosen]
-    return kept, held
+    held = {name: sorted(sorted(files, key=key)[: round(len(files) * share)]) for name, files in those.items()}
+    return {name: sorted({*files} - {*held[name]}) for name, files in those.items()}, held
 
 
 _REPLACE = "remove or replace it"
