@@ -93,6 +93,8 @@ class Mixture(ConcatDataset[Any]):
         return ConcatDataset([getattr(part, "joined", part) for part in self.datasets])
 
     def sampling(self) -> Mixture:
+        for part in self.datasets:
+            natural(part)  # refuses a mixture within, say, a Subset
         return self
 
     @cached_property
@@ -101,7 +103,7 @@ class Mixture(ConcatDataset[Any]):
         for start, shares in self.stages.items():
             each = (f"{name} {float(share):.4g}" for name, share in zip(self.names, shares, strict=True))
             shown.append((f"from sample {start:,}: " if start else "") + ", ".join(each))
-        text = repr((self.names, list(map(len, self.datasets)), self.stages))
+        text = repr((self.names, np.diff([0, *self.cumulative_sizes]).tolist(), self.stages))
         text += "".join(natural(part).facts.digest for part in self.datasets)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return SamplingFacts(kind=f"mixture of {'; '.join(shown)}", digest=digest, positions=len(self))
@@ -119,8 +121,8 @@ class MixtureOrder(BlockOrder):
         self.samples, self.seed = samples, seed
         self._offsets = [0, *mixture.cumulative_sizes]
         self._parts = [
-            Cycled(natural(part).order(len(part), derive_key("part", seed, place)), len(part))
-            for place, part in enumerate(mixture.datasets)
+            Cycled(natural(part).order(size, derive_key("part", seed, place)), size)
+            for place, (part, size) in enumerate(zip(mixture.datasets, np.diff(self._offsets).tolist(), strict=True))
         ]
         self._stages: list[Stage] = []
         given = np.zeros(len(self._parts), np.int64)
