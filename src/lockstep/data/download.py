@@ -263,7 +263,7 @@ def put_unpacked(archive: Path, target: Path, unpack: Callable[[Path], Path]) ->
         unpacked = unpack(Path(temporary))
         if not unpacked.is_dir():
             why = f"there is no {unpacked.parent.name}/{unpacked.name} in it"
-            raise DataError(f"{archive} does not have {target.name}", why=why, fix="remove it and fetch it again")
+            raise DataError(f"{archive} does not hold {target.name}", why=why, fix="remove it and fetch it again")
         with contextlib.suppress(OSError):
             unpacked.rename(target)
     if not target.is_dir():
