@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.bench.rank import Rank
-from lockstep.bench.trials import TIMEOUT_S, new_trials
+from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import RunConfig
 from lockstep.engine.process.runtime import join
 

@@ -25,8 +25,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import ArrayDataset, Loss, Task
-from lockstep.bench.rank import PeakMemory, Rank
-from lockstep.bench.trials import TIMEOUT_S, new_trials
+from lockstep.bench.measure import peak_memory, reset_peak_memory
+from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate
@@ -90,7 +90,7 @@ def in_turns(rank: Rank, rounds: int) -> None:
     collectives = Collectives(rank.world)
     torch.manual_seed(0)
     data = torch.randn(SAMPLES, INPUTS), torch.randint(OUTPUTS, (SAMPLES,))
-    model, memory = nn.Linear(INPUTS, OUTPUTS), PeakMemory([CPU])
+    model = nn.Linear(INPUTS, OUTPUTS)
 
     def lockstep(task: Task) -> dict[str, float]:
         loader = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
@@ -106,13 +106,13 @@ def in_turns(rank: Rank, rounds: int) -> None:
         row: dict[str, Any] = {}
         for name, form in forms.items():
             collectives.barrier()
-            memory.reset()
-            before, started = memory.read()[0], time.perf_counter()
+            reset_peak_memory([CPU])
+            before, started = peak_memory([CPU])[0], time.perf_counter()
             values = form()
             collectives.barrier()
             row[name] = {
                 "seconds": time.perf_counter() - started,
-                "memory": max(collectives.all_gather(memory.read()[0] - before)),
+                "memory": max(collectives.all_gather(peak_memory([CPU])[0] - before)),
                 "values": {key: round(value, 5) for key, value in values.items()},
             }
         rank.report(row)

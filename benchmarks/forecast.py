@@ -19,11 +19,10 @@ from typing import Any
 import report
 import torch
 
-from lockstep.bench.comm import measure_message
-from lockstep.bench.rank import Rank
-from lockstep.bench.summary import fit_alpha_beta, summarise
+from lockstep.bench.comm import fit_alpha_beta, measure_message
+from lockstep.bench.measure import summarise
 from lockstep.bench.timing import on_site
-from lockstep.bench.trials import Case, Subject, new_trials
+from lockstep.bench.trials import Case, Rank, Subject, new_trials
 from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.forecast.footprint import Footprint, blocking_messages
 from lockstep.forecast.measured import (

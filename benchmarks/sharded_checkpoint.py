@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Task
-from lockstep.bench.rank import PeakMemory, Rank
-from lockstep.bench.trials import TIMEOUT_S, new_trials
+from lockstep.bench.measure import peak_memory, reset_peak_memory
+from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import FsdpConfig, RunConfig
@@ -78,9 +78,8 @@ def one_save(
     writer: BackgroundWriter, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives, step: int
 ) -> dict[str, float]:
     """As ``engine/fit.py`` does it."""
-    memory = PeakMemory([CPU])
-    memory.reset()
-    before = memory.read()[0]
+    reset_peak_memory([CPU])
+    before = peak_memory([CPU])[0]
     collectives.barrier()
     started = time.perf_counter()
     main, parts = collectives.is_main, writer.store.takes_parts
@@ -90,7 +89,7 @@ def one_save(
         writer.submit(Snapshot(step, **writer.to_host(state), manifest={}), keep=[])
     del state
     stall = time.perf_counter() - started
-    grown = memory.read()[0] - before
+    grown = peak_memory([CPU])[0] - before
     writer.wait()
     collectives.barrier()
     stall = max(collectives.all_gather(stall))

@@ -19,9 +19,9 @@ from lockstep.bench.batch_size import bench_batch_size
 from lockstep.bench.comm import bench_comm
 from lockstep.bench.loader import bench_loader
 from lockstep.bench.lr import bench_lr
+from lockstep.bench.report import table_of
 from lockstep.bench.scaling import bench_scaling
 from lockstep.bench.step import bench_step
-from lockstep.bench.tables import table_of
 from lockstep.bench.trials import Subject
 from lockstep.cli.output import deliver
 from lockstep.errors import StorageError, UsageError

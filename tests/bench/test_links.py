@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.summary import bus_factor, fit_alpha_beta, message_sizes, slow_links
+from lockstep.bench.comm import bus_factor, fit_alpha_beta, message_sizes, slow_links
 
 SIZES = message_sizes(64 << 20)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.scaling import claim_of, merged
-from lockstep.bench.summary import device_counts, slow_ranks, speed_up, summarise, with_waits
-from lockstep.bench.tables import table_of
+from lockstep.bench.measure import slow_ranks, summarise, with_waits
+from lockstep.bench.report import table_of
+from lockstep.bench.scaling import claim_of, device_counts, merged
 from lockstep.bench.timing import PARTS
 
 SECONDS = st.floats(1e-6, 10.0)
@@ -63,13 +63,6 @@ def test_a_hiccup_changes_neither_the_median_nor_the_parts() -> None:
     row = summarise([steps], 10)
     assert row["step_ms"] == pytest.approx(10)
     assert row["parts_ms"]["forward"] == pytest.approx(10)
-
-
-@given(SECONDS, SECONDS, st.integers(1, 512))
-def test_efficiency_is_the_speed_up_of_each_device(rate: float, of_one: float, devices: int) -> None:
-    gain, efficiency = speed_up(rate, of_one, devices)
-    assert gain * of_one == pytest.approx(rate)
-    assert efficiency * devices == pytest.approx(gain)
 
 
 @given(st.integers(1, 1000))

@@ -6,15 +6,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport, Say
-from lockstep.bench.summary import OPERATIONS, Fit, bus_factor, fit_alpha_beta, message_sizes, slow_links
-from lockstep.bench.trials import TIMEOUT_S, new_trials
+from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import finish, wire_device
@@ -24,6 +23,9 @@ from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import place
 
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+#: A link with less than this share of the upper quartile of all bandwidths is slow.
+SLOW_LINK = 0.6
 #: Repetitions of each message: as many as fit into :data:`BUDGET_S`, within these.
 LEAST, MOST, BUDGET_S = 5, 100, 0.5
 WARM_UP = 3
@@ -35,15 +37,7 @@ LINK_BYTES, ROUND_TRIPS = 4 << 20, 10
 
 
 def bench_comm(given: Mapping[str, Any], *, most: int = 64 << 20, say: Say = lambda line: None) -> BenchReport:
-    """Measure all-reduce, all-gather, reduce-scatter and broadcast among ranks on the chosen devices.
-
-    Args:
-        given: settings, of which ``hardware`` and ``distributed`` count; two devices or more.
-        most: bytes of the largest message.
-
-    Raises:
-        UsageError: one device, or devices that this machine does not have.
-    """
+    """Measure all-reduce, all-gather, reduce-scatter and broadcast, with messages of up to ``most`` bytes."""
     config = resolve({name: given[name] for name in ("hardware", "distributed", "runs_dir") if name in given})
     placement = place(config, World())
     if placement.world_size < 2:
@@ -74,37 +68,35 @@ def bench_comm(given: Mapping[str, Any], *, most: int = 64 << 20, say: Say = lam
 
 
 def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
-    ranks, fits = report.settings["ranks"], {}
+    devices, backend = report.settings["devices"], report.settings["backend"]
+    fits: dict[str, Fit] = {}
     for operation in OPERATIONS:
         rows = [row for row in report.rows if row["operation"] == operation and row["status"] == "ok"]
         if len(rows) >= 2:
             fits[operation] = fit_alpha_beta([row["bytes"] for row in rows], [row["latency_us"] / 1e6 for row in rows])
-    report.extra = {
-        "fits": {name: {"ranks": ranks, **fit._asdict()} for name, fit in fits.items()},
-        "links": list(links),
-    }
-    if "all_reduce" in fits:
-        best = max(row["bus_gb_s"] for row in report.rows if row["operation"] == "all_reduce" and row.get("bus_gb_s"))
-        report.verdict = f"all-reduce among {ranks} ranks: {_in_words(fits['all_reduce'])}, bus at most {best:.3g} GB/s"
-    else:
-        report.verdict = "too little was measured"
+        elif any(row["operation"] == operation for row in report.rows):
+            report.notes.append(f"{operation} is not available over {backend}")
+    known = {name: {"ranks": len(devices), **fit._asdict()} for name, fit in fits.items()}
+    report.extra = {"fits": known, "links": list(links)}
+    report.verdict = "too little was measured"
+    if fit := fits.get("all_reduce"):
+        best = max(row["bus_gb_s"] for row in report.rows if row["operation"] == "all_reduce")
+        speed = f"{1 / fit.beta_s_per_byte / 1e9:.3g} GB/s" if fit.beta_s_per_byte else "no bandwidth limit seen"
+        report.verdict = (
+            f"all-reduce among {len(devices)} ranks: α = {fit.alpha_s * 1e6:.3g} µs, 1/β = {speed} "
+            f"(fit within {fit.error:.0%}), bus at most {best:.3g} GB/s"
+        )
     bandwidths = {(row["link"][0], row["link"][1]): row["gb_s"] for row in links}
     culprits, slow = slow_links(bandwidths)
-    devices = report.settings["devices"]
-    for rank in culprits:
-        report.notes.append(f"rank {rank} ({devices[rank]}) is slow: all its links are slower than the others")
-    for one, other in slow:
-        report.notes.append(f"the link between ranks {one} and {other} is slow: {bandwidths[one, other]:.3g} GB/s")
+    report.notes += [
+        f"rank {rank} ({devices[rank]}) is slow: all its links are slower than the others" for rank in culprits
+    ]
+    report.notes += [
+        f"the link between ranks {one} and {other} is slow: {bandwidths[one, other]:.3g} GB/s" for one, other in slow
+    ]
     if bandwidths and not culprits and not slow and not report.partial:
         least, most = min(bandwidths.values()), max(bandwidths.values())
         report.notes.append(f"no slow link: {least:.3g} to {most:.3g} GB/s between any two ranks")
-    unknown = {row["operation"] for row in report.rows if row["status"] != "ok"}
-    report.notes += [f"{name} is not available over {report.settings['backend']}" for name in sorted(unknown)]
-
-
-def _in_words(fit: Fit) -> str:
-    speed = f"{1 / fit.beta_s_per_byte / 1e9:.3g} GB/s" if fit.beta_s_per_byte else "no bandwidth limit seen"
-    return f"α = {fit.alpha_s * 1e6:.3g} µs, 1/β = {speed} (fit within {fit.error:.0%})"
 
 
 def measure_comm(rank: Rank, placement: Placement, sizes: Sequence[int]) -> None:
@@ -185,3 +177,63 @@ def _link(collectives: Collectives, one: int, other: int, device: torch.device) 
             times.append((time.perf_counter() - started) / 2)
     quickest = collectives.all_gather(min(times, default=0.0))
     return {"link": [one, other], "bytes": LINK_BYTES, "gb_s": LINK_BYTES / quickest[one] / 1e9}
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: what travels over each rank's line for a byte of the whole message.
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    ring = (ranks - 1) / ranks
+    return {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "broadcast": 1.0}[operation]
+
+
+class Fit(NamedTuple):
+    """t = α + β·bytes. ``alpha_s``: latency; ``beta_s_per_byte``; ``error``: the median relative error of the fit."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    error: float
+
+    def seconds(self, size: float) -> float:
+        return self.alpha_s + self.beta_s_per_byte * size
+
+
+def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """The α–β model (Hockney 1994, https://doi.org/10.1016/S0167-8191(06)80021-9) that fits best, none negative.
+
+    Least squares of *relative* errors, since sizes span orders of magnitude: each equation is divided by its time.
+    """
+    s, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    scale = s.max()
+    rows = np.stack([1 / t, s / scale / t], axis=1)
+    alpha, beta = np.linalg.lstsq(rows, np.ones_like(t), rcond=None)[0]
+    if alpha < 0 or beta < 0:
+        # The least on the border of the allowed region: one of the two is nought.
+        column = 1 if alpha < 0 else 0
+        only = float(rows[:, column].sum() / (rows[:, column] ** 2).sum())
+        alpha, beta = (0.0, only) if column else (only, 0.0)
+    fit = Fit(float(alpha), float(beta / scale), 0.0)
+    errors = np.abs(fit.alpha_s + fit.beta_s_per_byte * s - t) / t
+    return fit._replace(error=float(np.median(errors)))
+
+
+def slow_links(bandwidths: Mapping[tuple[int, int], float]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ranks all of whose links are slow, and slow links between other ranks."""
+    if len(bandwidths) < 3:
+        return [], []  # with two ranks there is nothing to compare
+    # One slow rank of three or four makes half of the links slow or more, so the median says little.
+    usual = float(np.quantile(list(bandwidths.values()), 0.75, method="higher"))
+    slow = {pair for pair, bandwidth in bandwidths.items() if bandwidth < SLOW_LINK * usual}
+    ranks = sorted({rank for pair in bandwidths for rank in pair})
+    culprits = [rank for rank in ranks if all(pair in slow for pair in bandwidths if rank in pair)]
+    rest = sorted(pair for pair in slow if not set(pair) & set(culprits))
+    return culprits, rest
+
+
+def message_sizes(most: int) -> list[int]:
+    """Bytes: 1 KB, then times 4, up to ``most``."""
+    sizes = [1024]
+    while sizes[-1] * 4 <= most:
+        sizes.append(sizes[-1] * 4)
+    return sizes

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 
 from lockstep.bench.measure import measure
-from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.timing import on_site
-from lockstep.bench.trials import Case, Outcome, Subject, new_trials
+from lockstep.bench.trials import Case, Rank, Subject, new_trials
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
 from lockstep.engine.distributed.staging import finish, to_device
@@ -33,111 +32,83 @@ EPOCHS = 100_000
 def bench_loader(
     subject: Subject, *, workers: Sequence[int] | None = None, seconds: float = 2.0, say: Say = lambda line: None
 ) -> BenchReport:
-    """Measure the input of one rank, for each number of workers.
-
-    Args:
-        workers: which numbers; ``None``: 0, 1, 2, 4, … up to the cores that each rank has.
-        seconds: how long to load with each of them.
-    """
+    """Measure the input of one rank for about ``seconds`` with each number of ``workers``."""
     base = subject.base
     ranks = base.placement.world_size
     counts = list(workers) if workers is not None else worker_counts(max(1, usable_cores() // ranks))
-    one = {"hardware": {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}}
     planned, samples = base.plan.batch.batch_size, base.plan.task.train_samples
-    held = {"training": {"batch_size": min(planned, samples), "global_batch_size": None, "accumulate": 1}}
-    step = subject.case({}, {**one, **held}, steps=STEPS, warm_up=WARM_UP)
-    endless = step.plan.model_copy(update={"epochs": EPOCHS})
-    report = BenchReport(
-        "loader",
-        subject.name,
-        {
-            "device": base.placement.devices[0],
-            "ranks": ranks,
-            "batch_size": step.plan.batch.batch_size,
-            "workers": counts,
-            "seconds": seconds,
-            "planned_workers": base.plan.loader.num_workers,
-            "pin_memory": step.plan.loader.pin_memory,
-        },
-    )
+    one = {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}
+    sizes = {"batch_size": min(planned, samples), "global_batch_size": None, "accumulate": 1}
+    step = subject.case({}, {"hardware": one, "training": sizes}, steps=STEPS, warm_up=WARM_UP)
+    settings = {
+        "device": base.placement.devices[0],
+        "ranks": ranks,
+        "batch_size": step.plan.batch.batch_size,
+        "workers": counts,
+        "seconds": seconds,
+        "planned_workers": base.plan.loader.num_workers,
+        "pin_memory": step.plan.loader.pin_memory,
+    }
+    report = BenchReport("loader", subject.name, settings)
     if samples < planned:
         report.notes.append(f"the data set has only {samples} samples for a batch of {planned}")
     with report.kept(), new_trials() as trials:
         say(f"workers: {', '.join(map(str, counts))}")
-        outcome = trials.run_case(measure_loader, step, endless, counts, seconds, task=base.task)
-        demands = [row["demand"] for row in outcome.rows if "demand" in row]
-        report.rows += [{**row, "status": "ok"} for row in outcome.rows if "demand" not in row]
-        if outcome.ended in {"out of memory", "failed"}:
-            _blame(report, bool(demands), outcome)
-        conclude(report, demands[0] if demands else None)
+        outcome = trials.run_case(measure_loader, step, counts, seconds, task=base.task)
+        report.rows = [{**row, "status": "ok"} for row in outcome.rows if "demand" not in row]
+        demand = next((row["demand"] for row in outcome.rows if "demand" in row), None)
+        if outcome.error:  # the step is measured first, then each number of workers
+            left = counts[len(report.rows) :] if demand is not None else []
+            culprit = f"{left[0]} workers" if left else "after everything was measured" if demand else "the step"
+            report.notes.append(f"{culprit}: {outcome.ended} ({outcome.error})")
+            report.rows += [{"num_workers": n, "status": outcome.ended, "reason": outcome.error} for n in left[:1]]
+        conclude(report, demand)
     return report
 
 
-def _blame(report: BenchReport, step_is_known: bool, outcome: Outcome) -> None:
-    """Say what was being measured when the trial ended: the step comes first, then each number of workers."""
-    left = report.settings["workers"][len(report.rows) :] if step_is_known else []
-    if left:
-        report.rows.append({"num_workers": left[0], "status": outcome.ended, "reason": outcome.error})
-    culprit = "after everything was measured" if step_is_known else "the step"
-    report.notes.append(f"{f'{left[0]} workers' if left else culprit}: {outcome.ended} ({outcome.error})")
+def conclude(report: BenchReport, demand: float | None) -> None:
+    """The verdict; ``demand``: samples per second that the step would take if it never waited, if that was measured."""
+    measured = {row["num_workers"]: row for row in report.rows if row["status"] == "ok"}
+    if not measured or demand is None:
+        report.verdict = "nothing could be measured"
+        return
+    for row in measured.values():
+        row["of_demand"] = row["samples_per_s"] / demand
+    advice = recommend({workers: row["samples_per_s"] for workers, row in measured.items()}, demand)
+    planned = report.settings["planned_workers"]
+    report.extra = {"demand_samples_per_s": demand, "recommended": advice._asdict()}
+    report.verdict = f"use --num-workers {advice.num_workers}: {advice.reason}"
+    report.notes.append(f"the plan takes {planned} for this task" + (", too" * (planned == advice.num_workers)))
+    load_ms, transfer_ms = (measured[advice.num_workers][name] for name in ("load_ms", "transfer_ms"))
+    if transfer_ms is None:
+        return
+    step_ms, pinned = report.settings["batch_size"] / demand * 1e3, report.settings["pin_memory"]
+    found = report.extra["holds_up"] = holds_up(load_ms, transfer_ms, step_ms)
+    times = f"a batch takes {load_ms:.3g} ms to load and {transfer_ms:.3g} ms to the GPU, a step {step_ms:.3g} ms"
+    if found == "transfer":
+        fix = "smaller types that become floats on the GPU" if pinned else "--set data.pin_memory=true"
+        report.verdict = f"the transfer holds the step up ({times}): {fix}. For loading, {report.verdict}"
+    else:
+        report.notes.append(f"{times}: {'loading' if found == 'load' else 'neither'} holds the step up")
 
 
 def holds_up(load_ms: float, transfer_ms: float, step_ms: float) -> Literal["load", "transfer", "compute"]:
     """What a step waits for, if each batch takes so long to load and to bring to the GPU, both beside the step before.
 
-    Args:
-        step_ms: of a step whose batch is loaded. Where the transfer is slower than the computing, it takes as long as
-            the transfer.
+    Where the transfer is slower than the computing, a step takes as long as the transfer.
     """
     if load_ms > max(step_ms, transfer_ms):
         return "load"
     return "transfer" if transfer_ms >= CLOSE * step_ms else "compute"
 
 
-def conclude(report: BenchReport, demand: float | None) -> None:
-    """The verdict of the report's rows.
-
-    Args:
-        demand: samples per second that the step would take if it never waited for its batch; ``None``: not measured.
-    """
-    rates = {row["num_workers"]: row["samples_per_s"] for row in report.rows if row["status"] == "ok"}
-    if not rates or demand is None:
-        report.verdict = "nothing could be measured"
-        return
-    for row in report.rows:
-        if row["status"] == "ok":
-            row["of_demand"] = row["samples_per_s"] / demand
-    advice = recommend(rates, demand)
-    planned = report.settings["planned_workers"]
-    report.extra = {"demand_samples_per_s": demand, "recommended": advice._asdict()}
-    report.verdict = f"use --num-workers {advice.num_workers}: {advice.reason}"
-    report.notes.append(f"the plan takes {planned} for this task" + (", too" * (planned == advice.num_workers)))
-    chosen = next(row for row in report.rows if row["num_workers"] == advice.num_workers)
-    if chosen["transfer_ms"] is not None:
-        _weigh_transfer(report, chosen["load_ms"], chosen["transfer_ms"], report.settings["batch_size"] / demand * 1e3)
-
-
-def _weigh_transfer(report: BenchReport, load_ms: float, transfer_ms: float, step_ms: float) -> None:
-    """Say whether loading or the transfer to the GPU holds the step up, and what to set."""
-    pinned, found = report.settings["pin_memory"], holds_up(load_ms, transfer_ms, step_ms)
-    report.extra["holds_up"] = found
-    times = f"a batch takes {load_ms:.3g} ms to load and {transfer_ms:.3g} ms to the GPU, a step {step_ms:.3g} ms"
-    if found == "transfer":
-        fix = "smaller types that become floats on the GPU" if pinned else "--set data.pin_memory=true"
-        report.verdict = f"the transfer holds the step up ({times}): {fix}. For loading, {report.verdict}"
-    else:
-        culprit = "loading holds the step up" if found == "load" else "neither holds the step up"
-        report.notes.append(f"{times}: {culprit}")
-        if not pinned:
-            report.notes.append("data.pin_memory is off: the host waits for each copy to the GPU")
-
-
-def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int], seconds: float) -> None:
+def measure_loader(rank: Rank, step: Case, counts: Sequence[int], seconds: float) -> None:
     """On a rank: first what the step needs, then the rate of each number of workers."""
     with on_site(rank, step.config, step.plan) as site:
         row = measure(site, step)
         needed = row["mean_ms"] - row["parts_ms"]["data"]
         rank.report({"demand": step.plan.batch.global_batch / needed * 1e3})
+        endless = step.plan.model_copy(update={"epochs": EPOCHS})
         source = training_source(site.task, site.datasets, endless)
         for workers in counts:
             rank.report(loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check))
@@ -146,12 +117,7 @@ def measure_loader(rank: Rank, step: Case, endless: Plan, counts: Sequence[int],
 def loading_rate(
     source: Source, plan: Plan, workers: int, seconds: float, *, device: torch.device, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Load the batches of a single rank for about ``seconds``, after the first one, whose workers have to start.
-
-    Args:
-        device: where to bring some of the batches, to see how long that takes; only a GPU takes any time.
-        check: called with every batch; may raise to end it.
-    """
+    """Load the batches of a single rank for about ``seconds``, after the first one, whose workers have to start."""
     how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0, "persistent_workers": workers > 0})
     walks = (chain.from_iterable(window.requests for window in walk(plan, World())) for _ in range(2))
     loader = make_loader(source, next(walks), how, 0, largest=plan.batch.batch_size)

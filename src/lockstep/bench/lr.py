@@ -1,7 +1,7 @@
 """``bench lr``: the learning-rate range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3).
 
-The rate grows exponentially from step to step until the loss diverges. Everything happens in separate processes
-with the seed and data order of the run, and nothing of it is kept: the run itself starts as it would have.
+The rate grows exponentially from step to step until the loss diverges. The trial has the seed and data order of the
+run, and nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.bench.rank import Rank
 from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.timing import Stopwatch, on_site, training
-from lockstep.bench.trials import Case, Subject, new_trials
+from lockstep.bench.trials import Case, Rank, Subject, new_trials
 from lockstep.errors import UsageError
 from lockstep.planning import Schedule
 
-#: Weight of the past in the smoothed loss.
+#: Weight of the past in the smoothed loss, which so remembers :data:`MEMORY` losses; with fewer it is noise.
 SMOOTHING = 0.9
+MEMORY = round(1 / (1 - SMOOTHING))
 #: The test ends when the smoothed loss is this many times its best, after :data:`LEAST_STEPS`.
 DIVERGED = 4.0
 LEAST_STEPS = 10
-#: Losses that the smoothed one remembers; while it has heard of fewer, it is noise.
-MEMORY = round(1 / (1 - SMOOTHING))
 #: A fall of the smoothed loss counts when it is more than ``FALL + FALL_OF_FEW / n`` times the scatter of the n losses
 #: before: of 20,000 curves of noise alone, each cut at all lengths from 12 to 200, none falls so far. The second part
 #: is for few losses, which say little of their own scatter: five of them may be alike by chance.
@@ -44,15 +42,6 @@ class Ramp(Schedule):
         return float(self.first * (self.last / self.first) ** (step / max(1, self.total_steps - 1)))
 
 
-class Proposal(NamedTuple):
-    """Learning rates; ``steepest``: where the loss falls fastest, ``tenth``: a tenth of that with the least loss."""
-
-    lr: float
-    steepest: float
-    tenth: float
-    reason: str
-
-
 class Smoothed:
     """A running mean that forgets, with the start's bias taken out (Kingma and Ba 2015, section 3)."""
 
@@ -65,58 +54,19 @@ class Smoothed:
         return self._value / (1 - SMOOTHING**self._count)
 
 
-def has_diverged(smoothed: float, best: float, step: int) -> bool:
-    """Whether the loss at ``step`` has diverged from the best one."""
-    return not math.isfinite(smoothed) or (step >= LEAST_STEPS and smoothed - best > (DIVERGED - 1) * abs(best))
+class Proposal(NamedTuple):
+    """Learning rates; ``steepest``: where the loss falls fastest, ``tenth``: a tenth of that with the least loss."""
 
-
-def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> Proposal | None:
-    """The rate to train with: where the smoothed loss falls fastest per factor of the rate, before its least.
-
-    Not more than a tenth of the rate with the least loss, from which on the loss grows. ``None`` where the loss
-    falls no further than noise does.
-
-    Args:
-        rates: growing.
-        losses, smoothed: after each of them; finite.
-    """
-    first = min(MEMORY, len(rates) // 4)
-    half = max(1, int(len(rates) * WINDOW))
-    places = range(first + half, len(rates) - half)
-    if not places:
-        return None
-    least = min(range(first, len(rates)), key=smoothed.__getitem__)
-    if max(smoothed[first : least + 1]) - smoothed[least] <= noise(losses[: least + 1]):
-        return None
-    logs = np.log(rates)
-    windows = {place: slice(place - half, place + half + 1) for place in places if place <= max(least, places[0])}
-    slopes = {place: np.polyfit(logs[span], smoothed[span], 1)[0] for place, span in windows.items()}
-    steepest = rates[min(slopes, key=slopes.__getitem__)]
-    tenth = rates[least] / 10
-    if steepest <= tenth:
-        return Proposal(steepest, steepest, tenth, "there the loss falls fastest")
-    return Proposal(tenth, steepest, tenth, f"a tenth of {rates[least]:.2g}, where the loss is least")
-
-
-def noise(losses: Sequence[float]) -> float:
-    """How far the smoothed loss may fall by chance, from what neighbouring losses differ by.
-
-    Outliers count: the smoothed loss falls after one, too.
-    """
-    differences = np.diff(losses)
-    if not len(differences):
-        return math.inf
-    return (FALL + FALL_OF_FEW / len(differences)) * float(np.std(differences)) / math.sqrt(2)
+    lr: float
+    steepest: float
+    tenth: float
+    reason: str
 
 
 def bench_lr(
     subject: Subject, *, steps: int = 100, first: float = 1e-6, last: float = 10.0, say: Say = lambda line: None
 ) -> BenchReport:
-    """Train ``steps`` steps on the chosen devices while the rate grows from ``first`` to ``last``.
-
-    Raises:
-        UsageError: too few steps, or rates that do not grow.
-    """
+    """Train ``steps`` steps on the chosen devices while the rate grows from ``first`` to ``last``."""
     if steps < LEAST_STEPS:
         raise UsageError(f"{steps} steps are too few for a curve", fix=f"use --steps 100, at least {LEAST_STEPS}")
     if not 0 < first < last:
@@ -165,6 +115,36 @@ def sweep(rank: Rank, case: Case, first: float, last: float) -> None:
                 rank.report({"step": result.step, "lr": result.lr, "loss": loss, "smoothed": smoothed})
                 if has_diverged(smoothed, best, result.step) or result.step == plan.total_steps:
                     break
+
+
+def has_diverged(smoothed: float, best: float, step: int) -> bool:
+    return not math.isfinite(smoothed) or (step >= LEAST_STEPS and smoothed - best > (DIVERGED - 1) * abs(best))
+
+
+def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> Proposal | None:
+    """The rate to train with: where the smoothed loss falls fastest per factor of the rate, before its least.
+
+    Not more than a tenth of the rate with the least loss, from which on the loss grows. ``None`` where the loss
+    falls no further than noise does.
+    """
+    first = min(MEMORY, len(rates) // 4)
+    half = max(1, int(len(rates) * WINDOW))
+    places = range(first + half, len(rates) - half)
+    if not places:
+        return None
+    least = min(range(first, len(rates)), key=smoothed.__getitem__)
+    # By what neighbouring losses differ. Outliers count: the smoothed loss falls after one, too.
+    scatter = float(np.std(np.diff(losses[: least + 1]))) / math.sqrt(2) if least else math.inf
+    if max(smoothed[first : least + 1]) - smoothed[least] <= (FALL + FALL_OF_FEW / max(1, least)) * scatter:
+        return None
+    logs = np.log(rates)
+    windows = {place: slice(place - half, place + half + 1) for place in places if place <= max(least, places[0])}
+    slopes = {place: np.polyfit(logs[span], smoothed[span], 1)[0] for place, span in windows.items()}
+    steepest = rates[min(slopes, key=slopes.__getitem__)]
+    tenth = rates[least] / 10
+    if steepest <= tenth:
+        return Proposal(steepest, steepest, tenth, "there the loss falls fastest")
+    return Proposal(tenth, steepest, tenth, f"a tenth of {rates[least]:.2g}, where the loss is least")
 
 
 def conclude(report: BenchReport, *, own_optimizer: bool) -> None:

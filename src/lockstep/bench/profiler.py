@@ -12,6 +12,7 @@ from lockstep.bench.step import bench_step
 from lockstep.bench.trials import Subject
 from lockstep.config import RunConfig
 from lockstep.engine.task import Task
+from lockstep.launch.prepare import overrides_of
 
 
 class PerformanceProfiler:
@@ -40,36 +41,28 @@ class PerformanceProfiler:
         steps: int = 30,
         warm_up: int = 5,
     ) -> None:
-        given = config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else config or {}
-        self._subject = Subject(task, given)
-        self._steps, self._warm_up = steps, warm_up
+        self._subject = Subject(task, overrides_of(config))
+        self._lengths: dict[str, Any] = {"steps": steps, "warm_up": warm_up}
         self.reports: list[BenchReport] = []
 
     def profile_step(self) -> dict[str, Any]:
         """The median step and its parts in ms (means), samples/s and peak memory, with the settings as given."""
-        return _flat(self._measured()[0])
+        return _flat(self._keep(bench_step(self._subject, **self._lengths)).rows[0])
 
     def find_batch_sizes(self, max_batch: int | None = None, memory_limit: int | None = None) -> dict[str, Any]:
         """The largest batch size per device, and every one that was tried, up to out of memory.
 
-        Args:
-            max_batch, memory_limit: as for :func:`lockstep.bench.batch_size.bench_batch_size`.
+        ``memory_limit``: bytes that each CPU rank may allocate beside what it has when it starts.
         """
         report = self._keep(bench_batch_size(self._subject, max_batch=max_batch, memory_limit=memory_limit))
-        return {
-            "largest": report.extra.get("largest", 0),
-            "tried": report.rows,
-            "proposed": report.extra.get("proposed"),
-        }
+        found = report.extra
+        return {"largest": found.get("largest", 0), "tried": report.rows, "proposed": found.get("proposed")}
 
     def compare_amp(self, precision: str | None = None) -> dict[str, Any]:
-        """Steps in ``precision`` against single precision: both, and how many times faster the first is.
-
-        Args:
-            precision: ``None``: bf16-mixed.
-        """
+        """Steps in ``precision`` (bf16-mixed) against single precision, and how many times faster they are."""
         amp = precision or "bf16-mixed"
-        rows = {row["precision"]: row for row in self._measured(precisions=("32", amp))}
+        report = self._keep(bench_step(self._subject, **self._lengths, precisions=("32", amp)))
+        rows = {row["precision"]: row for row in report.rows}
         off, on = rows["32"], rows[amp]
         found: dict[str, Any] = {"off": _flat(off), "on": _flat(on)}
         if off["status"] == on["status"] == "ok":
@@ -82,10 +75,6 @@ class PerformanceProfiler:
         places = enumerate(self.reports, start=1)
         return [file for n, report in places for file in write_report(report, Path(folder) / f"{n}-{report.kind}")]
 
-    def _measured(self, **more: Any) -> list[dict[str, Any]]:
-        report = bench_step(self._subject, steps=self._steps, warm_up=self._warm_up, **more)
-        return self._keep(report).rows
-
     def _keep(self, report: BenchReport) -> BenchReport:
         """Raises :class:`KeyboardInterrupt` where it was stopped."""
         self.reports.append(report)
@@ -96,5 +85,5 @@ class PerformanceProfiler:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with its parts beside the rest: ``forward_ms``, ``backward_ms`` and so on."""
-    parts = {f"{name}_ms": value for name, value in (row.get("parts_ms") or {}).items()}
+    parts = {f"{name}_ms": value for name, value in row.get("parts_ms", {}).items()}
     return {**{key: value for key, value in row.items() if key != "parts_ms"}, **parts}

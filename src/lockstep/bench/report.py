@@ -1,7 +1,4 @@
-"""The output of a benchmark: ``report.json``, ``report.md``, pictures, and a table with a chart on the console.
-
-Pictures are drawn with matplotlib (extra ``report``).
-"""
+"""The output of a benchmark: ``report.json``, ``report.md``, pictures, and a table with a chart on the console."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ import platform
 import signal
 import statistics
 import sys
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
-from lockstep.bench.tables import Row, chart_of, size, table_of
+import numpy as np
+
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.host import cpu_name, usable_cores
 from lockstep.launch.local.signals import StopRequest, exit_code
@@ -27,9 +24,16 @@ from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import utc_now
 from lockstep.telemetry.tables import aligned, print_table, say
 
+#: Called with what is being done.
+Say = Callable[[str], None]
+Row = Mapping[str, Any]
+#: A key of the rows, a key and how its value is formatted, or what makes the text of a row.
+Cell = str | tuple[str, str] | Callable[[Row], str]
+T = TypeVar("T", bound=Row)
+
 
 def machine_facts() -> dict[str, Any]:
-    """Where something was measured: ``cpu``, ``cores``, ``gpus`` by name, ``torch`` and ``python``."""
+    """Where something was measured: ``cpu``, ``cores``, ``gpus`` by name, and versions."""
     known = versions()
     return {
         "cpu": cpu_name(),
@@ -39,10 +43,6 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "lockstep": known["lockstep"],
     }
-
-
-#: Called with what is being done.
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -92,39 +92,18 @@ class BenchReport:
         return {name: getattr(self, name) for name in names.split()} | self.extra
 
 
-_BAR = 40
-
-
-def new_folder(kind: str, save_dir: Path | None, runs_dir: Path) -> Path:
-    """Where the report goes: ``save_dir``, or a new folder below ``runs_dir``."""
-    return save_dir or runs_dir / f"bench-{kind}-{uuid.uuid4().hex[:8]}"
-
-
 def print_report(report: BenchReport, stream: TextIO) -> None:
     columns, rows = table_of(report.kind, report.rows)
     if rows:
         print_table(columns, rows, stream)
-        for line in bars(*chart_of(report.kind, report.rows)):
+        for line in _bars(report):
             say(line, stream)
     for line in _findings(report):
         say(line, stream)
 
 
-def bars(name: str, values: Sequence[tuple[str, float]]) -> list[str]:
-    """A bar for each ``(label, value)``, the longest one :data:`_BAR` characters; nothing where there is one value."""
-    if len(values) < 2:
-        return []
-    most = max(value for _, value in values) or 1.0
-    rows = [[label, "#" * round(_BAR * value / most), f"{value:,.4g}"] for label, value in values]
-    return [name, *aligned(rows), ""]
-
-
 def write_report(report: BenchReport, folder: Path) -> list[Path]:
-    """Write the report below ``folder``; the files written. Without matplotlib there are no pictures, as a note says.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the report below ``folder``; the files written. Without matplotlib there is no picture."""
     make_folders(folder)
     files = [folder / "report.json", folder / "report.md"]
     draws = importlib.util.find_spec("matplotlib") is not None
@@ -132,8 +111,9 @@ def write_report(report: BenchReport, folder: Path) -> list[Path]:
         report.notes.append("no picture: matplotlib is not installed (pip install 'lockstep-train[report]')")
     write_json(files[0], report.as_dict())
     write_text(files[1], _markdown(report))
-    if draws and report.rows:
-        files += draw(report, folder)
+    rows = [row for row in report.rows if row.get("status", "ok") == "ok"]
+    if draws and rows:
+        files.append(_draw(report, rows, folder / f"{report.kind}.png"))
     return files
 
 
@@ -145,90 +125,273 @@ def _findings(report: BenchReport) -> list[str]:
 def _markdown(report: BenchReport) -> str:
     columns, rows = table_of(report.kind, report.rows)
     table = [columns, ["---"] * len(columns), *rows]
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table]
-    machine = report.machine
-    where = f"{machine['cpu']}, {machine['cores']} cores"
-    where += f"; {', '.join(machine['gpus'])}" if machine["gpus"] else "; no GPU"
+    lines = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table)
+    machine, findings = report.machine, "\n\n".join(_findings(report))
+    where = f"{machine['cpu']}, {machine['cores']} cores; {', '.join(machine['gpus']) or 'no GPU'}"
     about = f"{report.date}, {where}, torch {machine['torch']}, Python {machine['python']}"
-    findings = "\n\n".join(_findings(report))
     command = " ".join(["lockstep", *report.command[1:]])
-    return f"# {report.title}\n\n{findings}\n\n" + "\n".join(lines) + f"\n\n{about}\n\n`{command}`\n"
+    return f"# {report.title}\n\n{findings}\n\n{lines}\n\n{about}\n\n`{command}`\n"
 
 
-#: Panels in a row.
-_COLUMNS = 3
+def plain(value: float) -> str:
+    """Four digits that count, and no exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def draw(report: BenchReport, folder: Path) -> list[Path]:
-    """Draw what there is to draw; the files written."""
+def text(value: Any, form: str = "") -> str:
+    """``-`` for what is not known; several values, one for each device, beside each other."""
+    if isinstance(value, list | tuple):
+        return " ".join(text(each, form) for each in value) or "-"
+    if value is None:
+        return "-"
+    return plain(value) if isinstance(value, float) and not form else format(value, form)
+
+
+def size(count: float) -> str:
+    """Bytes in the units of message sizes: 1 KB is 1024."""
+    units = ("B", "KB", "MB", "GB")
+    place = 0
+    while count >= 1024 and place < len(units) - 1:
+        count, place = count / 1024, place + 1
+    return f"{count:.4g} {units[place]}"
+
+
+def _shares(*parts: str) -> dict[str, Cell]:
+    def share(part: str) -> Cell:
+        return lambda row: text((row.get("shares") or {}).get(part), ".1%")
+
+    return {part: share(part) for part in parts}
+
+
+def _between(key: str) -> Cell:
+    """A median with its quartiles, where there are any."""
+
+    def cell(row: Row) -> str:
+        if row.get(key) is None:
+            return "-"
+        low, high = row[f"{key}_low"], row[f"{key}_high"]
+        return plain(row[key]) + (f" ({plain(low)}..{plain(high)})" if low < high else "")
+
+    return cell
+
+
+def _part(name: str) -> Cell:
+    return lambda row: text(row["parts_ms"][name] / row["step_ms"], ".1%")
+
+
+#: By kind: the headings of the table, and what is below each.
+_TABLES: dict[str, dict[str, Cell]] = {
+    "step": {
+        "batch": "batch_size",
+        "precision": "precision",
+        "compile": lambda row: "on" if row.get("compile") else "off",
+        "status": "status",
+        "step ms": _between("step_ms"),
+        "samples/s": "samples_per_s",
+        **_shares("data", "forward", "backward", "communication", "wait", "optimizer", "other"),
+        "memory MB": ("memory_mb", ",.0f"),
+        "TFLOP/s": ("tflops", ".3g"),
+        "of peak": lambda row: "unknown" if row.get("peak_share") is None else text(row["peak_share"], ".1%"),
+    },
+    "scaling": {
+        "devices": "ranks",
+        "strategy": "strategy",
+        "mode": "mode",
+        "status": "status",
+        "global batch": "global_batch",
+        "samples/s": _between("samples_per_s"),
+        "claimed samples/s": ("claimed_samples_per_s", ".4g"),
+        "epoch s": "epoch_s",
+        "speed-up": ("speed_up", ".2f"),
+        "claimed speed-up": ("claimed_speed_up", ".2f"),
+        "efficiency": ("efficiency", ".1%"),
+        "memory MB": ("memory_mb_per_device", ",.0f"),
+        "claimed memory GB": ("claimed_memory_gb", "g"),
+        "utilisation": ("utilisation_per_device", ".0%"),
+        **_shares("data", "compute", "communication", "wait"),
+    },
+    "loader": {
+        "workers": "num_workers",
+        "status": "status",
+        "samples/s": "samples_per_s",
+        "load ms": ("load_ms", ".3g"),
+        "transfer ms": ("transfer_ms", ".3g"),
+        "first batch s": ("first_batch_s", ".2f"),
+        "times the need": ("of_demand", ",.2f"),
+    },
+    "comm": {
+        "operation": "operation",
+        "size": lambda row: size(row["bytes"]),
+        "latency µs": "latency_us",
+        "algorithm GB/s": ("algorithm_gb_s", ".3g"),
+        "bus GB/s": ("bus_gb_s", ".3g"),
+        "status": "status",
+    },
+    "batch-size": {
+        "batch": "batch_size",
+        "status": "status",
+        "memory MB": ("memory_mb", ",.0f"),
+        "samples/s": "samples_per_s",
+    },
+    "forecast": {
+        "GPUs": "gpus",
+        "strategy": "strategy",
+        "step ms": "step_ms",
+        "samples/s": _between("samples_per_s"),
+        "efficiency": lambda r: f"{r['efficiency']:.0%} ({r['efficiency_low']:.0%}..{r['efficiency_high']:.0%})",
+        **{name: _part(name) for name in ("compute", "communication", "straggler", "data")},
+        "sent MB": "sent_mb",
+    },
+    "lr": {"step": "step", "learning rate": ("lr", ".3g"), "loss": ("loss", ".5g"), "smoothed": ("smoothed", ".5g")},
+}
+#: Columns that are left out where no row has a value.
+_CLAIMED = {"claimed samples/s", "claimed speed-up", "claimed memory GB"}
+_OPTIONAL = _CLAIMED | {"wait", "communication", "TFLOP/s", "transfer ms"}
+#: Rows of a learning-rate test that are shown; its report has all.
+_SHOWN = 24
+
+
+def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells."""
+    rows = _shown(kind, rows)
+    columns = {heading: [_text_of(cell, row) for row in rows] for heading, cell in _TABLES[kind].items()}
+    for heading in _OPTIONAL & columns.keys():
+        if set(columns[heading]) <= {"-", "0.0%"}:
+            del columns[heading]
+    return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
+
+
+def _text_of(cell: Cell, row: Row) -> str:
+    if callable(cell):
+        return cell(row)
+    key, form = (cell, "") if isinstance(cell, str) else cell
+    return text(row.get(key), form)
+
+
+#: What the bars of each kind show: how many cells name a row, and the key of the value.
+_CHARTS = {
+    "step": (3, "samples_per_s"),
+    "scaling": (3, "samples_per_s"),
+    "loader": (1, "samples_per_s"),
+    "comm": (2, "bus_gb_s"),
+    "batch-size": (1, "samples_per_s"),
+    "lr": (2, "smoothed"),
+    "forecast": (1, "efficiency"),
+}
+_BAR = 40
+
+
+def _bars(report: BenchReport) -> list[str]:
+    """A bar for each row that has a value, the longest one :data:`_BAR` characters; none where there is one value."""
+    key = _CHARTS[report.kind][1]
+    rows = [row for row in report.rows if row.get(key) and row.get("operation", "all_reduce") == "all_reduce"]
+    if len(rows) < 2:
+        return []
+    rows, most = list(_shown(report.kind, rows)), max(row[key] for row in rows)
+    bars = [["#" * round(_BAR * row[key] / most), f"{row[key]:,.4g}"] for row in rows]
+    return [key, *aligned([[name, *bar] for name, bar in zip(_names(report.kind, rows), bars, strict=True)]), ""]
+
+
+def _names(kind: str, rows: Sequence[Row]) -> list[str]:
+    """A short name for each row: its first cells."""
+    return [" ".join(cells[: _CHARTS[kind][0]]) for cells in table_of(kind, rows)[1]]
+
+
+def _shown(kind: str, rows: Sequence[T]) -> Sequence[T]:
+    return rows[:: max(1, -(-len(rows) // _SHOWN))] if kind == "lr" else rows
+
+
+class Panel(NamedTuple):
+    """A diagram: lines of ``y`` over ``x``, one for each group of rows alike in ``by``; or the parts of a step."""
+
+    x: str
+    y: str
+    xlabel: str
+    ylabel: str
+    by: tuple[str, ...] = ()
+    #: The logarithmic axes: ``x`` or ``xy``.
+    log: str = ""
+
+
+_PARTS = "parts_ms"
+_SCALED = {
+    "speed_up": "speed-up",
+    "efficiency": "efficiency",
+    "memory_mb": "memory of the fullest device, MB",
+    "epoch_s": "time for an epoch of training, s",
+    "utilisation": "utilisation, mean of the devices",
+}
+_PANELS = {
+    "step": [
+        Panel("batch_size", _PARTS, "batch size, precision, compilation", "ms a step (mean)"),
+        Panel("batch_size", "samples_per_s", "batch size per device", "samples/s", ("precision", "compile"), "x"),
+    ],
+    "scaling": [Panel("ranks", key, "devices", label, ("strategy", "mode")) for key, label in _SCALED.items()],
+    "loader": [Panel("num_workers", "samples_per_s", "loader workers", "samples/s")],
+    "comm": [
+        Panel("bytes", "latency_us", "message, bytes", "latency, µs", ("operation",), "xy"),
+        Panel("bytes", "bus_gb_s", "message, bytes", "bus bandwidth, GB/s", ("operation",), "x"),
+    ],
+    "batch-size": [
+        Panel("batch_size", "memory_mb", "batch size per device", "memory of the fullest device, MB", (), "x")
+    ],
+    "lr": [Panel("lr", "smoothed", "learning rate", "smoothed loss", (), "x")],
+    "forecast": [
+        Panel("gpus", "efficiency", "GPUs", "efficiency", (), "x"),
+        Panel("gpus", _PARTS, "GPUs", "ms a step"),
+    ],
+}
+
+
+def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
+    """Draw the rows that were measured."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in report.rows if row.get("status", "ok") == "ok"]
-    if not rows:
-        return []
-    panels, painter = _PAINTERS[report.kind]
-    columns, lines = min(panels, _COLUMNS), -(-panels // _COLUMNS)
+    panels = _PANELS[report.kind]
+    columns, lines = min(len(panels), 3), -(-len(panels) // 3)
     figure = Figure(figsize=(6 * columns, 4.2 * lines), layout="constrained")
-    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for unused in axes[panels:]:
-        unused.set_visible(False)
-    painter(axes[:panels], rows, report)
-    for axis in axes:
+    for place, panel in enumerate(panels, start=1):
+        axis = figure.add_subplot(lines, columns, place)
+        if panel.y == _PARTS:
+            bottom = np.zeros(len(rows))
+            for part in rows[0][_PARTS]:
+                heights = np.array([row[_PARTS][part] for row in rows])
+                axis.bar(_names(report.kind, rows), heights, bottom=bottom, label=part)
+                bottom += heights
+        else:
+            _draw_lines(axis, panel, _with_one_device(rows) if report.kind == "scaling" else rows)
+            _draw_marks(axis, panel, report)
+        axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, **{f"{name}scale": "log" for name in panel.log})
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize="small")
-    figure.suptitle(f"{report.title} ({', '.join(report.settings.get('devices', []))})".replace(" ()", ""))
-    return [save_figure(figure, folder / f"{report.kind}.png")]
+    devices = ", ".join(report.settings.get("devices", ()))
+    figure.suptitle(report.title + (f" ({devices})" if devices else ""))
+    return save_figure(figure, file)
 
 
-def _line(axis: Any, rows: Iterable[Row], x: str, y: str, marker: str = "o", **style: Any) -> None:
-    """The value ``y`` of the rows over ``x``; rows in which it is not known are left out."""
-    points = [(row[x], row[y]) for row in rows if row.get(y) is not None]
-    axis.plot([a for a, _ in points], [b for _, b in points], marker=marker, **style)
+def _draw_lines(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
+    """A line for each group; what is not known is left out."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        name = ", ".join(key if row[key] is True else str(row[key]) for key in panel.by if row[key] is not False)
+        groups.setdefault(name, []).append(row)
+    claimed = f"claimed_{panel.y}"
+    for name, group in groups.items():
+        for key, label, style in ((panel.y, name, "o-"), (claimed, f"{name}, claimed", "x--")):
+            if points := [(row[panel.x], row[key]) for row in group if row.get(key) is not None]:
+                axis.plot(*zip(*points, strict=True), style, label=label)
 
 
-def _stacked(axis: Any, rows: Sequence[Row], labels: Sequence[str], **texts: str) -> None:
-    """A bar for each row, of the parts of its step."""
-    bottom = [0.0] * len(rows)
-    for part in rows[0]["parts_ms"]:
-        heights = [row["parts_ms"][part] for row in rows]
-        axis.bar(labels, heights, bottom=bottom, label=part)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axis.set(**texts)
-
-
-def _step(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
-    labels = [
-        f"{row['batch_size']}\n{row['precision']}{chr(10) + 'compiled' if row['compile'] else ''}" for row in rows
-    ]
-    _stacked(axes[0], rows, labels, ylabel="ms a step (mean)", xlabel="batch size and precision")
-    for precision, compiled in dict.fromkeys((row["precision"], row["compile"]) for row in rows):
-        line = [row for row in rows if (row["precision"], row["compile"]) == (precision, compiled)]
-        _line(axes[1], line, "batch_size", "samples_per_s", label=precision + ", compiled" * bool(compiled))
-    axes[1].set(xlabel="batch size per device", ylabel="samples/s", xscale="log", ylim=(0, None))
-
-
-def _scaling(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
+def _with_one_device(rows: Sequence[Row]) -> list[Row]:
+    """The rows of each strategy, with that of one device before them."""
     rows = [{**row, "utilisation": _mean(row["utilisation_per_device"])} for row in rows if row.get("speed_up")]
-    most = max((row["ranks"] for row in rows), default=1)
-    axes[0].plot([1, most], [1, most], color="0.7", linestyle=":", label="ideal")
-    axes[1].axhline(1, color="0.7", linestyle=":")
-    panels = {
-        "speed_up": "speed-up",
-        "efficiency": "efficiency",
-        "memory_mb": "memory of the fullest device, MB",
-        "epoch_s": "time for an epoch of training, s",
-        "utilisation": "utilisation, mean of the devices",
-    }
-    for strategy, mode in dict.fromkeys((row["strategy"], row["mode"]) for row in rows if row["ranks"] > 1):
-        line = [row for row in rows if row["mode"] == mode and (row["ranks"] == 1 or row["strategy"] == strategy)]
-        for axis, name in zip(axes, panels, strict=True):
-            _line(axis, line, "ranks", name, label=f"{strategy}, {mode}" if axis is axes[0] else None)
-        if mode == report.settings["modes"][0] and any(row.get("claimed_speed_up") for row in line):
-            claimed = {"marker": "x", "linestyle": "--", "label": f"{strategy}, claimed"}
-            _line(axes[0], line, "ranks", "claimed_speed_up", **claimed)
-    for axis, label in zip(axes, panels.values(), strict=True):
-        axis.set_xticks(sorted({row["ranks"] for row in rows}))
-        axis.set(xlabel="devices", ylabel=label, ylim=(0, None))
+    strategies = dict.fromkeys(row["strategy"] for row in rows if row["ranks"] > 1)
+    one = [row for row in rows if row["ranks"] == 1]
+    return [
+        {**row, "strategy": strategy}
+        for strategy in strategies
+        for row in (*one, *(row for row in rows if row["strategy"] == strategy))
+    ]
 
 
 def _mean(shares: Sequence[float | None]) -> float | None:
@@ -237,63 +400,19 @@ def _mean(shares: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if len(known) == len(shares) else None
 
 
-def _loader(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
-    axes[0].bar([str(row["num_workers"]) for row in rows], [row["samples_per_s"] for row in rows])
-    demand = report.extra.get("demand_samples_per_s")
-    if demand:
-        axes[0].axhline(demand, color="C3", label="what the step takes")
-    axes[0].set(xlabel="loader workers", ylabel="samples/s")
-
-
-def _comm(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
-    for place, operation in enumerate(dict.fromkeys(row["operation"] for row in rows)):
-        line = [row for row in rows if row["operation"] == operation]
-        sizes, colour = [row["bytes"] for row in line], f"C{place}"
-        _line(axes[0], line, "bytes", "latency_us", ".", linestyle="", color=colour, label=operation)
-        _line(axes[1], line, "bytes", "bus_gb_s", ".", color=colour)
-        fit = report.extra.get("fits", {}).get(operation)
-        if fit:
-            times = [(fit["alpha_s"] + fit["beta_s_per_byte"] * count) * 1e6 for count in sizes]
-            axes[0].plot(sizes, times, color=colour, linewidth=1)
-    axes[0].set(xlabel="message, bytes", ylabel="latency, µs (line: α + β·bytes)", xscale="log", yscale="log")
-    axes[1].set(xlabel=f"message, bytes (to {size(rows[-1]['bytes'])})", ylabel="bus bandwidth, GB/s", xscale="log")
-
-
-def _batch_size(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
-    _line(axes[0], rows, "batch_size", "memory_mb")
-    out = [row["batch_size"] for row in report.rows if row["status"] == "out of memory"]
-    if out:
-        axes[0].axvline(min(out), color="C3", label="out of memory")
-    axes[0].set(xlabel="batch size per device", ylabel="memory of the fullest device, MB", xscale="log")
-
-
-def _lr(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
-    _line(axes[0], rows, "lr", "loss", "", color="0.8", label="loss")
-    _line(axes[0], rows, "lr", "smoothed", "", label="smoothed")
-    proposal = report.extra.get("proposal")
-    if proposal:
-        axes[0].axvline(proposal["lr"], color="C2", label=f"proposed: {proposal['lr']:.2g}")
-    least = min(row["smoothed"] for row in rows)
-    top = max(rows[0]["smoothed"], least) * 1.5
-    axes[0].set(xlabel="learning rate", ylabel="loss", xscale="log", ylim=(None, top if top > least else None))
-
-
-def _forecast(axes: Sequence[Any], rows: Sequence[Row], report: BenchReport) -> None:
-    gpus = [row["gpus"] for row in rows]
-    _line(axes[0], rows, "gpus", "efficiency")
-    low, high = ([row[f"efficiency_{end}"] for row in rows] for end in ("low", "high"))
-    axes[0].fill_between(gpus, low, high, alpha=0.2)
-    axes[0].set(xlabel="GPUs", ylabel="efficiency", xscale="log", ylim=(0, 1.05))
-    _stacked(axes[1], rows, list(map(str, gpus)), xlabel="GPUs", ylabel="ms a step")
-
-
-#: By kind of benchmark: the number of panels, and what draws them.
-_PAINTERS: dict[str, tuple[int, Callable[[Sequence[Any], Sequence[Row], BenchReport], None]]] = {
-    "step": (2, _step),
-    "scaling": (5, _scaling),
-    "loader": (1, _loader),
-    "comm": (2, _comm),
-    "batch-size": (1, _batch_size),
-    "lr": (1, _lr),
-    "forecast": (2, _forecast),
-}
+def _draw_marks(axis: Any, panel: Panel, report: BenchReport) -> None:
+    """What the values are to be compared with."""
+    if panel.y == "speed_up":
+        axis.axline((1, 1), slope=1, color="0.7", linestyle=":", label="ideal")
+    elif demand := report.extra.get("demand_samples_per_s"):
+        axis.axhline(demand, color="C3", label="what the step takes")
+    elif proposal := report.extra.get("proposal"):
+        axis.axvline(proposal["lr"], color="C2", label=f"proposed: {proposal['lr']:.2g}")
+    elif panel.y == "latency_us":
+        for place, fit in enumerate(report.extra.get("fits", {}).values()):
+            sizes = np.array(report.settings["sizes"])
+            axis.plot(sizes, (fit["alpha_s"] + fit["beta_s_per_byte"] * sizes) * 1e6, f"C{place}:")
+    elif report.kind == "batch-size":
+        for row in report.rows:
+            if row["status"] == "out of memory":
+                axis.axvline(row["batch_size"], color="C3", linestyle=":")

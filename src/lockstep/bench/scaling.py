@@ -7,11 +7,11 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from lockstep.bench.measure import slow_ranks, spread
 from lockstep.bench.report import BenchReport, Say
 from lockstep.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
-from lockstep.bench.summary import device_counts, slow_ranks, speed_up, spread
 from lockstep.bench.trials import Case, Subject, new_trials
 from lockstep.config.load import merge
 from lockstep.errors import LockstepError, UsageError, many
@@ -29,6 +29,13 @@ _COMPUTE = ("forward", "backward", "optimizer", "other")
 _SAME = ("devices", "ranks", "strategy", "mode", "status", "global_batch", "accumulate")
 
 
+def device_counts(devices: int) -> list[int]:
+    """How many of ``devices`` to measure with: all numbers up to 4, then powers of two, and all of them."""
+    few = range(1, min(devices, 4) + 1)
+    powers = [2**power for power in range(3, devices.bit_length()) if 2**power <= devices]
+    return sorted({*few, *powers, devices})
+
+
 def bench_scaling(
     subject: Subject,
     *,
@@ -40,19 +47,10 @@ def bench_scaling(
     claims: bool = False,
     say: Say = lambda line: None,
 ) -> BenchReport:
-    """Measure the engine's own steps on parts of the chosen devices, in turns.
+    """Measure the engine's own steps on parts of the chosen devices, ``repeats`` times in turns.
 
     Every rank has one intra-op thread on the CPU unless ``training.threads`` is set, so that two ranks have twice
-    the threads of one.
-
-    Args:
-        strategies: of several devices; one that these devices or the task refuse gets a row that says so. The samples
-            of a step are those of the others under ``pipeline`` too, in enough micro-batches to keep it busy.
-        repeats: how often each point is measured, interleaved with the others; a median and quartiles come of it.
-        claims: lay what guides claim for this task beside the measured figures; a note where they do not speak of it.
-
-    Raises:
-        UsageError: one device, or settings that contradict each other.
+    the threads of one. ``claims``: show what guides claim for this task.
     """
     base = subject.base
     devices = list(base.placement.devices)
@@ -64,70 +62,55 @@ def bench_scaling(
     check_steps(steps, warm_up)
     if repeats < 1:
         raise UsageError(f"{repeats} repeats measure nothing", fix="take --repeats 3, or any number from 1 on")
-    report = _empty_report(subject, strategies, modes, {"steps": steps, "warm_up": warm_up, "repeats": repeats})
-    points = [
-        (count, strategy, _cases(subject, devices[:count], strategy, modes, report))
-        for count in device_counts(len(devices))
-        for strategy in (strategies if count > 1 else (auto_strategy(1),))
-    ]
-    refused, found = list(report.rows), list[dict[str, Any]]()
+    on_cpu = base.placement.accelerator == "cpu"
+    threads = base.config.training.threads or (1 if on_cpu else None)
+    settings = {
+        "devices": devices,
+        "strategies": list(strategies),
+        "modes": list(modes),
+        "batch_size": base.plan.batch.batch_size,
+        "strong_global_batch": base.plan.batch.global_batch,
+        "threads_per_rank": threads,
+        "steps": steps,
+        "warm_up": warm_up,
+        "repeats": repeats,
+    }
+    report = BenchReport("scaling", subject.name, settings)
+    if on_cpu and threads:
+        report.notes.append(f"each rank computes with {many(threads, 'thread')}; the ranks share one machine's memory")
+    points: dict[tuple[int, str], list[Case]] = {}
+    refused: list[dict[str, Any]] = []
+    for count in device_counts(len(devices)):
+        for strategy in strategies if count > 1 else (auto_strategy(1),):
+            label = {"devices": devices[:count], "ranks": count, "strategy": strategy}
+            try:
+                points[count, strategy] = [_case(subject, {**label, "mode": mode}, settings) for mode in modes]
+            except LockstepError as error:
+                refused += [{**label, "mode": mode, "status": "refused", "reason": error.what} for mode in modes]
+    found: list[dict[str, Any]] = []
     with report.kept(), new_trials() as trials:
-        for repeat, (count, strategy, cases) in itertools.product(range(repeats), points):
-            if cases and not trials.stopped:
-                say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {strategy}")
-                found += measure_all(subject, trials, cases)[0]
+        for repeat, ((count, strategy), cases) in itertools.product(range(repeats), points.items()):
+            say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {strategy}")
+            found += measure_all(subject, trials, cases)
     report.rows = [*merged(found, report.notes), *refused]
     if claims:
-        for row in report.rows:
-            row |= claim_of(subject.name, row["strategy"], row["ranks"])
+        report.rows = [{**row, **claim_of(subject.name, row["strategy"], row["ranks"])} for row in report.rows]
     conclude(report)
     if claims and (note := claims_note(subject.name, base.facts.parameters)):
         report.notes.append(note)
     return report
 
 
-def _empty_report(
-    subject: Subject, strategies: Sequence[str], modes: Sequence[Mode], lengths: Mapping[str, int]
-) -> BenchReport:
-    base = subject.base
-    on_cpu = base.placement.accelerator == "cpu"
-    threads = base.config.training.threads or (1 if on_cpu else None)
-    settings = {
-        "devices": list(base.placement.devices),
-        "strategies": list(strategies),
-        "modes": list(modes),
-        "batch_size": base.plan.batch.batch_size,
-        "strong_global_batch": base.plan.batch.global_batch,
-        "threads_per_rank": threads,
-        **lengths,
-    }
-    report = BenchReport("scaling", subject.name, settings)
-    if on_cpu and threads:
-        report.notes.append(f"each rank computes with {many(threads, 'thread')}; the ranks share one machine's memory")
-    return report
-
-
-def _cases(
-    subject: Subject, devices: Sequence[str], strategy: str, modes: Sequence[Mode], report: BenchReport
-) -> list[Case]:
-    """A case for each mode; none where these devices refuse the strategy: then rows of ``report`` say why."""
-    count, base, settings = len(devices), subject.base.plan.batch, report.settings
-    samples: dict[Mode, int] = {"weak": base.batch_size * count, "strong": base.global_batch}
+def _case(subject: Subject, label: Mapping[str, Any], settings: Mapping[str, Any]) -> Case:
+    """Raises :class:`LockstepError` where these devices or the task refuse the strategy."""
+    count, strategy = label["ranks"], label["strategy"]
+    samples = settings["batch_size"] * count if label["mode"] == "weak" else settings["strong_global_batch"]
     # A pipeline's devices take part in the same micro-batches; others take one each.
     parts = FILL * count if find_strategy(strategy).state == "staged" else count
-    place = {"selected_devices": list(devices), "strategy": "auto" if count == 1 else strategy}
-    label = {"devices": list(devices), "ranks": count, "strategy": strategy}
-    found = []
-    try:
-        for mode in modes:
-            sizes = {"batch_size": -(-samples[mode] // parts), "global_batch_size": samples[mode], "accumulate": 1}
-            changes = {"hardware": place, "training": {**sizes, "threads": settings["threads_per_rank"]}}
-            lengths = {name: settings[name] for name in ("steps", "warm_up")}
-            found.append(subject.case({**label, "mode": mode}, changes, **lengths))
-    except LockstepError as error:
-        report.rows += [{**label, "mode": mode, "status": "refused", "reason": str(error.what)} for mode in modes]
-        return []
-    return found
+    sizes = {"batch_size": -(-samples // parts), "global_batch_size": samples, "accumulate": 1}
+    place = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
+    changes = {"hardware": place, "training": {**sizes, "threads": settings["threads_per_rank"]}}
+    return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
 
 
 def bench_script(
@@ -143,11 +126,8 @@ def bench_script(
 ) -> BenchReport:
     """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``given``, in turns.
 
-    Each point is a whole run of the script, with its data, log and checkpoint; its speed is that of the steps after
-    ``warm_up``. On one device the global batch is that of the script, and ``strong`` holds it.
-
-    Raises:
-        ConfigError: one device. UsageError: no such script.
+    Each point is a whole run of the script, with its data, log and checkpoint. On one device the global batch is that
+    of the script, and ``strong`` holds it.
     """
     names = several_devices(given, "one device: nothing scales")
     settings = {"devices": names, "modes": list(modes), "steps": steps, "warm_up": warm_up, "repeats": repeats}
@@ -207,26 +187,26 @@ def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
     points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in found:
         points.setdefault((row["ranks"], row["strategy"], row["mode"]), []).append(row)
-    rows = [_median(repeats) for repeats in points.values()]
-    baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
-    for row in rows:
-        if row["status"] == "ok" and row["mode"] in baselines:
-            row["speed_up"], row["efficiency"] = speed_up(row["samples_per_s"], baselines[row["mode"]], row["ranks"])
+    rows = []
     for (ranks, strategy, mode), repeats in points.items():
-        failed = [row for row in repeats if row["status"] != "ok"]
-        if 0 < len(failed) < len(repeats):
+        good, failed = ([row for row in repeats if (row["status"] == "ok") is ok] for ok in (True, False))
+        rows.append(_median(good) if good else failed[0])
+        if good and failed:
             notes.append(
                 f"{many(ranks, 'device')}, {strategy} {mode}: {len(failed)} of {len(repeats)} repeats ended early, the "
                 f"first one {failed[0]['status']} ({failed[0]['reason']})"
             )
+    baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
+    for row in rows:
+        if row["status"] == "ok" and row["mode"] in baselines:
+            # Of samples per second, both for weak and for strong scaling; efficiency is what each device contributes.
+            row["speed_up"] = row["samples_per_s"] / baselines[row["mode"]]
+            row["efficiency"] = row["speed_up"] / row["ranks"]
     return rows
 
 
-def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of several; of those that failed, if all have."""
-    good = [row for row in repeats if row["status"] == "ok"]
-    if not good:
-        return repeats[0]
+def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several that were measured."""
     row = {
         **{name: good[0][name] for name in _SAME},
         "repeats": len(good),
@@ -240,7 +220,12 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The values of ``name`` in all repeats, for each device or rank."""
         return zip(*(row[name] for row in good), strict=True)
 
-    shares = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
+    parts = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
+    # Input, computing, communication and waiting for slower ranks as shares of a step; None: not known.
+    shares = {"data": parts["data"], "compute": None, "communication": None, "wait": None}
+    if not find_strategy(row["strategy"]).exchanges_inside:
+        shares |= {"compute": sum(parts[name] for name in _COMPUTE)}
+        shares |= {name: parts[name] for name in ("communication", "wait")}
     return {
         **row,
         "memory_mb": max(row["memory_mb"] for row in good),
@@ -248,23 +233,15 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "utilisation_per_device": [
             None if None in measured else statistics.fmean(measured) for measured in each("utilisation_per_device")
         ],
-        "shares": _shares(row["strategy"], shares),
-        "parts": shares,
+        "shares": shares,
+        "parts": parts,
         "busy_ms": [statistics.median(own) for own in each("busy_ms")],
     }
 
 
-def _shares(strategy: str, parts: Mapping[str, float]) -> dict[str, float | None]:
-    """Input, computing, communication and waiting for slower ranks as shares of a step; ``None``: not known."""
-    if find_strategy(strategy).exchanges_inside:
-        return {"data": parts["data"], "compute": None, "communication": None, "wait": None}
-    compute = sum(parts[name] for name in _COMPUTE)
-    return {"data": parts["data"], "compute": compute, "communication": parts["communication"], "wait": parts["wait"]}
-
-
 def conclude(report: BenchReport) -> None:
     """The verdict and the notes, from the rows."""
-    several = [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
+    notes, several = report.notes, [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
     most = max((row["ranks"] for row in several), default=0)
     parts = [
         f"{row['strategy']} {row['mode']}: {row['speed_up']:.2f} times one (efficiency {row['efficiency']:.0%})"
@@ -272,75 +249,64 @@ def conclude(report: BenchReport) -> None:
         if row["ranks"] == most
     ]
     report.verdict = f"{most} devices, {'; '.join(parts)}" if several else "nothing could be compared"
-    inside = set[str]()
-    for row in several:
-        if "shares" not in row:
-            continue
+    measured = [row for row in several if "shares" in row]  # not of a script
+    inside = {row["strategy"] for row in measured if row["shares"]["communication"] is None}
+    for row in measured:
         share, where = row["shares"]["communication"], f"{row['ranks']} devices ({row['strategy']}, {row['mode']})"
-        if share is None:
-            inside.add(row["strategy"])
-            continue
-        if share > MUCH_COMMUNICATION:
-            report.notes.append(
+        if share is not None and share > MUCH_COMMUNICATION:
+            notes.append(
                 f"communication takes {share:.0%} of a step on {where}, above {MUCH_COMMUNICATION:.0%}: larger "
                 "batches or --grad-accum-steps make it rarer"
             )
-        report.notes += [f"rank {rank} is slow on {where}" for rank in slow_ranks(row["busy_ms"])]
+        if share is not None:
+            notes += [f"rank {rank} is slow on {where}" for rank in slow_ranks(row["busy_ms"])]
     if inside:
-        report.notes.append(
+        notes.append(
             f"{' and '.join(sorted(inside))}: communication is inside forward and backward, so its share is not known; "
             "compare the samples/s"
         )
-    report.notes += _both_strategies(several)
+    rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in several}
+    notes += [
+        f"on {ranks} devices ({mode}) ddp reaches {rates[ranks, mode, 'ddp'] / rate:.2f} times the samples/s of dp"
+        for (ranks, mode, strategy), rate in rates.items()
+        if find_strategy(strategy).scatters and (ranks, mode, "ddp") in rates
+    ]
     if any(row["efficiency"] > DOUBTFUL for row in several):
-        report.notes.append(
+        notes.append(
             f"an efficiency above {DOUBTFUL:.0%} says that something else disturbed the measurement of one device: "
             "repeat it on an idle machine, with more --repeats and --steps"
         )
     unmeasured = [row for row in report.rows if row["status"] != "ok"]
-    report.notes += dict.fromkeys(
+    notes += dict.fromkeys(
         f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})" for row in unmeasured
     )
-    if any(row["status"] == "refused" and find_strategy(row["strategy"]).scatters for row in unmeasured):
-        report.notes.append("DP against DDP can be compared on GPUs only: torch's DataParallel does not run on a CPU")
 
 
-def _both_strategies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """DataParallel against DistributedDataParallel, where both were measured."""
-    rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in rows}
-    for (ranks, mode, strategy), rate in rates.items():
-        other = rates.get((ranks, mode, "ddp"))
-        if other and find_strategy(strategy).scatters:
-            yield f"on {ranks} devices ({mode}) ddp reaches {other / rate:.2f} times the samples/s of dp"
-
-
-class Claim(NamedTuple):
-    """``memory_gb``: by GPU. ``None``: the guide does not say."""
-
-    samples_per_s: float | None
-    speed_up: float
-    memory_gb: tuple[float, ...] | None = None
-
-
-#: What guides to multi-GPU training claim for two of the built-in tasks, by task, strategy and number of GPUs.
-#: They name no method, machine or spread. ``har``: "Performance Comparison" and "Memory Usage" of a guide to
-#: DataParallel and DistributedDataParallel (20 epochs, batch size 32 per GPU). ``speech``: "Expected Speedup with
-#: Multiple GPUs" and "Current Single GPU Performance" of a guide to multi-GPU training of an LMU recogniser (7.16
-#: million parameters, 1.1 s for a batch of 16).
-CLAIMS: dict[tuple[str, str, int], Claim] = {
-    ("har", "single", 1): Claim(150, 1.0, (5,)),
-    ("har", "dp", 2): Claim(250, 1.7, (8, 5)),
-    ("har", "dp", 4): Claim(450, 3.0, (11, 5, 5, 5)),
-    ("har", "ddp", 2): Claim(300, 2.0, (5, 5)),
-    ("har", "ddp", 4): Claim(600, 4.0, (5, 5, 5, 5)),
-    ("har", "ddp", 8): Claim(1100, 7.3),
-    ("speech", "single", 1): Claim(16 / 1.1, 1.0),
-    ("speech", "ddp", 2): Claim(None, 1.8),
-    ("speech", "ddp", 4): Claim(None, 3.5),
-    ("speech", "ddp", 8): Claim(None, 6.5),
+#: What guides to multi-GPU training claim for two of the built-in tasks, by task, strategy and number of GPUs:
+#: samples/s, speed-up, and GB of memory by GPU. They name no method, machine or spread. ``har``: "Performance
+#: Comparison" and "Memory Usage" of a guide to DataParallel and DistributedDataParallel (20 epochs, batch size 32 per
+#: GPU). ``speech``: "Expected Speedup with Multiple GPUs" and "Current Single GPU Performance" of a guide to multi-GPU
+#: training of an LMU recogniser (1.1 s for a batch of 16).
+CLAIMS: dict[tuple[str, str, int], tuple[float | None, float, tuple[float, ...] | None]] = {
+    ("har", "single", 1): (150, 1.0, (5,)),
+    ("har", "dp", 2): (250, 1.7, (8, 5)),
+    ("har", "dp", 4): (450, 3.0, (11, 5, 5, 5)),
+    ("har", "ddp", 2): (300, 2.0, (5, 5)),
+    ("har", "ddp", 4): (600, 4.0, (5, 5, 5, 5)),
+    ("har", "ddp", 8): (1100, 7.3, None),
+    ("speech", "single", 1): (16 / 1.1, 1.0, None),
+    ("speech", "ddp", 2): (None, 1.8, None),
+    ("speech", "ddp", 4): (None, 3.5, None),
+    ("speech", "ddp", 8): (None, 6.5, None),
 }
 #: Parameters of the model that a guide's figures are of.
 PARAMETERS = {"har": 86_200_000, "speech": 7_160_000}
+
+
+def claim_of(task: str, strategy: str, devices: int) -> dict[str, Any]:
+    """Columns of a row: what is claimed for it; nothing where nothing is."""
+    claim, names = CLAIMS.get((task, strategy, devices)), ("samples_per_s", "speed_up", "memory_gb")
+    return {f"claimed_{name}": value for name, value in zip(names, claim or (), strict=False)}
 
 
 def claims_note(task: str, parameters: int) -> str | None:
@@ -354,9 +320,3 @@ def claims_note(task: str, parameters: int) -> str | None:
         f"the claims are of a model of {claimed:,} parameters, the measured figures of one of {parameters:,}: "
         "their rates, speed-ups and memory are not comparable"
     )
-
-
-def claim_of(task: str, strategy: str, devices: int) -> dict[str, object]:
-    """Columns of a row: what is claimed for it; nothing where nothing is."""
-    claim = CLAIMS.get((task, strategy, devices))
-    return {} if claim is None else {f"claimed_{name}": value for name, value in claim._asdict().items()}

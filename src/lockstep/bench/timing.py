@@ -6,15 +6,13 @@ Every moment of a step belongs to exactly one part, so the parts add up to the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
-from lockstep.bench.rank import Rank
-from lockstep.bench.trials import Case
+from lockstep.bench.trials import Case, Rank
 from lockstep.config import RunConfig
 from lockstep.data.loader import make_loader
 from lockstep.engine.distributed.collectives import Collectives, shared
@@ -24,7 +22,7 @@ from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags
-from lockstep.engine.task import Datasets, Loss, Task
+from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import kept_on, open_data, training_source, walk
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
@@ -32,6 +30,7 @@ from lockstep.tasks.registry import load_task
 #: Parts of a step. ``other``: what the host does in between.
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
 _NEXT_STEP = "next step"
+T = TypeVar("T")
 
 
 class Stopwatch:
@@ -55,6 +54,25 @@ class Stopwatch:
         """A step ends here, and the next one begins."""
         self.enter(_NEXT_STEP)
 
+    def timed(self, call: Callable[..., T], part: str, then: str) -> Callable[..., T]:
+        """``call``, whose time counts as ``part``, and what follows it as ``then``."""
+
+        def wrapped(*arguments: Any, **more: Any) -> T:
+            self.enter(part)
+            result = call(*arguments, **more)
+            self.enter(then)
+            return result
+
+        return wrapped
+
+    def timed_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """``batches``; waiting for one counts as ``data``."""
+        self.enter("data")
+        for batch in batches:
+            self.enter("other")
+            yield batch
+            self.enter("data")
+
     def marks(self) -> list[tuple[str, Any]]:
         """Each part that was entered, and when; for :func:`between`."""
         finish(self._device)
@@ -69,43 +87,6 @@ class Stopwatch:
             if found:
                 found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
         return found
-
-
-def time_update(parts: Parts, watch: Stopwatch) -> None:
-    """``parts.update.apply`` counts as ``optimizer``."""
-    apply = parts.update.apply
-
-    def timed(*arguments: Any, **more: Any) -> None:
-        watch.enter("optimizer")
-        apply(*arguments, **more)
-        watch.enter("other")
-
-    parts.update.apply = timed  # type: ignore[method-assign]
-
-
-def timed_batches(batches: Iterator[Any], watch: Stopwatch) -> Iterator[Any]:
-    """``batches``; waiting for one counts as ``data``."""
-    while True:
-        watch.enter("data")
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        watch.enter("other")
-        yield batch
-
-
-def time_loss(task: Task, watch: Stopwatch) -> None:
-    """``task.loss`` counts as ``forward``, and what follows it as ``backward``. Before the strategy is made."""
-    loss: Callable[[nn.Module, Any], Loss] = type(task).loss.__get__(task)
-
-    def timed(model: nn.Module, batch: Any) -> Loss:
-        watch.enter("forward")
-        result = loss(model, batch)
-        watch.enter("backward")
-        return result
-
-    task.loss = timed  # type: ignore[method-assign]
 
 
 class Site(NamedTuple):
@@ -134,23 +115,24 @@ def training(
     site: Site, config: RunConfig, plan: Plan, watch: Stopwatch
 ) -> Iterator[tuple[Parts, Iterator[StepResult]]]:
     """The engine's own loop for ``plan``, with its parts timed; yields what it trains and its steps."""
-    world = site.rank.world
-    time_loss(site.task, watch)
+    world, task = site.rank.world, site.task
+    # Before the strategy is made: what follows the loss is the backward.
+    task.loss = watch.timed(type(task).loss.__get__(task), "forward", "backward")  # type: ignore[method-assign]
     with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
         context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
-        parts = build_parts(context, site.task, site.datasets, None)
-        source, _ = kept_on(training_source(site.task, site.datasets, plan), site.device, parts.rank.plan)
-        largest = plan.batch.batch_size
+        parts = build_parts(context, task, site.datasets, None)
+        source, _ = kept_on(training_source(task, site.datasets, plan), site.device, parts.rank.plan)
         requests = chain.from_iterable(window.requests for window in walk(plan, world))
-        loader = make_loader(source, requests, plan.loader, world.rank, largest=largest)
+        loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
         parts.strategy.module.train()
         with contextlib.closing(loader):
-            time_update(parts, watch)
+            update = parts.update
+            update.apply = watch.timed(update.apply, "optimizer", "other")  # type: ignore[method-assign]
             steps = training_steps(
                 walk(plan, world),
-                timed_batches(loader, watch),
+                watch.timed_batches(loader),
                 parts.strategy,
-                parts.update,
+                update,
                 parts.state,
                 epoch_over=lambda stop: plan.batch.window(stop) is None,
                 requested=Flags,

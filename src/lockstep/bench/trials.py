@@ -10,12 +10,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from lockstep.bench.rank import Rank, reported
 from lockstep.config import LaunchConfig, RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.task import Task
@@ -29,15 +28,29 @@ from lockstep.launch.prepare import Prepared, native_settings, place, plan_for, 
 from lockstep.launch.run_claim import create_folder
 from lockstep.planning import Plan
 from lockstep.tasks.registry import pack_task
+from lockstep.telemetry.files import JsonLines, read_jsonl
 from lockstep.telemetry.loggers import QUIET
 
 #: How long a rank may take to end after a stop.
 STOP_GRACE_S = 5.0
 #: How long a collective waits for a rank of a trial.
 TIMEOUT_S = 120.0
+#: In the folder of a trial: what rank 0 has reported so far.
+_ROWS_FILE = "rows.jsonl"
 
 
-Ended = Literal["done", "out of memory", "failed", "stopped"]
+class Rank(worker.Rank):
+    """One rank of a trial."""
+
+    def report(self, row: Mapping[str, Any]) -> None:
+        """Keep ``row``, whatever happens to this process afterwards; rank 0 alone does."""
+        if self.world.is_main:
+            JsonLines(self.folder.path / _ROWS_FILE).append(row)
+
+    def check(self) -> None:
+        """Raises :class:`KeyboardInterrupt` once a stop was requested."""
+        if self.stop.requested is not None:
+            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Outcome:
     """What a trial reported, and how it ended. ``error``: why it failed, in a line."""
 
     rows: list[dict[str, Any]]
-    ended: Ended = "done"
+    ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
     error: str = ""
 
 
@@ -69,10 +82,8 @@ class Trials:
 
     def run_case(self, function: Callable[..., None], case: Case, *arguments: Any, task: Task) -> Outcome:
         """Call ``function(rank, case, *arguments)`` on the ranks of ``case``; see :meth:`run`."""
-        plan, config = case.plan, case.config
-        return self.run(
-            *(function, case, *arguments), task=task, ranks=plan.world_size, config=config, threads=plan.threads
-        )
+        ranks, threads = case.plan.world_size, case.plan.threads
+        return self.run(function, case, *arguments, ranks=ranks, config=case.config, task=task, threads=threads)
 
     def run(
         self,
@@ -83,13 +94,7 @@ class Trials:
         task: Task | None = None,
         threads: int = 1,
     ) -> Outcome:
-        """Call ``function(rank, *arguments)`` on ``ranks`` new processes.
-
-        Args:
-            function: one that can be imported.
-            config: of the trial; where its files go is decided here.
-            task: what the ranks shall find with :func:`lockstep.tasks.registry.load_task`.
-            threads: intra-op threads of each rank.
+        """Call ``function(rank, *arguments)``, one that can be imported, on ``ranks`` new processes.
 
         Raises:
             UsageError: a rank refuses its settings. KeyboardInterrupt: a trial before it was stopped.
@@ -97,22 +102,21 @@ class Trials:
         if self.stopped:
             raise KeyboardInterrupt
         self.count += 1
-        path = self.folder / f"trial-{self.count:03}"
-        run = create_folder(config.model_copy(update={"save_dir": path}))
+        run = create_folder(config.model_copy(update={"save_dir": self.folder / f"trial-{self.count:03}"}))
         if task is not None:
             pack_task(run, task, config)
-        ended: Ended = "done"
-        said = ""
+        rows = partial(read_jsonl, run.path / _ROWS_FILE)
+        limits = LaunchConfig(stop_grace_s=STOP_GRACE_S)
         try:
-            limits = LaunchConfig(stop_grace_s=STOP_GRACE_S)
             run_on_ranks(_on_rank, function, *arguments, folder=run, ranks=ranks, settings=limits, threads=threads)
         except KeyboardInterrupt:
-            ended, self.stopped = "stopped", True
+            self.stopped = True
+            return Outcome(rows(), "stopped")
         except RankFailed as error:
             report = read_failure(run)
             lacks_memory = report is not None and report.cause is not None and report.cause.is_memory
-            ended, said = "out of memory" if lacks_memory else "failed", error.what.splitlines()[0]
-        return Outcome(reported(path), ended, said)
+            return Outcome(rows(), "out of memory" if lacks_memory else "failed", error.what.splitlines()[0])
+        return Outcome(rows())
 
 
 def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) -> None:
@@ -156,11 +160,7 @@ class Subject:
 
     @cached_property
     def base(self) -> Prepared:
-        """The plan with the settings as given.
-
-        Raises:
-            LockstepError: settings that contradict each other, the data or the devices.
-        """
+        """The plan with the settings as given."""
         built, config = self._settle({})
         return plan_for(built, config, place(config, World()), open_data(built, config), None)
 
@@ -178,8 +178,7 @@ class Subject:
     def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:
         """A case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""
         total = steps + warm_up
-        length = {"training": {"epochs": total, "max_steps": total}}
-        trial = self.prepared(merge(changes, length))
+        trial = self.prepared(merge(changes, {"training": {"epochs": total, "max_steps": total}}))
         return Case(label, trial.config, trial.plan, warm_up)
 
     def _settle(self, changes: Mapping[str, Any]) -> tuple[Task, RunConfig]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import uuid
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from lockstep.cli.bench import finish, places
-from lockstep.cli.output import AsJson, deliver, flag, print_json, progress, verb
+from lockstep.cli.bench import finish
+from lockstep.cli.output import AsJson, deliver, flag, print_json, progress, report_folder, verb
 from lockstep.cli.settings import (
     FILES,
     NO_SETTINGS,
@@ -106,7 +105,7 @@ def forecast(
     as_json: AsJson = False,
 ) -> int:
     name, mapping = to_mapping(settings, task)
-    save_dir, runs_dir = places(mapping)
+    folder = report_folder(mapping, "bench-forecast")
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
     counts = numbers("--gpus", gpus, "8,64,512")
     from lockstep.bench.trials import Subject
@@ -114,18 +113,10 @@ def forecast(
     from lockstep.forecast.project import forecast as project
     from lockstep.forecast.scaling import Wish
 
-    wish = Wish(
-        tuple(counts),
-        interconnect,
-        gpus_per_node,
-        gpu,
-        None if memory is None else parse_memory(memory),
-        check_strategy(strategy, speed=True),
-        steps,
-        repeats,
-    )
-    report = project(Subject(name, mapping), wish, say=progress)
-    return finish(report, save_dir, runs_dir, as_json)
+    limit = None if memory is None else parse_memory(memory)
+    wanted = check_strategy(strategy, speed=True)
+    wish = Wish(tuple(counts), interconnect, gpus_per_node, gpu, limit, wanted, steps, repeats)
+    return finish(project(Subject(name, mapping), wish, say=progress), folder, as_json)
 
 
 VERIFY = """\
@@ -152,17 +143,17 @@ def verify(
 ) -> int:
     refuse_arguments(task, arguments)
     name, mapping = to_mapping(settings, task)
-    save_dir, runs_dir = places(mapping)
-    folder = save_dir or runs_dir / f"verify-{uuid.uuid4().hex[:8]}"
+    folder = report_folder(mapping, "verify")
     from lockstep.verification import verify as run
     from lockstep.verification.report import print_report, write_report
 
     fork_ranks_from_here(mapping, name, script=name.endswith(".py"))
+    say = partial(progress, doing="running")
     if name.endswith(".py"):
         from lockstep.verification.script import print_script_report, verify_script, write_script_report
 
         del mapping["task"]
-        found = verify_script(Path(name), arguments, mapping, steps=steps, say=partial(progress, doing="running"))
+        found = verify_script(Path(name), arguments, mapping, steps=steps, say=say)
         return deliver(found, folder, write=write_script_report, show=print_script_report, as_json=as_json)
-    report = run(name, mapping, steps=steps, eval_batches=eval_batches, say=partial(progress, doing="running"))
+    report = run(name, mapping, steps=steps, eval_batches=eval_batches, say=say)
     return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, deliver, flag, progress
+from lockstep.cli.output import AsJson, deliver, flag, progress, report_folder
 from lockstep.cli.settings import (
     NO_SETTINGS,
     Flags,
@@ -79,7 +79,7 @@ def step(
     as_json: AsJson = False,
 ) -> int:
     """Show where the time and memory of a training step go."""
-    subject, done = _asked(settings, task, as_json)
+    subject, done = _asked("step", settings, task, as_json)
     from lockstep.bench.step import PRECISIONS, bench_step
 
     names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
@@ -100,7 +100,7 @@ def loader(
     as_json: AsJson = False,
 ) -> int:
     """Compare numbers of loader workers with what the training step needs."""
-    subject, done = _asked(settings, task, as_json)
+    subject, done = _asked("loader", settings, task, as_json)
     from lockstep.bench.loader import bench_loader
 
     counts = None if workers is None else sorted(numbers("--workers", workers, "0,2,4"))
@@ -116,11 +116,11 @@ def comm(
 ) -> int:
     """Measure collectives and links between the chosen devices."""
     _, mapping = to_mapping(settings, "har")  # no task takes part
-    save_dir, runs_dir = places(mapping)
+    folder = report_folder(mapping, "bench-comm")
     with held_back():
         from lockstep.bench.comm import bench_comm
 
-    return finish(bench_comm(mapping, most=max_mb << 20, say=progress), save_dir, runs_dir, as_json)
+    return finish(bench_comm(mapping, most=max_mb << 20, say=progress), folder, as_json)
 
 
 @bench.command(sort_key=3)
@@ -148,12 +148,12 @@ def scaling(
     lengths = {"steps": steps, "warm_up": warm_up, "repeats": repeats}
     if task is not None and task.endswith(".py"):
         _, mapping = to_mapping(settings, task)
-        save_dir, runs_dir = places(mapping)
+        folder = report_folder(mapping, "bench-scaling")
         del mapping["task"]
         fork_ranks_from_here(mapping, task, script=True)
         report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
-        return finish(report, save_dir, runs_dir, as_json)
-    subject, done = _asked(settings, task, as_json)
+        return finish(report, folder, as_json)
+    subject, done = _asked("scaling", settings, task, as_json)
     names = _names(strategies)
     if not names or not set(names) <= set(_STRATEGIES):
         raise UsageError(
@@ -181,7 +181,7 @@ def batch_size(
     as_json: AsJson = False,
 ) -> int:
     """Find the largest batch size per device, in trial processes."""
-    subject, done = _asked(settings, task, as_json)
+    subject, done = _asked("batch-size", settings, task, as_json)
     from lockstep.bench.batch_size import bench_batch_size
 
     limit = None if memory_limit is None else memory_limit * 1_000_000
@@ -200,41 +200,26 @@ def lr(
     as_json: AsJson = False,
 ) -> int:
     """Find a learning rate by a range test."""
-    subject, done = _asked(settings, task, as_json)
+    subject, done = _asked("lr", settings, task, as_json)
     from lockstep.bench.lr import bench_lr
 
     return done(bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress))
 
 
-def _asked(settings: Settings, task: str | None, as_json: bool) -> tuple[Subject, Callable[[BenchReport], int]]:
+def _asked(kind: str, settings: Settings, task: str | None, as_json: bool) -> tuple[Subject, Callable[[Any], int]]:
     """What to measure, and what to do with the report: its result is the exit code."""
     name, mapping = to_mapping(settings, task)
-    save_dir, runs_dir = places(mapping)
+    folder = report_folder(mapping, f"bench-{kind}")
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.bench.trials import Subject
-    return Subject(name, mapping), partial(finish, save_dir=save_dir, runs_dir=runs_dir, as_json=as_json)
-
-
-def places(mapping: dict[str, Any]) -> tuple[Path | None, Path]:
-    """Takes ``save_dir`` out of the settings: where the report goes, if that is said, and the folder of all runs.
-
-    Raises:
-        RunFolderError: the report could not be written there.
-    """
-    from lockstep.telemetry.files import check_place
-
-    chosen = mapping.pop("save_dir", None)
-    save_dir, runs_dir = (Path(chosen) if chosen else None), Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
-    check_place(save_dir or runs_dir)
-    return save_dir, runs_dir
+    return Subject(name, mapping), partial(finish, folder=folder, as_json=as_json)
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def finish(report: BenchReport, save_dir: Path | None, runs_dir: Path, as_json: bool) -> int:
-    from lockstep.bench.report import new_folder, print_report, write_report
+def finish(report: BenchReport, folder: Path, as_json: bool) -> int:
+    from lockstep.bench.report import print_report, write_report
 
-    folder = new_folder(report.kind, save_dir, runs_dir)
     return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

@@ -87,8 +87,8 @@ def version(*, as_json: AsJson = False) -> None:
             found[name] = "not installed"
     if as_json:
         print_json(found, sys.stdout)
-        return
-    print_table(("what", "version"), list(found.items()), sys.stdout)
+    else:
+        print_table(("what", "version"), list(found.items()), sys.stdout)
 
 
 @verb("[SHELL] [OPTIONS]", "Examples:\n  source <(lockstep completion bash)\n  lockstep completion bash --install")
@@ -100,23 +100,18 @@ def completion(
 ) -> None:
     from lockstep.cli.main import app as root
 
-    chosen = shell or _shell_of(os.environ.get("SHELL", ""))
+    used = os.environ.get("SHELL", "")
+    chosen = shell or next((name for name in ("bash", "zsh", "fish") if Path(used).name == name), None)
+    if chosen is None:
+        raise UsageError(
+            "which shell is meant?", why=f"$SHELL is {used!r}", fix="lockstep completion bash, zsh or fish"
+        )
     if not install:
         sys.stdout.write(root.generate_completion(prog_name="lockstep", shell=chosen) + "\n")
         return
     try:
         written = root.install_completion(shell=chosen)
     except OSError as error:
-        raise UsageError(
-            "the completion script cannot be installed",
-            why=str(error),
-            fix="print it and put it where your shell reads it",
-        ) from None
+        fix = "print it and put it where your shell reads it"
+        raise UsageError("the completion script cannot be installed", why=str(error), fix=fix) from None
     say(f"written to {written}; open a new shell to use it", sys.stdout)
-
-
-def _shell_of(path: str) -> Literal["bash", "zsh", "fish"]:
-    for shell in ("bash", "zsh", "fish"):
-        if Path(path).name == shell:
-            return shell
-    raise UsageError("which shell is meant?", why=f"$SHELL is {path!r}", fix="lockstep completion bash, zsh or fish")

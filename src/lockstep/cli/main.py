@@ -99,11 +99,7 @@ for _position, (_verb, _group, _help) in enumerate(VERBS):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code.
-
-    Args:
-        argv: what follows ``lockstep`` on the command line; ``None`` takes this process's.
-    """
+    """Run one command, the words after ``lockstep``; returns its exit code."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch passes each rank its local rank as an argument too.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import App, Parameter
 
 from lockstep.errors import LockstepError, StorageError
-from lockstep.telemetry.tables import is_terminal, say
+from lockstep.telemetry.tables import is_terminal, print_table, say
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -36,27 +37,32 @@ def print_json(document: Mapping[str, Any], stream: TextIO) -> None:
     stream.write(json.dumps(plain(document), indent=2) + "\n")
 
 
-class Report(Protocol):
-    """What a measuring verb found."""
+def print_values(values: Iterable[tuple[str, object]], title: str = "") -> None:
+    """A table of names and values on standard output."""
+    from lockstep.telemetry.console import value_text
 
-    @property
-    def exit_code(self) -> int: ...
-
-    def as_dict(self) -> dict[str, Any]: ...
+    print_table((title, ""), [(name, value_text(value)) for name, value in values], sys.stdout)
 
 
-AnyReport = TypeVar("AnyReport", bound=Report)
+def report_folder(mapping: dict[str, Any], kind: str) -> Path:
+    """Where a measuring verb's report goes: ``save_dir``, which is taken out of the settings, or a new folder."""
+    from lockstep.telemetry.files import check_place
+
+    runs_dir = Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
+    chosen = mapping.pop("save_dir", None)
+    check_place(Path(chosen) if chosen else runs_dir)
+    return Path(chosen) if chosen else runs_dir / f"{kind}-{uuid.uuid4().hex[:8]}"
 
 
 def deliver(
-    report: AnyReport,
+    report: Any,
     folder: Path,
     *,
-    write: Callable[[AnyReport, Path], list[Path]],
-    show: Callable[[AnyReport, TextIO], None],
+    write: Callable[[Any, Path], list[Path]],
+    show: Callable[[Any, TextIO], None],
     as_json: bool,
 ) -> int:
-    """``write`` the report to ``folder``, then print it as JSON or ``show`` it; the exit code.
+    """``write`` a measuring verb's report to ``folder``, then print it as JSON or ``show`` it; its exit code.
 
     Raises:
         StorageError: it could not be written; it was printed all the same.
@@ -75,7 +81,7 @@ def deliver(
             say(f"report: {folder}", sys.stdout)
     if failure is not None:
         raise failure
-    return report.exit_code
+    return int(report.exit_code)
 
 
 def progress(line: str, doing: str = "measuring") -> None:
@@ -94,12 +100,7 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
 
 
 def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any]], App]:
-    """The app of a command, made from its function, which has the command's name.
-
-    Args:
-        usage: what follows ``lockstep NAME`` on the help page; the line under it is in ``cli/main.py``.
-        epilogue: the end of the help page.
-    """
+    """The app of a command, made from the function of that name; the line under ``usage`` is in ``cli/main.py``."""
 
     def made(function: Callable[..., Any]) -> App:
         name = function.__name__

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, print_values, verb
 from lockstep.errors import UsageError
 from lockstep.telemetry.tables import print_table, say
 
@@ -34,7 +35,6 @@ def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> No
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
     from lockstep.telemetry.console import value_text
 
-    best = ", ".join(f"{name} {value_text(value)}" for name, value in run["best_metric"].items())
     return (
         run["id"],
         run["name"] or "",
@@ -42,7 +42,7 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
         run["status"],
         _done_of(run["epoch"], run["epochs"]),
         _done_of(run["step"], run["total_steps"]),
-        best,
+        ", ".join(f"{name} {value_text(value)}" for name, value in run["best_metric"].items()),
         _local_time(run["started_at"] or run["created_at"]),
         ",".join(run["devices"]),
         run["location"],
@@ -51,15 +51,11 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
 
 def _done_of(done: int | None, total: int | None) -> str:
     """``3/10``; empty when nothing is done."""
-    if done is None:
-        return ""
-    return f"{done}/{total}" if total else str(done)
+    return "" if done is None else f"{done}/{total}" if total else str(done)
 
 
 def _local_time(text: str | None) -> str:
     """``2026-01-31 14:05:09`` in this machine's time zone, from an ISO time."""
-    from datetime import datetime
-
     return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S") if text else ""
 
 
@@ -105,19 +101,15 @@ def _slurm(run: RunDir) -> str | None:
 
 def _print_details(details: dict[str, Any]) -> None:
     from lockstep.report.source import in_words
-    from lockstep.telemetry.console import duration, print_plan, value_text
+    from lockstep.telemetry.console import duration, print_plan
 
     rows = [
         ("run", details["id"]),
-        ("name", details["name"]),
-        ("task", details["task"]),
-        ("status", details["status"]),
-        ("attempt", details["attempt"]),
+        *((name, details[name]) for name in ("name", "task", "status", "attempt")),
         ("step", _done_of(details["step"], details["total_steps"])),
         ("epoch", _done_of(details["epoch"], details["epochs"])),
         ("time left", None if details["eta_s"] is None else duration(details["eta_s"])),
-        ("started", _local_time(details["started_at"])),
-        ("completed", _local_time(details["completed_at"])),
+        *((name, _local_time(details[f"{name}_at"])) for name in ("started", "completed")),
         ("devices", ", ".join(details["devices"])),
         ("strategy", details["strategy"]),
         ("process", f"{details['pid']} on {details['host']}"),
@@ -129,20 +121,20 @@ def _print_details(details: dict[str, Any]) -> None:
         ("forecast", in_words(details["forecast"]) if details["forecast"] else None),
         ("folder", details["path"]),
     ]
-    print_table(("", ""), [(name, value_text(value)) for name, value in rows if value not in (None, "")], sys.stdout)
+    print_values((name, value) for name, value in rows if value not in (None, ""))
     say("", sys.stdout)
     print_plan(details["plan"], sys.stdout)
     for title, rows in zip(("last epoch", "last evaluation between epochs"), details["metrics"].values(), strict=True):
         if rows:
             say("", sys.stdout)
-            print_table((title, ""), [(name, value_text(value)) for name, value in rows[-1].items()], sys.stdout)
+            print_values(rows[-1].items(), title)
     say("", sys.stdout)
-    marks = {
-        saved["path"]: ", ".join(name for name in ("last", "best") if saved[name]) for saved in details["checkpoints"]
-    }
-    files = [(f"checkpoint ({names})" if names else "checkpoint", path) for path, names in marks.items()]
+    files = []
+    for saved in details["checkpoints"]:
+        names = ", ".join(name for name in ("last", "best") if saved[name])
+        files.append((f"checkpoint ({names})" if names else "checkpoint", saved["path"]))
     files += [("log", path) for path in details["logs"]]
-    print_table(("files", ""), [*files, ("configuration", details["config"])], sys.stdout)
+    print_values([*files, ("configuration", details["config"])], "files")
     if details["error"]:
         say(f"\nerror: {details['error']}", sys.stdout)
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, print_values, verb
 from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
-from lockstep.telemetry.tables import print_table, say
+from lockstep.telemetry.tables import say
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -28,26 +28,20 @@ def _devices(result: str) -> Parameter:
 
 
 def _opened(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
-    """The run, and its checkpoint: ``best``, ``last`` or the number of a step.
-
-    Raises:
-        UsageError: another checkpoint. RunFolderError: no such run.
-    """
-    if checkpoint in {"best", "last"}:
-        return find(run, runs_dir), checkpoint
-    if checkpoint.isascii() and checkpoint.isdigit():
-        return find(run, runs_dir), int(checkpoint)
-    raise UsageError(f"invalid value for --checkpoint: {checkpoint!r}", fix="write best, last, or a step such as 1200")
+    """The run, and its checkpoint: ``best``, ``last`` or the number of a step."""
+    step = int(checkpoint) if checkpoint.isascii() and checkpoint.isdigit() else None
+    if step is None and checkpoint not in {"best", "last"}:
+        what = f"invalid value for --checkpoint: {checkpoint!r}"
+        raise UsageError(what, fix="write best, last, or a step such as 1200")
+    return find(run, runs_dir), checkpoint if step is None else step
 
 
 def _print(result: Mapping[str, Any], as_json: bool) -> None:
     """``result`` as JSON, or as a table of names and values."""
     if as_json:
         print_json(result, sys.stdout)
-        return
-    from lockstep.telemetry.console import value_text
-
-    print_table(("", ""), [(name, value_text(value)) for name, value in result.items()], sys.stdout)
+    else:
+        print_values(result.items())
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep evaluate last --split val --checkpoint last")

@@ -215,11 +215,7 @@ def _aliases(settings: Settings) -> dict[str, Any]:
 
 
 def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: str = "") -> list[int]:
-    """The numbers in ``text``, separated by commas.
-
-    Raises:
-        UsageError: something else is in it.
-    """
+    """The numbers in ``text``, separated by commas."""
     names = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isdigit() for name in names):
         raise UsageError(f"{flag} {text!r} is not a list of {what}", fix=f"write for example {flag} {example}{fix}")
@@ -229,10 +225,8 @@ def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: s
 def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "", *, script: bool = False) -> None:
     """Let the ranks share what this process has imported; call it once that is torch, before it computes.
 
-    Args:
-        given: the settings or the devices of the command: several devices need ranks.
-        task: its name, or a script: the libraries that its file imports are shared, too.
-        script: it has a rank on one device, too, and its first optimizer imports the compiler, which is shared.
+    ``given``: settings or devices: several need ranks. ``task``: its name, or a ``script``, which has a rank on one
+    device too; the libraries that its file imports are shared, for a script also the compiler (by its first optimizer).
     """
     from lockstep._compat.torch import import_compiler
     from lockstep.config import resolve

@@ -6,17 +6,16 @@ import contextlib
 import os
 import select
 import sys
+import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, flag, print_json, verb
 from lockstep.errors import UsageError
 from lockstep.telemetry.tables import drawn, is_terminal, print_table, rich_console, say
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 EPILOGUE = """\
 Without RUN: only this machine's devices. Quit with q or Ctrl-C; it ends with the run. In a pipe it prints once.
@@ -42,7 +41,10 @@ def top(
         if as_json:
             print_json(look(), sys.stdout)
         elif once or not is_terminal(sys.stdout):
-            _print(look(), sys.stdout)
+            for position, (columns, rows) in enumerate(_tables(look())):
+                if position:
+                    say("", sys.stdout)
+                print_table(columns, rows, sys.stdout)
         else:
             _watch(look, interval)
     return 0
@@ -65,165 +67,118 @@ def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
 
 
 def _watch(look: Callable[[], State], interval: float) -> None:
+    from rich.console import Group, RenderableType
     from rich.live import Live
+    from rich.progress_bar import ProgressBar
 
     from lockstep.telemetry.records import LIVE
 
-    with _single_keys() as pressed, Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
+    with _single_keys(), Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
         while True:
             state = look()
-            live.update(_view(state), refresh=True)
             run = state["run"]
-            over = run is not None and run["status"] not in LIVE
-            if over or pressed(interval) in {"q", "Q"}:
+            parts: list[RenderableType] = [drawn(columns, rows) for columns, rows in _tables(state)]
+            if run and run["total_steps"]:
+                parts.insert(1, ProgressBar(run["total_steps"], run["step"]))
+            live.update(Group(*parts), refresh=True)
+            if (run is not None and run["status"] not in LIVE) or _pressed(interval) in {"q", "Q"}:
                 return
 
 
 @contextlib.contextmanager
-def _single_keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a number of seconds or for a key, and returns the key."""
+def _single_keys() -> Iterator[None]:
+    """A key can be read without Enter."""
     if not sys.stdin.isatty():
-        yield _no_key
+        yield
         return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-
-    def pressed(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return (os.read(descriptor, 1) or b"q").decode(errors="replace") if ready else ""
-
+    before = termios.tcgetattr(sys.stdin)
     try:
-        tty.setcbreak(descriptor)
-        yield pressed
+        tty.setcbreak(sys.stdin)
+        yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _no_key(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+def _pressed(seconds: float) -> str:
+    """The key that is pressed within ``seconds``."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return ""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return (os.read(sys.stdin.fileno(), 1) or b"q").decode(errors="replace") if ready else ""
 
 
-def _view(state: State) -> RenderableType:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-
-    parts: list[RenderableType] = [drawn(columns, rows) for columns, rows in _tables(state)]
-    run = state["run"]
-    if run and run["total_steps"]:
-        parts.insert(1, ProgressBar(run["total_steps"], run["step"]))
-    return Group(*parts)
-
-
-def _print(state: State, stream: TextIO) -> None:
-    for position, (columns, rows) in enumerate(_tables(state)):
-        if position:
-            say("", stream)
-        print_table(columns, rows, stream)
-
-
-Table = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
-
-
-def _tables(state: State) -> list[Table]:
+def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     """Tables as (columns, rows): the run, its ranks, GPUs, hosts; empty ones are left out."""
     run, nodes = state["run"], state["nodes"]
+    gpus = ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by")
     found = [
-        _run_table(run) if run else None,
-        _ranks_table(run) if run else None,
-        _gpus_table(nodes),
-        _hosts_table(nodes),
+        (("", ""), _of_run(run) if run else []),
+        (("rank", "step", "own", "input wait", "memory", "peak", ""), _of_ranks(run) if run else []),
+        (gpus, [_of_gpu(gpu, node["host"], len(nodes) > 1) for node in nodes for gpu in node["devices"]]),
+        (("host", "cpu", "memory", ""), [_of_host(node) for node in nodes]),
     ]
-    return [table for table in found if table and table[1]]
+    return [(columns, rows) for columns, rows in found if rows]
 
 
-def _run_table(run: State) -> Table:
+def _of_run(run: State) -> list[tuple[str, ...]]:
     from lockstep.telemetry.console import duration, number
 
     logged = run["logged"] or {}
     step, total, left = run["step"], run["total_steps"], run["seconds_left"]
-    progress = "" if step is None else f"step {step}/{total}" if total else f"step {step}"
-    progress += f" ({step / total:.0%})" if total and step is not None else ""
-    progress += f", epoch {logged['epoch']}" if "epoch" in logged else ""
-    progress += f", {duration(left)} left" if left is not None else ""
+    progress = [] if step is None else [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]
+    progress += [f"epoch {logged['epoch']}"] if "epoch" in logged else []
+    progress += [f"{duration(left)} left"] if left is not None else []
     rows = [
         ("run", " ".join(filter(None, (run["id"], run["name"])))),
         ("task", run["task"]),
         ("status", run["status"]),
         ("devices", ", ".join(run["devices"])),
-        ("progress", progress),
+        ("progress", ", ".join(progress)),
         *((name, number(logged[name])) for name in ("loss", "grad_norm") if logged.get(name) is not None),
-        *([("lr", f"{logged['lr']:.3g}")] if logged.get("lr") is not None else []),
-        *([("samples/s", f"{logged['samples_per_s']:,.0f}")] if logged.get("samples_per_s") is not None else []),
+        ("lr", _text(logged.get("lr"), ".3g")),
+        ("samples/s", _text(logged.get("samples_per_s"), ",.0f")),
         *((f"best {name}", number(value)) for name, value in run["best_metric"].items()),
-        ("error", (run["error"] or "").strip().splitlines()[-1] if run["error"] else ""),
+        ("error", (run["error"] or "").strip().rpartition("\n")[2]),
     ]
-    return ("", ""), [(name, value) for name, value in rows if value]
+    return [(name, value) for name, value in rows if value]
 
 
-def _ranks_table(run: State) -> Table:
-    rows = [
+def _of_ranks(run: State) -> list[tuple[str, ...]]:
+    return [
         (
             f"rank {rank['rank']}",
-            _milliseconds(rank.get("step_s")),
-            _milliseconds(rank.get("own_s")),
-            _milliseconds(rank.get("wait_s")),
-            _memory(rank.get("memory_gb"), None),
-            _memory(rank.get("peak_gb"), None),
+            *(_text(rank.get(name), ",.1f", "ms", factor=1000) for name in ("step_s", "own_s", "wait_s")),
+            *(_text(rank.get(name), ".1f", "GB") for name in ("memory_gb", "peak_gb")),
             "slow: the other ranks wait for it" if rank["rank"] == run["slow_rank"] else "",
         )
         for rank in run["ranks"]
     ]
-    return ("rank", "step", "own", "input wait", "memory", "peak", ""), rows
 
 
-def _gpus_table(nodes: Sequence[State]) -> Table:
-    rows = [
-        (
-            gpu["id"] if len(nodes) == 1 else f"{node['host'].get('name', '?')} {gpu['id']}",
-            gpu.get("name") or "",
-            _share(gpu.get("utilisation")),
-            _memory(gpu.get("memory_gb"), gpu.get("memory_total_gb")),
-            _of(gpu.get("power_w"), gpu.get("power_limit_w"), "W"),
-            _of(gpu.get("temperature_c"), None, "°C"),
-            _of(gpu.get("sm_clock_mhz"), None, "MHz"),
-            ", ".join(gpu.get("throttled") or ()),
-        )
-        for node in nodes
-        for gpu in node["devices"]
-    ]
-    return ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by"), rows
+def _of_gpu(gpu: State, host: State, several: bool) -> tuple[str, ...]:
+    return (
+        f"{host.get('name', '?')} {gpu['id']}" if several else gpu["id"],
+        gpu.get("name") or "",
+        _text(gpu.get("utilisation"), ".0%"),
+        _text(gpu.get("memory_gb"), ".1f", "GB", gpu.get("memory_total_gb")),
+        _text(gpu.get("power_w"), ".0f", "W", gpu.get("power_limit_w")),
+        _text(gpu.get("temperature_c"), ".0f", "°C"),
+        _text(gpu.get("sm_clock_mhz"), ".0f", "MHz"),
+        ", ".join(gpu.get("throttled") or ()),
+    )
 
 
-def _hosts_table(nodes: Sequence[State]) -> Table:
-    rows = [
-        (
-            node["host"].get("name", ""),
-            _share(node["host"].get("cpu")),
-            _memory(node["host"].get("memory_gb"), node["host"].get("memory_total_gb")),
-            node.get("note", "") if not node["devices"] else "",
-        )
-        for node in nodes
-    ]
-    return ("host", "cpu", "memory", ""), rows
+def _of_host(node: State) -> tuple[str, ...]:
+    host = node["host"]
+    memory = _text(host.get("memory_gb"), ".1f", "GB", host.get("memory_total_gb"))
+    note = "" if node["devices"] else node.get("note", "")
+    return host.get("name", ""), _text(host.get("cpu"), ".0%"), memory, note
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:,.1f} ms"
-
-
-def _memory(used: float | None, total: float | None) -> str:
-    return _of(used, total, "GB", ".1f")
-
-
-def _of(value: float | None, limit: float | None, unit: str, form: str = ".0f") -> str:
+def _text(value: float | None, form: str, unit: str = "", limit: float | None = None, factor: float = 1) -> str:
+    """``71.2/80.0 GB``; empty where the value is not known."""
     if value is None:
         return ""
-    return f"{value:{form}} {unit}" if limit is None else f"{value:{form}}/{limit:{form}} {unit}"
+    text = f"{value * factor:{form}}" + (f"/{limit:{form}}" if limit is not None else "")
+    return f"{text} {unit}".strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping
@@ -51,15 +52,6 @@ class SubmitFlags:
 NO_SUBMIT = SubmitFlags()
 
 
-def refuse_without_slurm(flags: SubmitFlags) -> None:
-    """Raise :class:`UsageError` for flags that mean something with ``--on slurm`` only."""
-    given = [field.name for field in dataclasses.fields(flags) if field.name != "on" and getattr(flags, field.name)]
-    if given and flags.on is None:
-        raise UsageError(
-            f"--{given[0].replace('_', '-')} is for a cluster", fix="add --on slurm, or leave it out to train here"
-        )
-
-
 def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     """Submit, and follow the job to its end; the exit code of the run."""
     from lockstep.launch.slurm import job_control
@@ -100,7 +92,10 @@ def train(
     accept_data: Annotated[bool, flag(_ACCEPT_DATA, group=FILES)] = False,
     cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
 ) -> int:
-    refuse_without_slurm(cluster)
+    given = [name for name, value in dataclasses.asdict(cluster).items() if value]
+    if given and cluster.on is None:
+        what = f"--{given[0].replace('_', '-')} is for a cluster"
+        raise UsageError(what, fix="add --on slurm, or leave it out to train here")
     name, mapping = to_mapping(settings, task)
     if cluster.on is not None:
         return submit(name, mapping, cluster)
@@ -213,41 +208,30 @@ def run(
     /,
     *arguments: Annotated[str, flag("Of the script, and these options.", allow_leading_hyphen=True)],
 ) -> int:
-    (script, *own), given, sets, resume = _parsed((script, *arguments))
-    settings = load(sets=sets, overrides=nested(given))
+    (script, *own), options = _parsed((script, *arguments))
+    given = {key: value for key in _VALUES.values() if (value := getattr(options, key)) is not None}
+    settings = load(sets=options.set, overrides=nested(given))
     from lockstep.launch.session.script import run_script
 
     fork_ranks_from_here(settings, str(Path(script).expanduser()), script=True)
-    return run_script(Path(script).expanduser(), own, settings, resume=resume)[1]
+    return run_script(Path(script).expanduser(), own, settings, resume=options.resume)[1]
 
 
-def _parsed(arguments: tuple[str, ...]) -> tuple[list[str], dict[str, Any], list[str], bool]:
-    """The script and its arguments, settings by key, those of ``--set``, and whether to resume."""
-    own: list[str] = []
-    given: dict[str, Any] = {}
-    sets: list[str] = []
-    resume, rest = False, list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--":
-            own += rest
-            break
-        if word == "--resume":
-            resume = True
-        elif name in _VALUES or name == "--set":
-            if not equals:
-                if not rest:
-                    raise UsageError(f"{name} needs a value", fix="`lockstep run --help` lists what is possible")
-                value = rest.pop(0)
-            if name == "--set":
-                sets.append(value)
-            else:
-                given[_VALUES[name]] = value
-        elif word.startswith("-") and not own:
-            raise UsageError(f"unknown option {word}", fix="write options of the script after the script")
-        else:
-            own.append(word)
+def _parsed(arguments: tuple[str, ...]) -> tuple[list[str], argparse.Namespace]:
+    """The script and its arguments, and the options of ``lockstep run`` among them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, key in _VALUES.items():
+        parser.add_argument(name, dest=key)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--resume", action="store_true")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    try:
+        options, own = parser.parse_known_args(arguments[:end])
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error), fix="`lockstep run --help` lists what is possible") from None
+    if own and own[0].startswith("-"):
+        raise UsageError(f"unknown option {own[0]}", fix="write options of the script after the script")
+    own += arguments[end + 1 :]
     if not own:
         raise UsageError("there is no script", fix="write `lockstep run path/to/script.py`")
-    return own, given, sets, resume
+    return own, options

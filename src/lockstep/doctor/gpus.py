@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import combinations
 
-from lockstep.doctor.finding import Finding
+from lockstep.doctor.report import Check, Finding, guarded
 from lockstep.hardware.device import Device, describe
-from lockstep.hardware.nvml import GpuHealth, Nvml
+from lockstep.hardware.nvml import GpuHealth, Nvml, open_nvml
 from lockstep.hardware.resolve import describe_users
 
 #: The oldest torch that Lockstep works with.
@@ -19,35 +19,30 @@ OLDEST_TORCH = (2, 9)
 LEAST_FREE_GB = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """What must fit together; ``None`` and empty where there is none. ``driver_cuda``: the newest that it supports."""
-
-    lockstep: str
-    python: str
-    torch: str
-    cuda: str | None = None
-    hip: str | None = None
-    nccl: str = ""
-    driver: str = ""
-    driver_cuda: tuple[int, int] | None = None
+def check_gpus(chosen: Sequence[str], detected: Sequence[Device]) -> Iterator[Finding]:
+    """The findings on the devices of this machine and the libraries that use them."""
+    gpus, nvml = [device for device in detected if device.kind == "gpu" and device.id in chosen], open_nvml()
+    with nvml or nullcontext():
+        yield from guarded("devices", lambda: check_devices(detected, chosen))
+        yield from guarded("versions", lambda: check_versions(gather_versions(nvml), detected))
+        yield from guarded("GPU memory", lambda: check_memory(gpus))
+        if nvml is not None and gpus:
+            yield from guarded("GPU health", lambda: check_health(nvml, gpus))
+            yield from guarded("peer access", lambda: check_links(nvml, gpus))
 
 
-def gather_versions(nvml: Nvml | None) -> Versions:
-    """Imports torch, and starts nothing on a GPU."""
-    import torch
-
-    return Versions(
-        **own_versions(),
-        cuda=torch.version.cuda,
-        hip=torch.version.hip,
-        driver=nvml.driver_version() if nvml else "",
-        driver_cuda=nvml.driver_cuda() if nvml else None,
-    )
+def check_devices(detected: Sequence[Device], chosen: Sequence[str]) -> Iterator[Finding]:
+    check = Check("devices", "training runs on the devices that are found here and chosen")
+    trouble = [f"{device.id}: {device.note}" for device in detected if device.kind == "cpu" and device.note]
+    if trouble:
+        yield check("warn", "; ".join(trouble), "run `python -c 'import torch'` to see the error")
+    else:
+        here = describe([device for device in detected if device.supported])
+        yield check("ok", f"found {here}; chosen {', '.join(chosen)}")
 
 
 def own_versions() -> dict[str, str]:
-    """``lockstep``, ``python``, ``torch`` and ``nccl``, which is empty where torch has none."""
+    """``lockstep``, ``python``, ``torch`` and ``nccl``, which is empty where torch has none. Imports torch."""
     import torch
     from torch import distributed
 
@@ -58,114 +53,98 @@ def own_versions() -> dict[str, str]:
     return {**{name: known[name] for name in ("lockstep", "python", "torch")}, "nccl": ".".join(map(str, nccl))}
 
 
-def check_devices(detected: Sequence[Device], chosen: Sequence[str]) -> Iterator[Finding]:
-    why = "training runs on the devices that are found here and chosen"
-    here = describe([device for device in detected if device.supported])
-    chosen_text = ", ".join(chosen)
-    trouble = [f"{device.id}: {device.note}" for device in detected if device.kind == "cpu" and device.note]
-    if trouble:
-        yield Finding("devices", "warn", "; ".join(trouble), why, "run `python -c 'import torch'` to see the error")
-    else:
-        yield Finding("devices", "ok", f"found {here}; chosen {chosen_text}", why)
+def gather_versions(nvml: Nvml | None) -> dict[str, str]:
+    """What must fit together: :func:`own_versions`, the ``build`` of torch and the ``driver``; empty: there is none."""
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
+    newest = nvml.driver_cuda() if nvml else None
+    driver = f"{nvml.driver_version()} (up to CUDA {newest[0]}.{newest[1]})" if nvml and newest else ""
+    return {**own_versions(), "build": build, "driver": driver}
 
 
-def check_versions(versions: Versions, detected: Sequence[Device]) -> Iterator[Finding]:
-    why = "a torch that does not fit the driver finds no GPU, and one without NCCL cannot connect several"
+def check_versions(versions: Mapping[str, str], detected: Sequence[Device]) -> Iterator[Finding]:
+    check = Check("versions", "a torch that does not fit the driver finds no GPU; one without NCCL connects no several")
     gpus = [device for device in detected if device.kind == "gpu"]
     unusable = [device for device in gpus if not device.supported]
     usable = len(gpus) - len(unusable)
-    text = _versions_text(versions)
-    release = tuple(map(int, re.findall(r"\d+", versions.torch)[:2]))  # 2.13.0+cpu → (2, 13)
+    text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    release = tuple(map(int, re.findall(r"\d+", versions["torch"])[:2]))  # 2.13.0+cpu → (2, 13)
+    builds = "(https://pytorch.org/get-started/locally/)"
     if release < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        yield Finding("versions", "fail", text, f"Lockstep needs torch {oldest}", f"pip install 'torch>={oldest}'")
+        yield check("fail", f"Lockstep needs torch {oldest} ({text})", f"pip install 'torch>={oldest}'")
     elif unusable:
         notes = "; ".join(dict.fromkeys(device.note for device in unusable))
-        fix = "install the torch build for this driver (https://pytorch.org/get-started/locally/), or a newer driver"
-        yield Finding("versions", "fail", f"{describe(unusable)} cannot be used: {notes} ({text})", why, fix)
-    elif usable > 1 and not versions.nccl:
-        fix = "install a torch build with NCCL (https://pytorch.org/get-started/locally/)"
-        yield Finding("versions", "fail", f"{usable} GPUs, but torch has no NCCL ({text})", why, fix)
+        fix = f"install the torch build for this driver {builds}, or a newer driver"
+        yield check("fail", f"{describe(unusable)} cannot be used: {notes} ({text})", fix)
+    elif usable > 1 and not versions["nccl"]:
+        fix = f"install a torch build with NCCL {builds}"
+        yield check("fail", f"{usable} GPUs, but torch has no NCCL ({text})", fix)
     else:
-        yield Finding("versions", "ok", text, why)
+        yield check("ok", text)
 
 
 def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
-    """One finding for each chosen GPU."""
-    why = "a GPU that other processes use is slower, and runs out of memory when they need more"
     for gpu in chosen:
-        name = f"memory of {gpu.id}"
+        check = Check(
+            f"memory of {gpu.id}",
+            "a GPU that other processes use is slower, and a run needs room for a context, NCCL and a small model",
+            "wait for these processes, end those that are yours, or choose another device",
+        )
         free = "free memory unknown" if gpu.free_gb is None else f"{gpu.free_gb:g} of {gpu.memory_gb:g} GB free"
         users = f"in use by {describe_users(gpu)}" if gpu.users else "no other process uses it"
-        fix = "wait for these processes, end those that are yours, or choose another device"
-        if gpu.free_gb is not None and gpu.free_gb < LEAST_FREE_GB:
-            yield Finding(name, "fail", f"{free}; {users}", "a context, NCCL and a small model need more", fix)
-        elif gpu.users:
-            yield Finding(name, "warn", f"{free}; {users}", why, fix)
-        else:
-            yield Finding(name, "ok", f"{free}; {users}", why)
+        full = gpu.free_gb is not None and gpu.free_gb < LEAST_FREE_GB
+        yield check("fail" if full else "warn" if gpu.users else "ok", f"{free}; {users}")
 
 
 def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
-    """Findings for each chosen GPU: error correction and throttling."""
+    """Error correction and throttling of each chosen GPU."""
     for gpu in chosen:
         health = nvml.health(gpu.uuid or "")
         yield _check_memory_errors(f"ECC of {gpu.id}", health)
-        yield _check_clocks(f"clocks of {gpu.id}", health)
+        clocks = Check(
+            f"clocks of {gpu.id}",
+            "a GPU whose clocks are held back slows down all ranks: each step waits for the slowest",
+            "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER)",
+        )
+        heat = "" if health.temperature_c is None else f", {health.temperature_c} °C"
+        held = f"held back: {', '.join(health.slowdowns)}" if health.slowdowns else "not held back"
+        yield clocks("warn" if health.slowdowns else "ok", held + heat)
 
 
 def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
-    why = "uncorrected memory errors change weights silently, or kill the process"
+    check = Check(name, "uncorrected memory errors change weights silently, or kill the process")
     if health.repair == "failed":
-        return Finding(name, "fail", "broken memory rows could not be replaced", why, "have the GPU exchanged")
+        return check("fail", "broken memory rows could not be replaced", "have the GPU exchanged")
     if health.repair == "pending":
         fix = "reset the GPU or restart the machine when it is not in use"
-        return Finding(name, "warn", "broken memory rows will be replaced at the next reset", why, fix)
+        return check("warn", "broken memory rows will be replaced at the next reset", fix)
     if health.ecc_errors:
         fix = "restart the machine; if it happens again, have the GPU tested (dcgmi diag -r 3)"
-        what = f"{health.ecc_errors} uncorrectable memory errors since the driver began"
-        return Finding(name, "fail", what, why, fix)
+        return check("fail", f"{health.ecc_errors} uncorrectable memory errors since the driver began", fix)
     if health.ecc is None:
-        return Finding(name, "skip", "this GPU does not report error correction", why)
-    state = "on, no uncorrectable errors" if health.ecc else "off"
-    return Finding(name, "ok", f"error correction is {state}", why)
-
-
-def _check_clocks(name: str, health: GpuHealth) -> Finding:
-    why = "a GPU whose clocks are held back slows down all ranks: each step waits for the slowest"
-    heat = "" if health.temperature_c is None else f", {health.temperature_c} °C"
-    if health.slowdowns:
-        fix = "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER)"
-        return Finding(name, "warn", f"held back: {', '.join(health.slowdowns)}{heat}", why, fix)
-    return Finding(name, "ok", f"not held back{heat}", why)
+        return check("skip", "this GPU does not report error correction")
+    return check("ok", f"error correction is {'on, no uncorrectable errors' if health.ecc else 'off'}")
 
 
 def check_links(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
     """How each pair of the chosen GPUs is connected."""
+    check = Check(
+        "peer access",
+        "gradients travel between GPUs in every step; without peer access they are copied through the host's memory",
+        "look at `nvidia-smi topo -p2p r`; in the BIOS or hypervisor switch off PCIe access control services (ACS), "
+        "and on bare metal the IOMMU",
+    )
     links = {(a.id, b.id): nvml.link(a.uuid or "", b.uuid or "") for a, b in combinations(chosen, 2)}
-    why = "gradients travel between GPUs in every step; without peer access they are copied through the host's memory"
     apart = [f"{one} and {other}" for (one, other), link in links.items() if link.peer is False]
     if not links:
-        yield Finding("peer access", "skip", "fewer than two GPUs are chosen", why)
+        yield check("skip", "fewer than two GPUs are chosen")
     elif apart:
         pairs = "; ".join(apart[:4]) + ("; …" if len(apart) > 4 else "")
-        fix = (
-            "look at `nvidia-smi topo -p2p r`; in the BIOS or hypervisor switch off PCIe access control services "
-            "(ACS), and on bare metal the IOMMU"
-        )
-        yield Finding("peer access", "warn", f"{len(apart)} of {len(links)} pairs have none: {pairs}", why, fix)
+        yield check("warn", f"{len(apart)} of {len(links)} pairs have none: {pairs}")
     else:
         ways = Counter("NVLink" if link.nvlink else link.path or "unknown path" for link in links.values())
         text = ", ".join(f"{count} over {way}" for way, count in ways.items())
         unknown = " (the driver does not report peer access)" if any(v.peer is None for v in links.values()) else ""
-        yield Finding("peer access", "ok", f"{len(links)} pairs of GPUs: {text}{unknown}", why)
-
-
-def _versions_text(versions: Versions) -> str:
-    build = f"CUDA {versions.cuda}" if versions.cuda else f"ROCm {versions.hip}" if versions.hip else "CPU build"
-    words = [f"torch {versions.torch} ({build})", f"Python {versions.python}", f"Lockstep {versions.lockstep}"]
-    words += [f"NCCL {versions.nccl}"] if versions.nccl else []
-    if versions.driver_cuda:
-        newest = ".".join(map(str, versions.driver_cuda))
-        words.append(f"driver {versions.driver or 'of unknown version'} (up to CUDA {newest})")
-    return ", ".join(words)
+        yield check("ok", f"{len(links)} pairs of GPUs: {text}{unknown}")

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.bench.rank import Rank
-from lockstep.bench.summary import summarise
+from lockstep.bench.measure import summarise
 from lockstep.bench.timing import Site, Stopwatch, counted_steps, on_site, training
-from lockstep.bench.trials import TIMEOUT_S, Case, Subject
+from lockstep.bench.trials import TIMEOUT_S, Case, Rank, Subject
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import Group, all_gather_rows
 from lockstep.engine.distributed.sync_batchnorm import convert
