@@ -292,9 +292,9 @@ def _bars(report: BenchReport) -> list[str]:
     return [key, *aligned([[name, *bar] for name, bar in zip(_names(report.kind, rows), bars, strict=True)]), ""]
 
 
-def _names(kind: str, rows: Sequence[Row]) -> list[str]:
+def _names(kind: str, rows: Sequence[Row], between: str = " ") -> list[str]:
     """A short name for each row: its first cells."""
-    return [" ".join(cells[: _CHARTS[kind][0]]) for cells in table_of(kind, rows)[1]]
+    return [between.join(cells[: _CHARTS[kind][0]]) for cells in table_of(kind, rows)[1]]
 
 
 def _shown(kind: str, rows: Sequence[T]) -> Sequence[T]:
@@ -353,15 +353,17 @@ def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
     for place, panel in enumerate(panels, start=1):
         axis = figure.add_subplot(lines, columns, place)
         if panel.y == _PARTS:
-            bottom = np.zeros(len(rows))
+            names, bottom = _names(report.kind, rows, "\n"), np.zeros(len(rows))
             for part in rows[0][_PARTS]:
                 heights = np.array([row[_PARTS][part] for row in rows])
-                axis.bar(_names(report.kind, rows), heights, bottom=bottom, label=part)
+                axis.bar(names, heights, bottom=bottom, label=part)
                 bottom += heights
         else:
             _draw_lines(axis, panel, _with_one_device(rows) if report.kind == "scaling" else rows)
             _draw_marks(axis, panel, report)
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, **{f"{name}scale": "log" for name in panel.log})
+        if "y" not in panel.log and panel.y != "smoothed":
+            axis.set_ylim(bottom=0)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize="small")
     devices = ", ".join(report.settings.get("devices", ()))

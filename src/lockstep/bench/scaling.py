@@ -269,7 +269,7 @@ def conclude(report: BenchReport) -> None:
     notes += [
         f"on {ranks} devices ({mode}) ddp reaches {rates[ranks, mode, 'ddp'] / rate:.2f} times the samples/s of dp"
         for (ranks, mode, strategy), rate in rates.items()
-        if find_strategy(strategy).scatters and (ranks, mode, "ddp") in rates
+        if (ranks, mode, "ddp") in rates and find_strategy(strategy).scatters
     ]
     if any(row["efficiency"] > DOUBTFUL for row in several):
         notes.append(
