@@ -96,34 +96,34 @@ class RanksLogged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EpochEnded(Event):
-    """A complete row of ``metrics.json``: losses, metrics, learning rate, speed."""
+class OfEpoch(Event):
+    """What happens after ``step`` steps, in epoch ``epoch`` (from 1)."""
 
     attempt: int
     epoch: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded(OfEpoch):
+    """A complete row of ``metrics.json``: losses, metrics, learning rate, speed."""
+
     row: Mapping[str, float]
     improved: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated(Event):
+class Evaluated(OfEpoch):
     """An evaluation between epochs (``validation.every_steps``); ``improved``: it is the best so far."""
 
-    attempt: int
-    epoch: int
-    step: int
     metrics: Mapping[str, float]
     improved: bool
 
 
 @dataclass(frozen=True, slots=True)
-class PictureDrawn(Event):
+class PictureDrawn(OfEpoch):
     """A task's picture of an evaluation. ``pixels``: grey (height, width) or RGB (height, width, 3), from 0 to 255."""
 
-    attempt: int
-    epoch: int
-    step: int
     name: str
     pixels: npt.NDArray[np.uint8] = field(compare=False)
 
@@ -141,12 +141,9 @@ class Sound:
 
 
 @dataclass(frozen=True, slots=True)
-class Remarked(Event):
+class Remarked(OfEpoch):
     """A task's remarks about an evaluation: samples of text, recordings with what was heard in them."""
 
-    attempt: int
-    epoch: int
-    step: int
     remarks: Sequence[str | Sound]
 
 

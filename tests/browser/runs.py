@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep.config import resolve
 from lockstep.telemetry.files import write_json
-from lockstep.telemetry.pictures import encode_png, encode_wav
 from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.sinks import encode_png, encode_wav
 from tests.studio.serving import Address
 
 

@@ -21,9 +21,9 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.report.figures import pictures
 from lockstep.report.source import MAX_POINTS, compared, read_run, thinned
-from lockstep.telemetry.pictures import encode_png
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.scalars import flattened
+from lockstep.telemetry.sinks import encode_png
 from lockstep.telemetry.summary import differences
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from lockstep.errors import TaskError
-from lockstep.telemetry.pictures import check_picture, encode_png
+from lockstep.telemetry.sinks import check_picture, encode_png
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1), (4, 2, 3)])

@@ -19,10 +19,9 @@ from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.host import cpu_name, usable_cores
 from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.telemetry.files import make_folders, write_json, write_text
-from lockstep.telemetry.pictures import save_figure
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import utc_now
-from lockstep.telemetry.tables import aligned, print_table, say
+from lockstep.telemetry.tables import aligned, print_table, save_figure, say
 
 #: Called with what is being done.
 Say = Callable[[str], None]

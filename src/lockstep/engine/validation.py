@@ -17,7 +17,7 @@ from lockstep.engine.trained import bare
 from lockstep.errors import UnsupportedError
 from lockstep.events import PictureDrawn, Remarked
 from lockstep.telemetry.files import write_json
-from lockstep.telemetry.pictures import check_picture
+from lockstep.telemetry.sinks import check_picture
 
 
 class Validation:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lockstep.errors import UnsupportedError
 from lockstep.report.source import Row, RunData
-from lockstep.telemetry.pictures import save_figure
+from lockstep.telemetry.tables import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +64,7 @@ class Line:
 
 
 def pictures(runs: Sequence[RunData]) -> list[Picture]:
-    """All pictures that ``runs`` have data for: curves of all of them overlaid, matrices one by one.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """All pictures that ``runs`` have data for: curves of all of them overlaid, matrices one by one."""
     require_matplotlib()
 
     def lines(
@@ -104,7 +100,6 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
 
 
 def require_matplotlib() -> None:
-    """Raises :class:`UnsupportedError` without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

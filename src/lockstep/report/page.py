@@ -19,11 +19,8 @@ from lockstep.telemetry.summary import labels
 def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:
     """Write the report on the runs and benchmarks that ``refs`` name to ``out``; returns its files, the page first.
 
-    Files of an earlier report in the same folder are replaced. Of an ``out`` that ends in ``.html``, only the page is
-    written.
-
-    Raises:
-        RunFolderError: no such run. UnsupportedError: no matplotlib. StorageError: ``out`` cannot be written.
+    Of an ``out`` that ends in ``.html``, only the page is written. Raises :class:`RunFolderError`,
+    :class:`UnsupportedError` without matplotlib, :class:`StorageError`.
     """
     require_matplotlib()
     runs, benches = read_all(refs, runs_dir)
@@ -49,11 +46,7 @@ def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[
 
 
 def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[Path, Row]]:
-    """The runs that ``refs`` name, each once, and the reports of benchmark folders among them.
-
-    Raises:
-        RunFolderError: there is no such run.
-    """
+    """The runs that ``refs`` name, each once, and the reports of benchmark folders among them."""
     runs: dict[Path, RunData] = {}
     benches: dict[Path, Row] = {}
     for ref in refs:

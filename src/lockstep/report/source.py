@@ -48,11 +48,7 @@ class RunData:
 
 
 def read_run(run: RunDir) -> RunData:
-    """Everything that a report shows of ``run``; a damaged file becomes a gap and a problem, not an error.
-
-    Raises:
-        RunFolderError: the folder holds no run.
-    """
+    """Everything that a report shows of ``run``; a damaged file becomes a gap and a problem, not an error."""
     record = run.read()
     problems: list[str] = []
 
@@ -91,7 +87,6 @@ def read_run(run: RunDir) -> RunData:
 
 
 def compared(runs: Sequence[RunData]) -> Comparison:
-    """The comparison of ``runs`` with each one's forecast. Raises :class:`RunFolderError`."""
     return compare([RunDir(run.path) for run in runs], {"forecast": [run.forecast for run in runs]})
 
 
@@ -116,7 +111,6 @@ def is_bench(folder: Path) -> bool:
 
 
 def read_bench(folder: Path) -> Row:
-    """``report.json`` of a benchmark. Raises :class:`RunFolderError`."""
     report = read_json(folder / "report.json")
     if not isinstance(report, dict) or not isinstance(report.get("kind"), str):
         raise RunFolderError(f"{folder / 'report.json'} is not a benchmark's report", why="it names no kind")
@@ -139,11 +133,7 @@ def _is_matrix(table: Any) -> bool:
 
 
 def score_of(run: RunDir) -> dict[str, Any] | None:
-    """How ``run`` compares with the forecast in its folder; ``None`` without one, or before the first epoch.
-
-    Raises:
-        RunFolderError, ConfigError: a file that cannot be read.
-    """
+    """How ``run`` compares with the forecast in its folder; ``None`` without one, or before the first epoch."""
     if not run.forecast_file.exists():
         return None
     return score(read_forecast(run.forecast_file), run.plan(), run.read().task, run.epochs())
@@ -154,11 +144,8 @@ def score(
 ) -> dict[str, Any] | None:
     """Predicted and measured samples a second; ``None`` while nothing was measured.
 
-    The first epoch counts only when there is no other: start-up is in it.
-
-    Returns:
-        ``predicted``, ``low``, ``high``, ``measured``, ``ratio`` (measured over predicted), ``within`` (the error
-        bars), and ``differs``: in what the run is not what was forecast.
+    The first epoch counts only when there is no other: start-up is in it. ``ratio``: measured over predicted;
+    ``within`` the error bars; ``differs``: in what the run is not what was forecast.
     """
     rates = [row["samples_per_s"] for row in epochs if row.get("samples_per_s")]
     if not rates:

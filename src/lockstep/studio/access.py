@@ -83,15 +83,10 @@ class Sessions:
 
 
 class Guard:
-    """ASGI middleware around the whole application.
+    """ASGI middleware: a browser exchanges the token for a session, scripts send it as ``Authorization: Bearer``.
 
-    A browser exchanges the token for a session, whose id is a cookie; scripts send the token as
-    ``Authorization: Bearer``.
-
-    Args:
-        cookie: the cookie's name; cookies are shared between ports, so the name contains the port.
-        base: the path below which a proxy shows the studio, without the last slash; it may pass it on or leave it out.
-        hosts: the names of that proxy.
+    ``cookie`` holds the session's id; cookies are shared between ports, so its name contains the port. ``base``: the
+    path below which a proxy, named in ``hosts``, shows the studio, without the last slash; it may leave it out.
     """
 
     def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str, base: str, hosts: Collection[str]) -> None:

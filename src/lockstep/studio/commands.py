@@ -153,7 +153,6 @@ def works_on(pid: int, folder: Path) -> bool:
 
 
 def owner(pid: int) -> str | None:
-    """The user of a process, where the system says."""
     with contextlib.suppress(psutil.Error, KeyError):
         return psutil.Process(pid).username()
     return None
@@ -198,14 +197,11 @@ class Labels(FileContent):
     pinned: bool = False
 
     def for_record(self) -> dict[str, Any]:
-        """Name and tags as the run's own record is to have them, where they were given."""
         given = self.model_dump(mode="json", include={"name", "tags"}, exclude_none=True)
         return given | {key: None for key in given if given[key] == ""}
 
 
 class _Launcher(FileContent):
-    """The process in ``logs/launcher.json``."""
-
     pid: int
     created: float
     host: str
@@ -221,11 +217,7 @@ class Starts:
         self, name: str, arguments: Sequence[str], *, task: str, attempt_before: int, devices: list[str],
         config: Mapping[str, Any] | None = None, shown: Sequence[str] = (),
     ) -> Command:  # fmt: skip
-        """Start the command of a run, whose output goes to its ``output.log``.
-
-        Raises:
-            ApiError: its last start is still running. StorageError: it cannot be started.
-        """
+        """Start the command of a run, which has ended. Raises :class:`ApiError`, :class:`StorageError`."""
         folder = self._home.start(name)
         before = self.read(name)
         if before is not None and is_alive(before.process):
@@ -262,7 +254,6 @@ class Starts:
             time.sleep(0.05)
 
     def names(self) -> list[str]:
-        """Runs that a studio has started."""
         return [name for name in names_in(self._home.starts) if not name.startswith(".")]
 
     def output(self, name: str) -> Path:
@@ -302,7 +293,7 @@ class Starts:
                 self.label(run.path.name, labels.model_copy(update={"name": None, "tags": None}))
 
     def target(self, run: RunDir) -> Identity | None:
-        """The process of this machine to signal for the run, identified by pid, creation time and its open files.
+        """The process of this machine to signal for the run.
 
         The command that the studio started leads its own process group. For a run from a terminal it is the launcher,
         since it would restart killed ranks, or the one process that trains; their groups may contain other commands.
@@ -316,7 +307,6 @@ class Starts:
         return next((process for process in here if is_alive(process) and works_on(process.pid, run.path)), None)
 
     def forget(self, name: str) -> None:
-        """Remove the studio's notes on a run. Raises :class:`StorageError`."""
         remove_folder(self._home.start(name), self._home.starts)
 
 
@@ -331,7 +321,7 @@ class Jobs:
     def begin(
         self, kind: str, arguments: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Start ``lockstep`` with ``arguments``, which must print one JSON document. Raises :class:`LockstepError`."""
+        """Start ``lockstep`` with ``arguments``, which must print one JSON document."""
         for job in [job for job in self.all() if job["status"] != "running"][_KEPT_JOBS - 1 :]:
             with contextlib.suppress(StorageError):
                 remove_folder(self._home.job(job["id"]), self._home.jobs)
@@ -349,7 +339,6 @@ class Jobs:
         return self.read(name)
 
     def read(self, name: str) -> dict[str, Any]:
-        """One job. Raises :class:`ApiError` when there is none."""
         folder = self._home.job(name)
         if (done := self._done.get(name)) is not None:
             return done
@@ -402,7 +391,7 @@ class Jobs:
         return self.read(name)
 
     def report(self, name: str) -> bytes:
-        """The page that a job has written. Raises :class:`LockstepError` when there is none."""
+        """The page that a job has written."""
         if self.read(name)["status"] != "done":
             raise ApiError("JOB_NOT_FOUND", 404, f"job {name} has no report", fix="draw it again")
         return files.read_bytes(self._home.job(name) / "report.html", max_bytes=_MAX_REPORT_BYTES)

@@ -43,14 +43,13 @@ class Planner:
         self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
     def tasks(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """What the form must know of each task; asked once. Raises :class:`LockstepError`."""
+        """What the form must know of each task; asked once."""
         key = tuple(names)
         if key not in self._tasks:
             self._tasks[key] = self._ask({"op": "tasks", "names": key})
         return self._tasks[key]
 
     def plan(self, task: str, config: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, Any]:
-        """The plan as ``lockstep plan --json`` prints it. Raises :class:`LockstepError`."""
         request = {"op": "plan", "task": task, "config": config, "devices": [device.as_dict() for device in devices]}
         plan: dict[str, Any] = self._ask(request)
         return plan
@@ -153,7 +152,6 @@ class Forms:
         return None
 
     def close(self) -> None:
-        """Let go of the driver."""
         if self._source is not None:
             self._source.__exit__()
 
@@ -171,7 +169,6 @@ class Forms:
             self.tasks()
 
     def described(self, task: str) -> Mapping[str, Any]:
-        """The schema and default settings of a task. Raises :class:`LockstepError` when it cannot be used."""
         described: Mapping[str, Any] = next(one for one in self.tasks()["tasks"] if one["name"] == task)
         if (error := described["error"]) is not None:
             raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
@@ -187,14 +184,13 @@ class Forms:
         }
 
     def wanted(self, body: PlanBody) -> Wanted:
-        """The request, checked. Raises :class:`LockstepError`."""
         wanted = settings.check(body.task, body.config, self.offered, self._home)
         if body.name:
             wanted.settings["name"] = body.name
         return wanted
 
     def startable(self, body: PlanBody) -> Wanted:
-        """:meth:`wanted`, with the task's own settings checked against its schema. Raises :class:`LockstepError`."""
+        """:meth:`wanted`, with the task's own settings checked against its schema."""
         wanted = self.wanted(body)
         schema = self.described(wanted.task)["schema"]
         unknown = (wanted.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
@@ -204,11 +200,9 @@ class Forms:
         return wanted
 
     def train_words(self, wanted: Wanted) -> list[str]:
-        """What follows ``lockstep`` to train this."""
         return ["train", wanted.task, *settings.as_flags(wanted.for_command(), self._flags)]
 
     def place(self, wanted: Wanted) -> list[str]:
-        """The devices of a run with these settings. Raises :class:`LockstepError` as the command would."""
         return list(_place(resolve(wanted.mapping()), self.devices()).devices)
 
     def preview(self, body: PlanBody) -> dict[str, Any]:
@@ -263,7 +257,6 @@ def _answer(
 
 
 def _place(config: RunConfig, devices: Sequence[Device]) -> Placement:
-    """Where this would compute on these devices. Raises :class:`LockstepError`."""
     in_process = config.pipeline.in_process
     return resolve_placement(config.hardware, config.distributed, World(), devices, in_process=in_process)
 

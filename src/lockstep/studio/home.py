@@ -31,7 +31,6 @@ class Home:
         self.starts, self.configs, self.jobs = (self.path / name for name in ("starts", "configs", "jobs"))
 
     def make(self) -> None:
-        """Create the folders. Raises :class:`StorageError`."""
         with storing(self.path):
             for folder in (self.path, self.starts, self.configs, self.jobs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -48,24 +47,18 @@ class Home:
         return self.starts / self.run(name).name
 
     def config(self, name: str) -> Path:
-        """The file of a saved configuration."""
         if not _CONFIG_NAME.fullmatch(name):
             fix = "use letters, digits, spaces, dots, dashes and underscores; at most 64"
             raise ApiError("CONFIG_NOT_FOUND", 404, f"{name[:100]!r} is not a valid name of a configuration", fix=fix)
         return self.configs / f"{name}.json"
 
     def job(self, name: str) -> Path:
-        """The folder of a job."""
         if not _JOB.fullmatch(name):
             raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name[:100]!r}")
         return self.jobs / name
 
     def token(self, *, new: bool = False) -> str:
-        """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one.
-
-        Raises:
-            StorageError: it cannot be read or written.
-        """
+        """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one."""
         file = self.path / "token"
         if new:
             file.unlink(missing_ok=True)

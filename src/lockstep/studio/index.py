@@ -105,14 +105,13 @@ class RunIndex:
             return sorted(entry.problem for entry in self._entries.values() if entry.problem)
 
     def locate(self, ref: str) -> str:
-        """The name of the folder of the run with this id, or with this folder. Raises :class:`ApiError`."""
+        """The name of the folder of the run with this id, or with this folder."""
         with self._lock:
             if ref not in self._folders and not os.path.lexists(self._home.run(ref)):
                 self._listed()
             return self._folders.get(ref, ref)
 
     def summary(self, ref: str) -> Summary:
-        """The summary of one run. Raises :class:`LockstepError` when there is none."""
         with self._lock:
             reap()
             entry = self._refresh(self.locate(ref))
@@ -121,7 +120,7 @@ class RunIndex:
             return entry.summary
 
     def run(self, ref: str) -> RunDir:
-        """The folder of a run that can be read. Raises :class:`LockstepError`."""
+        """The folder of a run that can be read."""
         run = RunDir(self._home.run(self.locate(ref)))
         if not os.path.lexists(run.run_file):
             raise run_not_found(ref)
@@ -129,14 +128,13 @@ class RunIndex:
         return run
 
     def run_folder(self, ref: str) -> RunDir:
-        """The folder of a run, even if its command has not made it yet. Raises :class:`ApiError`."""
+        """The folder of a run, even if its command has not made it yet."""
         run = RunDir(self._home.run(self.locate(ref)))
         if not os.path.lexists(run.run_file) and self._starts.read(run.path.name) is None:
             raise run_not_found(ref)
         return run
 
     def going(self) -> list[Summary]:
-        """The summaries of live runs."""
         return [summary for summary in self.summaries() if summary["status"] in LIVE]
 
     def users(self) -> dict[str, list[str]]:
@@ -165,9 +163,7 @@ class RunIndex:
     def _refresh(self, name: str, *, noted: bool = True, look: bool = True) -> Entry | None:
         """The entry of a run, up to date; ``None`` when there is no such run.
 
-        Args:
-            noted: whether the studio may have notes on it.
-            look: check a run that has ended, too.
+        ``noted``: the studio may have notes on it; ``look``: check a run that has ended, too.
         """
         entry, path = self._entries.get(name), f"{self._home.runs_dir}/{name}"
         if entry is not None and not entry.restless and not look:

@@ -61,7 +61,6 @@ class Tab:
     bad_messages: int = 0
 
     def say(self, message: Message) -> None:
-        """Send ``message`` with the next update."""
         self.outbox.append(message)
         self.wake.set()
 
@@ -81,7 +80,6 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Poll the files while the context is open."""
         tasks = [asyncio.create_task(self._follow_runs()), asyncio.create_task(self._follow_list())]
         try:
             yield
@@ -94,7 +92,6 @@ class Hub:
                     await tab.socket.close(1012)
 
     async def serve(self, socket: WebSocket) -> None:
-        """One tab, until it closes."""
         await socket.accept()
         tab = Tab(socket)
         self._tabs.add(tab)
@@ -299,7 +296,6 @@ def _range(feed: Feed, asked: Asked) -> bytes:
 
 
 def _parse(text: str | None) -> Asked:
-    """A tab's message. Raises :class:`ApiError`."""
     try:
         return Asked.model_validate_json(text or "")
     except ValidationError as error:

@@ -38,7 +38,6 @@ class Helper:
         self._plans: dict[str, dict[str, Any]] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"data": …}`` or ``{"error": …}``."""
         try:
             if request["op"] == "tasks":
                 return {"data": [_describe_task(name) for name in request["names"]]}
@@ -84,7 +83,6 @@ def _error(error: Exception) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until the studio closes the pipe."""
     helper = Helper()
     with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError):
         while True:

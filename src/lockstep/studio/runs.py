@@ -62,7 +62,6 @@ class Runs:
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, body: StartBody) -> dict[str, Any]:
-        """Start the command of a new run; returns at once."""
         wanted = self._forms.startable(body)
         chosen = self._forms.place(wanted)
         name = body.id or new_run_id()
@@ -184,7 +183,6 @@ class Runs:
         return self._begin_job("report", name)
 
     def _begin_job(self, kind: str, name: str, *words: str) -> dict[str, Any]:
-        """Start ``lockstep kind`` on the run, whose result is a JSON document."""
         folder, summary = self._index.run(name).path, self._index.summary(name)
         if summary["starting"]:
             raise in_progress(name)
@@ -210,7 +208,6 @@ class Runs:
         return {"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])}
 
     def compare(self, run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> dict[str, Any]:
-        """The results of several runs, and where their settings and plans differ."""
         found = summaries.compare([self._index.run(name) for name in run])
         tables = {"metrics": found.results, "config": found.settings, "plan": found.plan}
         rows = {name: [{"key": key, "values": row} for key, row in table.items()] for name, table in tables.items()}
@@ -236,11 +233,9 @@ class Runs:
         return {"name": chosen, "lines": lines, "truncated": truncated, "names": names}
 
     def files(self, name: RunName) -> dict[str, Any]:
-        """The files of a run, by path, without what a link leads to."""
         return {"files": _files(self._index.run_folder(name).path)}
 
     def file(self, name: RunName, path: str) -> Path:
-        """One of them."""
         folder = self._index.run_folder(name).path
         if path not in {file["path"] for file in _files(folder)}:
             raise ApiError("NOT_FOUND", 404, f"run {name} has no file {path[:200]!r}", fix="reload the list")
@@ -320,11 +315,7 @@ def content_of(file: Path) -> Iterator[bytes]:
 
 
 def _settings_of(file: Path) -> dict[str, Any]:
-    """The settings of a run's ``config.yaml`` by dotted key, read fast: for a table, not to train with.
-
-    Raises:
-        RunFolderError: it cannot be read.
-    """
+    """The settings of a run's ``config.yaml`` by dotted key, read fast: for a table, not to train with."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         content = yaml.load(read_bytes(file, max_bytes=MAX_CONFIG_BYTES), Loader=loader)
@@ -336,8 +327,7 @@ def _settings_of(file: Path) -> dict[str, Any]:
 def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The form's content to start such a run again, and the settings that the page may not set.
 
-    The form starts from the task's defaults: a value that equals a general default may differ from them. The name is
-    left out, since the copy gets another one.
+    The form starts from the task's defaults: a value that equals a general default may differ from them.
     """
     given: dict[str, Any] = {}
     left_out = []

@@ -44,10 +44,7 @@ Checkpoint = Annotated[str, Field(pattern=r"^(best|last|[0-9]{1,12})$")]
 
 
 class PlanBody(_Body):
-    """A task of the list and the settings that differ from the defaults, nested as in a configuration file.
-
-    ``name``: of the run; a saved configuration has none of it.
-    """
+    """A task of the list and the settings that differ from the defaults, nested as in a configuration file."""
 
     task: str = Field(max_length=1000)
     config: dict[str, Any] = Field(default_factory=dict)
@@ -71,8 +68,6 @@ class LabelBody(_Body):
 
 
 class ResumeBody(_Body):
-    """Resume on other devices, or for longer."""
-
     devices: Devices | None = None
     rescale_batch: bool = False
     epochs: int | None = Field(None, ge=1)
@@ -80,23 +75,17 @@ class ResumeBody(_Body):
 
 
 class EvaluateBody(_Body):
-    """Which weights on which data."""
-
     split: Literal["test", "val"] = "test"
     checkpoint: Checkpoint = "best"
     device: str | None = Field(None, pattern=r"^(cpu|gpu:[0-9]{1,4})$")
 
 
 class ExportBody(_Body):
-    """Which weights, and whether as a program too."""
-
     checkpoint: Checkpoint = "best"
     program: bool = True
 
 
 class YamlBody(_Body):
-    """A configuration file's text."""
-
     yaml: str = Field(max_length=256 << 10)
 
 
@@ -108,8 +97,6 @@ class DoctorBody(_Body):
 
 
 class ScalingBody(_Body):
-    """A benchmark of a task on more and more of these devices."""
-
     task: str = Field(max_length=1000)
     devices: Devices = Field(min_length=1)
     config: dict[str, Any] = Field(default_factory=dict)
@@ -125,7 +112,6 @@ class ApiError(UsageError):
 
 
 def status_of(error: LockstepError) -> int:
-    """The HTTP status of an error."""
     if isinstance(error, ApiError):
         return error.status
     if isinstance(error, RunFolderError | StorageError):
@@ -134,7 +120,6 @@ def status_of(error: LockstepError) -> int:
 
 
 def body_of(error: LockstepError) -> dict[str, Any]:
-    """The error in the API's one shape."""
     return {"status": "error", **error.as_dict()}
 
 

@@ -48,15 +48,10 @@ class Server:
     def __init__(
         self, options: Options, *, port: int | None, detect: Callable[..., Any], new_token: bool = False
     ) -> None:
-        """Take the port and make what the studio keeps; answers begin with :meth:`run`.
+        """Take the port; answers begin with :meth:`run`. ``detect(refresh=…)`` gives the machine's devices.
 
-        Args:
-            port: 0 lets the system choose; ``None`` takes the usual one, or any if it is taken.
-            detect: ``detect(refresh=…)`` gives the machine's devices.
-            new_token: end every session and replace the token.
-
-        Raises:
-            UsageError: the port is taken. StorageError: the runs folder cannot be written.
+        ``port``: 0 lets the system choose; ``None`` takes the usual one, or any if it is taken. ``new_token`` ends
+        every session. Raises :class:`UsageError` for a port that is taken, :class:`StorageError`.
         """
         self._socket = _listen(port)
         try:
@@ -86,7 +81,7 @@ class Server:
         return f"http://{HOST}:{self.port}{self.studio.options.base_path}/#token={self.token}"
 
     def write_door(self) -> str:
-        """The address of a file that leads to :attr:`url`, for a browser's command line. Raises StorageError."""
+        """The address of a file that leads to :attr:`url`, for a browser's command line."""
         return self.studio.home.write_door(self.url).as_uri()
 
     @property
@@ -101,7 +96,6 @@ class Server:
             self._socket.close()
 
     def stop(self) -> None:
-        """End :meth:`run`; may be called from another thread."""
         self._uvicorn.end()
 
 
@@ -125,7 +119,6 @@ class _Uvicorn(uvicorn.Server):
         self._wake()
 
     def end(self) -> None:
-        """As a signal would; may be called from another thread."""
         self.should_exit = True
         self._wake()
 
@@ -149,7 +142,6 @@ def _listen(port: int | None) -> socket.socket:
 
 
 def _make_app(studio: Studio, port: int) -> Any:
-    """The ASGI application of one studio."""
     hub = Hub(studio.index, studio.jobs, studio.hello)
 
     @contextlib.asynccontextmanager
@@ -252,7 +244,6 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _ok(data: Any, status: int = 200) -> Response:
-    """``data`` in the envelope."""
     content = json.dumps({"status": "ok", "data": plain(data)}, separators=(",", ":"), ensure_ascii=False)
     return Response(content.encode("utf-8", "replace"), status, media_type="application/json")
 

@@ -48,11 +48,7 @@ OfferedTasks = Mapping[str, str | None]
 def offered_tasks(given: Sequence[str]) -> OfferedTasks:
     """The built-in tasks and the ``given`` ones: each a task's class, or a LightningModule's and its data's with a +.
 
-    A class in a file is named by its absolute path, as runs name it.
-
-    Raises:
-        TaskError: ``given`` names something that is neither ``FILE.py:Class`` nor ``package.module:Class``, or one
-            module with two data modules.
+    A class in a file is named by its absolute path, as runs name it. Raises :class:`TaskError`.
     """
     found: dict[str, str | None] = dict.fromkeys(BUILT_IN)
     for text in given:
@@ -97,12 +93,7 @@ class Wanted:
 
 
 def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
-    """The checked request, with the data module that was given with its task, if any.
-
-    Raises:
-        ApiError: a task that is not in the list, or a setting that the page may not set.
-        ConfigError: an unknown key or a bad value.
-    """
+    """The checked request. Raises :class:`ApiError` for what the page may not set, :class:`ConfigError`."""
     if task not in tasks:
         why, fix = f"the studio knows {', '.join(tasks)}", "start the studio with --task FILE.py:Class to add one"
         raise ApiError("TASK_NOT_USABLE", 422, f"there is no task {task[:100]!r} here", why=why, fix=fix)
@@ -144,11 +135,7 @@ def for_page(value: Any) -> Any:
 
 
 def run_in(ref: object, home: Home) -> str:
-    """The name of the folder of the run that ``ref`` names: by its id, its folder's name or its folder.
-
-    Raises:
-        ApiError: it is not a run of the runs folder.
-    """
+    """The name of the folder of the run that ``ref`` names: by its id, its folder's name or its folder."""
     name = str(ref).removeprefix(f"{home.runs_dir}/")
     if is_run_name(name):
         if (home.run(name) / "run.json").is_file():
@@ -160,11 +147,7 @@ def run_in(ref: object, home: Home) -> str:
 
 
 def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)`` of every setting; a task's own settings stay whole.
-
-    Raises:
-        ConfigError: a section that is not one.
-    """
+    """``(dotted key, value)`` of every setting; a task's own settings stay whole."""
     for key, value in config.items():
         field = RunConfig.model_fields.get(key)
         if field is None or not isinstance(field.annotation, type) or not hasattr(field.annotation, "model_fields"):
@@ -216,7 +199,6 @@ class SavedConfigs:
     _tasks: OfferedTasks
 
     def list(self) -> dict[str, Any]:
-        """Names, tasks and times; files without a configuration are skipped."""
         found = []
         for file in sorted(self._home.configs.glob("*.json")):
             with contextlib.suppress(RunFolderError, KeyError, TypeError):
@@ -225,14 +207,14 @@ class SavedConfigs:
         return {"configs": found}
 
     def save(self, name: str, body: PlanBody) -> dict[str, Any]:
-        """Keep a configuration; one of this name is replaced. Raises :class:`LockstepError`."""
+        """Keep a configuration; one of this name is replaced."""
         wanted = check(body.task, body.config, self._tasks, self._home)
         saved_at = iso(time.time())
         write_json(self._home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": saved_at})
         return self.load(name)
 
     def load(self, name: str) -> dict[str, Any]:
-        """One configuration, also as YAML. Raises :class:`ApiError` when there is none of this name."""
+        """One configuration, also as YAML."""
         try:
             kept = read_json(self._home.config(name))
             wanted = Wanted(kept["task"], kept["config"], self._home.runs_dir)
@@ -242,13 +224,12 @@ class SavedConfigs:
         return {"name": name, "task": wanted.task, "config": config, "yaml": to_yaml(wanted.mapping())}
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Forget a configuration. Raises :class:`ApiError` when there is none of this name."""
         self.load(name)
         self._home.config(name).unlink(missing_ok=True)
         return {"deleted": name}
 
     def parse(self, body: YamlBody) -> dict[str, Any]:
-        """A configuration file's text as the form has it. Raises :class:`LockstepError`."""
+        """A configuration file's text as the form has it."""
         try:
             content = parse_yaml(body.yaml)
         except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -23,30 +23,23 @@ from lockstep.studio.settings import OfferedTasks, SavedConfigs
 from lockstep.telemetry.records import versions
 from lockstep.telemetry.rundir import or_else
 
-#: How long a run may take to end with a checkpoint before it is killed.
-KILL_AFTER_S = 60.0
 _MAX_REPORTS = 100
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options from the command line.
-
-    Attributes:
-        runs_dir: where runs are found and made.
-        tasks: built-in tasks and those given at the start; the page can start no others.
-        flags: flags of ``lockstep train`` and the setting of each.
-        kill_after_s: how long a stopped run may take to save a checkpoint and end.
-        warm: import the tasks at the start, before a page asks for them.
-        base_path: below which path a proxy shows the studio, such as ``/user/me/studio``.
-        trusted_hosts: names in a browser's address besides those of this machine: the proxy's.
-    """
+    """Options from the command line."""
 
     runs_dir: Path
+    #: The page can start no others.
     tasks: OfferedTasks
+    #: Flags of ``lockstep train`` and the setting of each.
     flags: Mapping[str, str]
-    kill_after_s: float = KILL_AFTER_S
+    #: How long a stopped run may take to save a checkpoint and end.
+    kill_after_s: float = 60.0
+    #: Import the tasks at the start, before a page asks for them.
     warm: bool = False
+    #: Below which path a proxy shows the studio, such as ``/user/me/studio``; and the names of that proxy.
     base_path: str = ""
     trusted_hosts: tuple[str, ...] = ()
 
@@ -87,7 +80,6 @@ class Studio:
         return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 
     def doctor(self, body: DoctorBody) -> dict[str, Any]:
-        """Start a check of this machine."""
         words = ["doctor", "--json", "--runs-dir", str(self.home.runs_dir), *(["--quick"] if body.quick else [])]
         if body.devices is not None:
             self.forms.check_devices(body.devices)
@@ -106,7 +98,6 @@ class Studio:
         return {"reports": reports, "jobs": [job for job in self.jobs.all() if job["kind"] == "scaling"]}
 
     def measure_scaling(self, body: ScalingBody) -> dict[str, Any]:
-        """Start a scaling benchmark."""
         self.forms.check_devices(body.devices)
         config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
         wanted = self.forms.startable(PlanBody(task=body.task, config=config))

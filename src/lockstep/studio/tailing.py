@@ -38,7 +38,7 @@ CHUNK_BYTES, _CHUNKS = 1 << 20, 4
 LARGE_BYTES = 8 << 20
 #: Of the coarse sample: rows with hundreds of values are few, or it would take longer than the file.
 _SAMPLE_LINES, _SAMPLE_BYTES = 1000, 2 << 20
-#: How often epochs and new files are checked; streams are read at every poll.
+#: How often attempts, epochs and new files are checked; streams are read at every poll.
 _STATE_S = 0.5
 _STREAMS = ("steps", "evaluations", "ranks", "system-*")
 
@@ -84,7 +84,6 @@ class Columns:
         self.rows = total
 
     def truncate(self, rows: int) -> None:
-        """Remove what follows the first ``rows`` rows."""
         if rows < self.rows:
             self.rows = rows
             self.generation += 1
@@ -326,8 +325,8 @@ class Feed:
         self._run = run
         self._looked = -_STATE_S
         self._attempts: dict[int, int] = {}
-        self._attempts_stamp = 0
-        self._epochs_stamp = (-1, -1)
+        #: When attempts and epochs were changed, at the last look.
+        self._stamp = (-1, -1)
         #: Those made since the last poll, the same for every tab.
         self._frames: dict[tuple[Any, ...], bytes] = {}
 
@@ -341,10 +340,10 @@ class Feed:
         with self.lock:
             self._frames.clear()
             now = time.monotonic()
-            changed = self._notice_attempts()
+            changed = False
             if now - self._looked >= _STATE_S:
                 self._looked = now
-                changed |= self._look()
+                changed = self._look()
                 if any(tail.behind and not tail.columns.rows for tail in self.tails.values()):
                     return True  # the preview first
             for name, tail in list(self.tails.items()):
@@ -374,32 +373,22 @@ class Feed:
         return pack({**where, **state, "preview": False, **more}, part)
 
     def _look(self) -> bool:
-        """Check for new streams and epochs; return whether epochs changed."""
+        """Notice attempts, which supersede rows, new streams and epochs; return whether anything changed."""
+        stamp = (modified_ns(self._run.attempts), modified_ns(self._run.metrics_file))
+        if stamp[0] != self._stamp[0] and (attempts := self._run.resumed_from()) != self._attempts:
+            self._attempts = attempts
+            for name in self.tails:
+                self._begin(name)
         for pattern in _STREAMS:
             for file in sorted(self._run.path.glob(f"{pattern}.jsonl"))[:64]:
                 if file.stem not in self.tails:
                     self.tails[file.stem] = Tail(file, "time" if file.stem.startswith("system-") else "step")
                     self._begin(file.stem)
-        stamp = (modified_ns(self._run.metrics_file), self._attempts_stamp)
-        if stamp == self._epochs_stamp:
+        if stamp == self._stamp:
             return False
-        self._epochs_stamp = stamp
+        self._stamp = stamp
         self.epochs = or_else(self._run.epochs, [])
         self.epochs_version += 1
-        return True
-
-    def _notice_attempts(self) -> bool:
-        """A new attempt supersedes rows: read the streams again."""
-        stamp = modified_ns(self._run.attempts)
-        if stamp == self._attempts_stamp:
-            return False
-        self._attempts_stamp = stamp
-        attempts = self._run.resumed_from()
-        if attempts == self._attempts:
-            return False
-        self._attempts = attempts
-        for name in self.tails:
-            self._begin(name)
         return True
 
     def _begin(self, name: str) -> None:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
+import struct
+import wave
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep import events
 from lockstep.config import RunConfig
-from lockstep.errors import StorageError
+from lockstep.errors import StorageError, TaskError
 from lockstep.hardware.monitor import INTERVAL_S, Monitor, SystemSource
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
-from lockstep.telemetry.pictures import encode_png, encode_wav
 from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.upload import Uploader, UploadSink, check_target
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 RESULTS_FILE = "training_results.json"
 
@@ -140,7 +147,7 @@ class RunFolderSink:
         )
 
 
-def _place(event: events.Evaluated | events.Remarked) -> dict[str, int]:
+def _place(event: events.OfEpoch) -> dict[str, int]:
     return {"attempt": event.attempt, "step": event.step, "epoch": event.epoch}
 
 
@@ -148,6 +155,47 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
     """Whether a row of ``metrics.json`` names its epoch, and its step and duration are numbers."""
     numbers = (row.get("step", 0), row.get("duration_s") or 0.0)
     return isinstance(row.get("epoch"), int) and all(isinstance(number, int | float) for number in numbers)
+
+
+def check_picture(name: str, pixels: Any) -> None:
+    """Raises :class:`TaskError` when ``pixels`` are no picture, or ``name`` cannot be that of a file."""
+    kind, shape = str(getattr(pixels, "dtype", type(pixels).__name__)), tuple(getattr(pixels, "shape", ()))
+    has_shape = 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[2] == 3))
+    if kind != "uint8" or not has_shape or not name.isidentifier():
+        raise TaskError(
+            f"the task's picture {name!r} cannot be written",
+            why=f"it is {kind} of shape {shape}",
+            fix="return {'a_name': array} from pictures(): uint8, of shape (height, width) or (height, width, 3)",
+        )
+
+
+def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Pixels, grey (height, width) or red, green and blue (height, width, 3), as PNG (W3C, third edition)."""
+    import numpy as np
+
+    height, width = pixels.shape[:2]
+    colour_type = 0 if pixels.ndim == 2 else 2
+    lines = np.insert(pixels.reshape(height, -1), 0, 0, axis=1)  # each begins with the type of its filter: none
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0),
+        b"IDAT": zlib.compress(lines.tobytes()),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+
+
+def encode_wav(samples: npt.NDArray[np.float32], rate_hz: int) -> bytes:
+    """Samples from -1 to 1, shape [samples], as WAV of 16 bits, one channel; what is beyond is clipped."""
+    content = io.BytesIO()
+    with wave.open(content, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate_hz)
+        file.writeframes((samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
+    return content.getvalue()
 
 
 def step_row(event: events.StepLogged) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Tables: drawn on a terminal, plain aligned text elsewhere, never truncated in a pipe."""
+"""Tables, drawn on a terminal, plain aligned text elsewhere, never truncated in a pipe; and figures as files."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
@@ -65,3 +68,13 @@ def print_styled(console: Console, text: str, style: str) -> None:
     from rich.text import Text
 
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def save_figure(figure: Figure, file: Path, *, dpi: int = 120) -> Path:
+    """Write a matplotlib figure to ``file`` as a PNG. Raises :class:`~lockstep.errors.StorageError`."""
+    from lockstep.telemetry.files import write_bytes
+
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
+    write_bytes(file, png.getvalue())
+    return file

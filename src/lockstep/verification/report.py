@@ -11,8 +11,7 @@ import numpy as np
 
 from lockstep.errors import ResultsDifferError
 from lockstep.telemetry.files import make_folders, write_json, write_text
-from lockstep.telemetry.pictures import save_figure
-from lockstep.telemetry.tables import aligned, print_table, say
+from lockstep.telemetry.tables import aligned, print_table, save_figure, say
 from lockstep.verification.diagnose import Cause
 from lockstep.verification.experiments import Comparison
 from lockstep.verification.trajectory import BUFFER, FACTOR, Floor, Gap
