@@ -25,19 +25,16 @@ class StrategySpec:
     """What a strategy is, as properties that other modules ask for.
 
     Attributes:
-        name: the value of ``hardware.strategy``.
-        summary: for help and reasons.
+        name: the value of ``hardware.strategy``. ``summary``: for help and reasons.
         module: import path of the module with ``build(replica, config, plan)``, which returns a
             :class:`lockstep.engine.strategies.base.Strategy`; where ``state`` is not ``replicated``, with
             ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.partition.Divided`.
-        devices: ``one`` or ``many``.
         one_process: one process uses all devices; else each device has its process.
         state: each device has all parameters (``replicated``), a part of every one (``sharded``), or some of the
             model's stages, so that all devices work on the same samples (``staged``).
         forward_is_collective: ranks communicate in each forward pass, so all must make the same number of them.
-        messages: what a step sends, as the forecast knows it: gradients by ``all-reduce``, or blocks by ``gather``.
-            ``None``: not known, so that there is no forecast of its speed.
-        supports_exact: ``reproducibility: exact`` can train by it.
+        messages: what a step sends: gradients by ``all-reduce``, or blocks by ``gather``; ``None``: its speed is not
+            forecast.
         settings: keys that no other strategy reads; the name of a section stands for all of its keys.
         note: printed in the plan of a run that uses it.
         refuses: called with the devices of this node; raises a :class:`LockstepError` where it cannot use them.
@@ -80,28 +77,28 @@ class StrategySpec:
         return self.state != "replicated"
 
 
-def _distinct_gpus(devices: tuple[str, ...]) -> None:
+def _refuse_repeated(strategy: str, devices: tuple[str, ...], why: str) -> None:
     if devices[0] != "cpu" and len(set(devices)) < len(devices):
         raise UnsupportedError(
-            f"strategy fsdp cannot use a GPU twice ({', '.join(devices)})",
-            why="two ranks on one GPU communicate over gloo, which cannot scatter gradients on a GPU",
-            fix="name each GPU once, use --strategy ddp, or try it on --devices cpu,cpu",
+            f"strategy {strategy} cannot use a GPU twice ({', '.join(devices)})",
+            why=why,
+            fix="name each GPU once, or use --strategy ddp",
         )
 
 
-def _gpus_of_one_process(devices: tuple[str, ...]) -> None:
+def _refuse_for_fsdp(devices: tuple[str, ...]) -> None:
+    why = "two ranks on one GPU communicate over gloo, which cannot scatter gradients on a GPU"
+    _refuse_repeated("fsdp", devices, why)
+
+
+def _refuse_for_dp(devices: tuple[str, ...]) -> None:
     if devices[0] == "cpu":
         raise UnsupportedError(
             "strategy dp needs GPUs",
             why="it copies the model to several GPUs from one process; a CPU is one device",
             fix="use --strategy ddp, for example with --devices cpu,cpu",
         )
-    if len(set(devices)) < len(devices):
-        raise UnsupportedError(
-            f"strategy dp cannot use a device twice ({', '.join(devices)})",
-            why="it has one process, and a repeated device stands for two",
-            fix="name each GPU once, or use --strategy ddp",
-        )
+    _refuse_repeated("dp", devices, "it has one process, and a repeated device stands for two")
 
 
 _ENGINE = "lockstep.engine.strategies"
@@ -120,7 +117,7 @@ _DP = StrategySpec(
     module=f"{_ENGINE}.data_parallel",
     one_process=True,
     note="ddp is faster than dp: dp copies the model to every GPU in every step, from one process",
-    refuses=_gpus_of_one_process,
+    refuses=_refuse_for_dp,
 )
 _DDP = StrategySpec(
     name="ddp",
@@ -138,7 +135,7 @@ _FSDP = StrategySpec(
     forward_is_collective=True,
     messages="gather",
     settings=("fsdp",),
-    refuses=_distinct_gpus,
+    refuses=_refuse_for_fsdp,
 )
 _PIPELINE = StrategySpec(
     name="pipeline",
@@ -154,19 +151,14 @@ _KNOWN = {spec.name: spec for spec in (_SINGLE, _DP, _DDP, _FSDP, _PIPELINE)}
 def strategies() -> Mapping[str, StrategySpec]:
     """All strategies by name: those of Lockstep, of installed packages, and registered ones.
 
-    Raises:
-        ConfigError: a package or a module that should bring one cannot be imported.
+    Raises :class:`ConfigError` where a package or a module that should bring one cannot be imported.
     """
     _load()
     return _KNOWN
 
 
 def find_strategy(name: str) -> StrategySpec:
-    """The strategy of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The strategy of that name, or a :class:`ConfigError`."""
     if name not in strategies():
         raise ConfigError(
             f"there is no strategy {name[:100]!r}",

@@ -26,22 +26,16 @@ def numbers() -> list[torch.Tensor]:
     return [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["kernel", "fallback"])
-def test_kernels_for_lists(own: bool) -> None:
-    one = compat._one_by_one
-    add = one("add_") if own else compat.foreach_add_
-    copy = one("copy_") if own else compat.foreach_copy_
-    multiply = one("mul_") if own else compat.foreach_mul_
-    norm = compat._norms if own else compat.foreach_norm
+def test_kernels_for_lists() -> None:
     values = numbers()
-    add(values, numbers())
-    add(values, 1)
-    multiply(values, 2.0)
-    multiply(values, torch.tensor(0.5))
+    compat.foreach_add_(values, numbers())
+    compat.foreach_add_(values, 1)
+    compat.foreach_mul_(values, 2.0)
+    compat.foreach_mul_(values, torch.tensor(0.5))
     assert torch.cat(values).tolist() == [3.0, 5.0, 7.0]
-    copy(values, numbers())
+    compat.foreach_copy_(values, numbers())
     assert torch.cat(values).tolist() == [1.0, 2.0, 3.0]
-    assert torch.stack(list(norm(values, 2.0))).tolist() == pytest.approx([5**0.5, 3.0])
+    assert torch.stack(list(compat.foreach_norm(values, 2.0))).tolist() == pytest.approx([5**0.5, 3.0])
 
 
 def test_kernels_of_the_scaler() -> None:

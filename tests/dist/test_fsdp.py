@@ -321,9 +321,9 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
     with_batchnorm, with_scalar, transposed, alone_on_its_node, frozen_later = divided.refusals
-    assert "BatchNorm1d '1'" in with_batchnorm and "scalar parameter scale" in with_scalar
-    assert "parameter weight, which is not contiguous" in transposed
-    assert "nothing to divide where each node has one rank" in alone_on_its_node
+    assert "BatchNorm1d '1'" in with_batchnorm and "parameter scale, of shape ()" in with_scalar
+    assert "parameter weight, of shape (3, 2)" in transposed
+    assert "hybrid needs several ranks on each node" in alone_on_its_node
     assert "cannot freeze or unfreeze parameters during training, as 1.weight" in frozen_later
 
 

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lockstep import Datasets
 from lockstep.config.load import merge
 from lockstep.data.records import JsonLines
-from lockstep.engine.strategies.pipeline import schedule
-from lockstep.engine.strategies.stages import Line, as_inputs, inputs_of, shares, stages_of
+from lockstep.engine.strategies.pipeline import Line, schedule
+from lockstep.engine.strategies.stages import as_inputs, inputs_of, shares, stages_of
 from lockstep.errors import LockstepError
 from lockstep.tasks.autoencoder import AutoencoderTask
 from lockstep.tasks.har.task import HarTask

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import unwrap
-from itertools import repeat
 from operator import is_not
 from typing import Any, NoReturn, cast
 
@@ -33,38 +32,18 @@ __all__ = ["BatchNorm", "DropoutNd", "NormBase", "tree_leaves", "tree_map"]
 # Kernels.
 
 
-def _one_by_one(method: str) -> Callable[[Iterable[Tensor], Any], None]:
-    """The public method, in place of a kernel for lists of tensors."""
-
-    def apply(tensors: Iterable[Tensor], others: Any) -> None:
-        for tensor, other in zip(
-            tensors, others if isinstance(others, (list, tuple)) else repeat(others), strict=False
-        ):
-            getattr(tensor, method)(other)
-
-    return apply
-
-
-def _norms(tensors: Iterable[Tensor], order: float) -> list[Tensor]:
-    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _kernel(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise missing("torch", f"torch.{name}")
 
-    return refuse
-
-
-def _kernel(name: str, fallback: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(torch, name, fallback or _refusing(name))
+    found: Callable[..., Any] = getattr(torch, name, refuse)
     return found
 
 
-foreach_add_ = _kernel("_foreach_add_", _one_by_one("add_"))
-foreach_copy_ = _kernel("_foreach_copy_", _one_by_one("copy_"))
-foreach_mul_ = _kernel("_foreach_mul_", _one_by_one("mul_"))
-foreach_norm = _kernel("_foreach_norm", _norms)
+foreach_add_ = _kernel("_foreach_add_")
+foreach_copy_ = _kernel("_foreach_copy_")
+foreach_mul_ = _kernel("_foreach_mul_")
+foreach_norm = _kernel("_foreach_norm")
 #: Those of ``torch.amp.GradScaler``.
 _amp_unscale_ = _kernel("_amp_foreach_non_finite_check_and_unscale_")
 amp_update_scale_ = _kernel("_amp_update_scale_")
@@ -149,11 +128,9 @@ def is_spectral_norm(layer: nn.Module, attribute: str) -> bool:
     return older or type(layer).__name__ == "_SpectralNorm"
 
 
-def check_input_dim(layer: nn.Module, value: Tensor) -> None:
+def check_input_dim(layer: Any, value: Tensor) -> None:
     """Raise ``ValueError``, as torch does, when ``value`` does not have the dimensions that a BatchNorm takes."""
-    check: Any = getattr(layer, "_check_input_dim", None)
-    if check is not None:
-        check(value)
+    layer._check_input_dim(value)
 
 
 # Optimizers.
@@ -266,11 +243,8 @@ def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None
 
     A compiler that is imported later takes the flag from ``TORCHINDUCTOR_DETERMINISTIC``.
     """
-    setter = getattr(torch._C, "_set_deterministic_algorithms", None)
-    if setter is None or "torch._inductor.config" in sys.modules:
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-    else:
-        setter(mode, warn_only=warn_only)
+    imported, own = "torch._inductor.config" in sys.modules, torch.use_deterministic_algorithms
+    (own if imported else getattr(torch._C, "_set_deterministic_algorithms", own))(mode, warn_only=warn_only)
 
 
 def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:
@@ -287,10 +261,7 @@ def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -
 
 def default_store() -> Any:
     """The store of the default process group."""
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except AttributeError as error:
-        raise missing("torch", error) from None
+    return dist.distributed_c10d._get_default_store()
 
 
 def broadcast_module(model: nn.Module) -> None:
@@ -355,10 +326,8 @@ def within_wrapper(model: nn.Module) -> Any:
 
 def fsdp_reduce_scatter() -> Any:
     """What FSDP reduces gradients with: ``allocate(size, dtype, device)`` and a call like ``reduce_scatter_tensor``."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-    except ImportError as error:
-        raise missing("torch", error) from None
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
     return DefaultReduceScatter()
 
 

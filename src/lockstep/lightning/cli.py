@@ -9,45 +9,76 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import distributed
 
 from lockstep.config import resolve as resolve_config
-from lockstep.engine.lightning.ckpt_file import check_is_file, refuse_other_classes, told_clearly
+from lockstep.engine.lightning.ckpt_file import as_file, cannot_load, check_file, trainer_loads
 from lockstep.engine.lightning.cluster import shared_ddp
-from lockstep.engine.lightning.configured import Hardware, HardwareCLI
+from lockstep.engine.lightning.configured import Hardware, HardwareCLI, changed
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
-from lockstep.errors import ConfigError
+from lockstep.engine.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
+from lockstep.errors import CheckpointError, ConfigError, RunFolderError
+from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world
+from lockstep.launch.api import train
+from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.signals import exit_code
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import warn
-from lockstep.lightning.settings import OF_HARDWARE, Resolved, resolve
-from lockstep.lightning.start import FitRequested, Stored, stored_checkpoint, train_fit
+from lockstep.lightning.settings import OF_HARDWARE, SETTINGS, Resolved, resolve, settings_of
+from lockstep.tasks.registry import find_class
 from lockstep.telemetry.rundir import RunDir
 
 _NONE = object()
+#: Of a parsed ``fit``, what is not kept with the run's task.
+_NOT_KEPT = ("config", "ckpt_path", "weights_only", "run_dir", "hardware")
 
 
-class RanksNeeded(Exception):
-    """The configuration is for ``ranks`` processes, and this one is alone."""
+class Elsewhere(Exception):
+    """What was parsed is not run by the object that parsed it, but by ``start(cli_class, options)``: an exit code."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks)
-        self.ranks = ranks
+    def __init__(self, start: Callable[[type[LockstepCLI], dict[str, Any]], int]) -> None:
+        super().__init__()
+        self.start = start
+
+
+class Stored(NamedTuple):
+    """A checkpoint in a run folder."""
+
+    run: RunDir
+    name: str
+
+
+def stored_checkpoint(path: Any, run_dir: str | None) -> Stored | None:
+    """What ``--ckpt_path`` names in a run folder: the folder, one of its checkpoints, or ``last`` in ``run_dir``.
+
+    ``None`` for a file.
+    """
+    if path in ("best", "last") and run_dir is not None:
+        return Stored(RunDir.open(Path(run_dir)), path)
+    if not isinstance(path, str | Path) or not Path(path).is_dir():
+        return None
+    place = Path(path).absolute()
+    if (place / "run.json").exists():
+        return Stored(RunDir.open(place), "best")
+    if (place.parent.parent / "run.json").exists():
+        return Stored(RunDir.open(place.parent.parent), place.name.removeprefix("step-"))
+    return None
 
 
 class WritePredictions(Callback):
@@ -80,7 +111,7 @@ class LockstepCLI(HardwareCLI):
         args: what follows the program's name, or the same as nested values.
 
     Raises:
-        FitRequested: a run is to train this. RanksNeeded: several processes are to run this.
+        Elsewhere: a run is to train this, or several processes are to run it.
         UsageError: wrong hardware.
     """
 
@@ -94,22 +125,25 @@ class LockstepCLI(HardwareCLI):
         if self.only_parts:
             return
         settings = self.config[self.config.subcommand]
-        self._stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir)
-        if self._stored is not None and self.config.subcommand == "fit":
+        self._stored = stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir)
+        if stored is not None and self.config.subcommand == "fit":
             return
-        if self._stored is not None:
-            folder = self._open.enter_context(TemporaryDirectory(prefix="lockstep-checkpoint-"))
+        if stored is not None:
+            content = as_file(find_checkpoint(*stored))
             named = settings.get("model.class_path") if self.subclass_mode_model else None
-            settings.ckpt_path = str(self._stored.as_file(Path(folder, "module.ckpt"), named))
-        path = settings.get("ckpt_path")
-        check_is_file(path)
-        if settings.get("weights_only") is False:
-            with suppress(UnpicklingError):  # it may hold more than Lightning looks for here
+            if named and content.get("hyper_parameters"):  # LightningCLI needs the class beside its arguments
+                content["hyper_parameters"] = {"_class_path": named, **content["hyper_parameters"]}
+            folder = self._open.enter_context(TemporaryDirectory(prefix="lockstep-checkpoint-"))
+            settings.ckpt_path = str(Path(folder, "module.ckpt"))
+            torch.save(content, settings.ckpt_path)
+        path, trusted = settings.get("ckpt_path"), settings.get("weights_only") is False
+        with cannot_load(path):
+            check_file(path, None if trusted else settings.as_dict())
+            try:
                 super().read_checkpoint_settings()
-            return
-        with told_clearly(path):
-            refuse_other_classes(path, settings.as_dict())
-            super().read_checkpoint_settings()
+            except UnpicklingError:
+                if not trusted:  # such a file may hold more than Lightning looks for here
+                    raise
 
     def before_instantiate_classes(self) -> None:
         assert self.subcommand is not None, "ranks are started for a subcommand"
@@ -124,12 +158,12 @@ class LockstepCLI(HardwareCLI):
         defaults = {name: self.parser_of(self.subcommand).get_default(f"trainer.{name}") for name in OF_HARDWARE}
         self._resolved = resolve(hardware, trainer, defaults, world)
         if self.subcommand == "fit":
-            raise FitRequested(self, hardware, self._stored)
+            raise Elsewhere(partial(_fit, self, hardware, self._stored))
         if world.launcher == "none":
             for note in self._resolved.notes:
                 warn(note.text)
             if self._resolved.ranks > 1:
-                raise RanksNeeded(self._resolved.ranks)
+                raise Elsewhere(partial(_run_on_ranks, self._resolved.ranks))
 
     def run_subcommand(self, subcommand: str) -> None:
         if self.only_parts:
@@ -137,20 +171,17 @@ class LockstepCLI(HardwareCLI):
         seed = int(self.setting("seed_everything") or 0)
         evaluation = partial(evaluation_loader, world=read_world(os.environ), seed=seed)
         if subcommand == "predict":
-            self._write_predictions()
+            callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+            if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks):
+                run = None if self._stored is None else self._stored.run.path
+                folder = Path(str(self.setting("run_dir") or run or self.trainer.default_root_dir))
+                callbacks.append(WritePredictions(folder / "predictions.pt"))
             # Lightning cannot know that these show all samples.
             warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         owners = [self.datamodule, self.model]
-        with told_clearly(self.setting("ckpt_path")), replaced_loaders(owners, lambda own: own, evaluation, seed=seed):
+        path = self.setting("ckpt_path")
+        with trainer_loads(path), replaced_loaders(owners, lambda own: own, evaluation, seed=seed):
             super().run_subcommand(subcommand)
-
-    def _write_predictions(self) -> None:
-        """Into the run folder of the checkpoint, or else ``--run_dir`` or the Trainer's; unless a callback does it."""
-        if any(isinstance(callback, BasePredictionWriter) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            return
-        run = None if self._stored is None else self._stored.run.path
-        folder = Path(str(self.setting("run_dir") or run or self.trainer.default_root_dir))
-        self.trainer.callbacks.append(WritePredictions(folder / "predictions.pt"))  # type: ignore[attr-defined]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.only_parts:
@@ -193,34 +224,104 @@ def run(
         SystemExit: wrong arguments (code 2) or ``--help``, as ``argparse`` does.
         LockstepError: wrong hardware or settings; or a rank failed.
     """
-    tokens = sys.argv[1:] if args is None else args
+    options |= {"args": sys.argv[1:] if args is None else args}
     options |= {"model_class": model_class, "datamodule_class": datamodule_class}
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # classes are named as seen from here
     try:
         try:
-            cli_class(args=tokens, **options)
+            cli_class(**options)
             return 0
-        except (FitRequested, RanksNeeded) as asked:
-            wanted = asked  # outside the handler, so that it is not the context of every later error
-        if isinstance(wanted, FitRequested):
-            return train_fit(wanted, None if cli_class is LockstepCLI else cli_class, options)
-        return _run_on_ranks(wanted.ranks, cli_class, {"args": tokens, **options})
+        except Elsewhere as asked:
+            start = asked.start  # outside the handler, so that it is not the context of every later error
+        return start(cli_class, options)
     except KeyboardInterrupt:
         return exit_code(signal.SIGINT)
 
 
-def _run_on_ranks(ranks: int, cli_class: type[LockstepCLI], arguments: dict[str, Any]) -> int:
-    """Let ``ranks`` processes run ``cli_class(**arguments)``; returns the exit code. Raises as :func:`run`."""
+def _run_on_ranks(ranks: int, cli_class: type[LockstepCLI], options: dict[str, Any]) -> int:
+    """Let ``ranks`` processes run ``cli_class(**options)``. Raises as :func:`run`."""
     with TemporaryDirectory(prefix="lockstep-lightning-") as path:
         folder = RunDir.create(Path(path, "run"), resolve_config({}), run_id="run-00000000", command=sys.argv)
         try:
-            run_on_ranks(_be_rank, cli_class, arguments, folder=folder, ranks=ranks, redirect=False)
+            run_on_ranks(_be_rank, cli_class, options, folder=folder, ranks=ranks, redirect=False)
         except RanksStopped as stopped:
             return stopped.exit_code
     return 0
 
 
-def _be_rank(_: Rank, cli_class: type[LockstepCLI], arguments: dict[str, Any]) -> None:
-    cli_class(**arguments)
+def _be_rank(_: Rank, cli_class: type[LockstepCLI], options: dict[str, Any]) -> None:
+    cli_class(**options)
+
+
+def _fit(
+    cli: HardwareCLI, hardware: Hardware, stored: Stored | None, cli_class: type[LockstepCLI], options: dict[str, Any]
+) -> int:
+    """Train what ``cli`` has parsed, or resume ``stored``; the exit code. Raises as :func:`run`."""
+    settings = cli.config["fit"].as_dict()
+    given = settings_of(settings["trainer"], hardware, detect_devices())
+    given["training"]["seed"] = int(settings.get("seed_everything") or 0)
+    given["save_dir"] = _save_dir(settings["run_dir"], stored)
+    kept = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))
+    trainer = {name: value for name, value in changed(kept["trainer"]).items() if name not in {*DECIDED, *SETTINGS}}
+    kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT and value is not None}
+    section: dict[str, Any] = {"cli": {**kept, "trainer": trainer, "seed_everything": False}}
+    file = settings.get("ckpt_path") if stored is None else None
+    if file is not None:
+        if not Path(file).is_file():
+            fix = "name a run folder, one of its checkpoints, or a checkpoint file of Lightning's"
+            raise CheckpointError(f"there is no checkpoint {file}", fix=fix)
+        section |= {"ckpt_path": str(Path(file).absolute()), "weights_only": settings["weights_only"]}
+    task = _task(cli, section, cli_class, options)
+    if isinstance(task, str):
+        given["task"] = section
+    try:
+        return train(task, given, resume=stored is not None).exit_code
+    except RunFolderError as error:
+        raise RunFolderError(error.what, why=error.why, fix=error.fix.replace("--save-dir", "--run_dir")) from None
+
+
+def _task(
+    cli: HardwareCLI, section: dict[str, Any], cli_class: type[LockstepCLI], options: dict[str, Any]
+) -> str | ModuleTask:
+    """The task by name, where every rank can find its classes; else an object."""
+    options = {name: value for name, value in options.items() if name != "args"}
+    model, data = options["model_class"], options["datamodule_class"]
+    named = cli.subclass_mode_model or model is None
+    path = str(cli.config["fit"].model.class_path) if named else f"{model.__module__}.{model.__qualname__}"
+    name = ":".join(path.rsplit(".", 1))
+    classes = [kind for kind in (model, data) if kind is not None]
+    more = {name for name, value in options.items() if value is not None}
+    more -= {"model_class", "datamodule_class", "parser_kwargs"}
+    if cli_class is LockstepCLI and not more and all(map(_importable, classes)):
+        if data is not None and not cli.subclass_mode_data:
+            section["datamodule"] = f"{data.__module__}:{data.__qualname__}"
+        return name
+    model = model if isinstance(model, type) else find_class(name)
+    where = {"__module__": model.__module__, "__qualname__": model.__qualname__}
+    kind: type[ModuleTask] = type(model.__name__, (ModuleTask,), {"module_class": model, **where})
+    own = {} if cli_class is LockstepCLI else {"cli_class": cli_class}
+    return kind(ModuleConfig(**section), cli={**options, **own})
+
+
+def _importable(kind: Any) -> bool:
+    module = sys.modules.get(getattr(kind, "__module__", "__main__"))
+    return kind.__module__ != "__main__" and getattr(module, kind.__qualname__, None) is kind
+
+
+def _save_dir(given: str | None, stored: Stored | None) -> str | None:
+    """The folder of the run: that of the checkpoint, or the given one with a number where another run is in it."""
+    if stored is not None:
+        if given is not None and Path(given).absolute() != stored.run.path:
+            raise ConfigError(
+                f"--run_dir {given} is not the folder of the checkpoint",
+                why=f"a run resumes in its own folder, {stored.run.path}",
+                fix="leave --run_dir out; or export the checkpoint (`lockstep export`) and give its module.ckpt",
+            )
+        return str(stored.run.path)
+    if given is None or not (Path(given) / "run.json").exists() or read_world(os.environ).from_outside:
+        return given
+    free = next(name for name in (f"{Path(given)}-{number}" for number in count(2)) if not Path(name).exists())
+    warn(f"{given} has a run already, so this one is in {free}; --ckpt_path {given} resumes it")
+    return free

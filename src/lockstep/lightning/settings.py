@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config import DistributedConfig, HardwareConfig
 from lockstep.engine.lightning.cluster import ddp_arguments
@@ -32,8 +31,7 @@ _PRECISIONS = {"32": "32", "32-true": "32", "16": "16-mixed", "bf16": "bf16-mixe
 _ENDLESS = 1_000_000
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """``trainer``: arguments of a ``Trainer`` that differ from its settings; ``ranks``: processes on this node."""
 
     trainer: dict[str, Any]
@@ -51,8 +49,7 @@ def resolve(
     """Decide what a ``Trainer`` runs on.
 
     Args:
-        trainer: the settings of the ``trainer`` section.
-        defaults: their default values.
+        trainer: the settings of the ``trainer`` section, and ``defaults``: their default values.
         world: whether a launcher has started the ranks already.
         detected: what this machine has; ``None``: looked up.
 
@@ -63,7 +60,12 @@ def resolve(
     """
     detected = detect_devices() if detected is None else detected
     own = [name for name in OF_HARDWARE if trainer.get(name) != defaults.get(name)]
-    _check_nodes(trainer, world)
+    if int(trainer.get("num_nodes") or 1) > 1 and not world.from_outside:
+        raise ConfigError(
+            f"trainer.num_nodes is {trainer['num_nodes']}, but this process is alone",
+            why="ranks on other machines must be started there",
+            fix="start the command with torchrun or srun on every node",
+        )
     if trainer.get("strategy") == "dp":
         raise UnsupportedError(
             "trainer.strategy=dp is not available", why="Lightning 2.0 removed it", fix="set it to ddp or auto"
@@ -77,34 +79,24 @@ def resolve(
         )
     if own and own != ["precision"]:
         return Resolved({}, len(named_devices(trainer, detected) or [""]))
-    selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
-    config = HardwareConfig(selected_devices=selected, precision=hardware.precision)
+    config = HardwareConfig(selected_devices=hardware.selected_devices, precision=hardware.precision)
     placement = resolve_placement(config, DistributedConfig(), world, detected)
-    if placement.accelerator == "gpu" and len(set(placement.devices)) < len(placement.devices):
+    devices, on_cpu = placement.devices, placement.accelerator == "cpu"
+    if not on_cpu and len(set(devices)) < len(devices):
         raise UnsupportedError(
-            f"a GPU is named twice ({', '.join(placement.devices)})",
+            f"a GPU is named twice ({', '.join(devices)})",
             why="a Lightning Trainer takes each GPU once",
             fix="name each GPU once, or train with Lockstep's own engine, where a repeated GPU carries two ranks",
         )
-    on_cpu = placement.accelerator == "cpu"
     arguments = {
         "accelerator": placement.accelerator,
-        "devices": len(placement.devices) if on_cpu else [int(name.partition(":")[2]) for name in placement.devices],
+        "devices": len(devices) if on_cpu else [int(name.partition(":")[2]) for name in devices],
         "strategy": "ddp" if placement.world_size > 1 else "auto",
         "num_nodes": placement.nodes,
     }
     if not own:  # else the trainer sets the precision
         arguments["precision"] = placement.precision
-    return Resolved(arguments, len(placement.devices), placement.notes)
-
-
-def _check_nodes(trainer: Mapping[str, Any], world: World) -> None:
-    if int(trainer.get("num_nodes") or 1) > 1 and not world.from_outside:
-        raise ConfigError(
-            f"trainer.num_nodes is {trainer['num_nodes']}, but this process is alone",
-            why="ranks on other machines must be started there",
-            fix="start the command with torchrun or srun on every node",
-        )
+    return Resolved(arguments, len(devices), placement.notes)
 
 
 def named_devices(trainer: Mapping[str, Any], detected: Sequence[Device]) -> list[str] | None:
@@ -139,11 +131,8 @@ def _chosen(devices: Any, gpus: Sequence[str] | None) -> list[str]:
     return ["cpu" if gpus is None else f"gpu:{index}" for index in devices]
 
 
-# Settings of a run: each argument of the Trainer has one, or is refused.
-
-
 def settings_of(trainer: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
-    """Settings of a run, nested.
+    """Settings of a run, nested: each argument of the Trainer has one, or is left to the Trainer, or is refused.
 
     Args:
         trainer: the section ``trainer``.
@@ -156,15 +145,14 @@ def settings_of(trainer: Mapping[str, Any], hardware: Hardware, detected: Sequen
     settings: dict[str, Any] = {name: {} for name in ("telemetry", "debug", "distributed")}
     settings["training"] = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}
     settings["hardware"] = _hardware(given, hardware, detected)
-    given.setdefault("max_epochs", _epochs(given))
-    for name in given.keys() & DECIDED.keys() - {*settings["hardware"].pop("known"), "use_distributed_sampler"}:
-        if name not in SETTINGS:
-            raise ConfigError(
-                f"trainer.{name} is not available",
-                why="a run's plan decides it, so that every device count trains the same steps",
-                fix=f"leave it out; see {DECIDED[name]}",
-            )
-    given["max_epochs"] = _ENDLESS if given["max_epochs"] == -1 else given["max_epochs"]
+    for name in given.keys() & DECIDED.keys() - {*OF_HARDWARE, *SETTINGS, "num_nodes", "use_distributed_sampler"}:
+        raise ConfigError(
+            f"trainer.{name} is not available",
+            why="a run's plan decides it, so that every device count trains the same steps",
+            fix=f"leave it out; see {DECIDED[name]}",
+        )
+    if "max_epochs" not in given:  # as in Lightning: 1000, or as many as the steps or the time take
+        given["max_epochs"] = given.get("max_steps", _ENDLESS if "max_time" in given else 1000)
     for name in SETTINGS.keys() & given.keys():
         section, _, key = SETTINGS[name].rpartition(".")
         (settings[section] if section else settings)[key] = _value(name, given[name])
@@ -173,34 +161,23 @@ def settings_of(trainer: Mapping[str, Any], hardware: Hardware, detected: Sequen
     return settings
 
 
-def _epochs(given: Mapping[str, Any]) -> int:
-    """As in Lightning, where they are not given: 1000, or as many as the steps or the time take."""
-    if given.get("max_steps", -1) != -1:
-        return int(given["max_steps"])
-    return _ENDLESS if "max_time" in given else 1000
-
-
 def _value(name: str, value: Any) -> Any:
-    if name == "max_steps":
-        return None if value == -1 else value
+    if name == "max_epochs" and value == -1:
+        return _ENDLESS
+    if name == "max_steps" and value == -1:
+        return None
     if name == "max_time":
-        return _seconds(value)
+        if isinstance(value, str):
+            days, hours, minutes, seconds = (float(part) for part in value.split(":"))
+            value = {"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}
+        return (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
     if name == "gradient_clip_val":
         return value or None
-    if name == "fast_dev_run":
-        return bool(value)
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, str):
-        days, hours, minutes, seconds = (float(part) for part in value.split(":"))
-        value = {"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}
-    return (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
+    return bool(value) if name == "fast_dev_run" else value
 
 
 def _hardware(given: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
-    """The section ``hardware`` of the run; ``known``: what of ``given`` it is made of."""
+    """The section ``hardware`` of the run."""
     chosen = dict.fromkeys(("accelerator", "devices", "strategy"), "auto")
     own = [name for name in chosen if name in given]
     selected = named_devices({**chosen, **given}, detected) if own else hardware.selected_devices
@@ -212,5 +189,4 @@ def _hardware(given: Mapping[str, Any], hardware: Hardware, detected: Sequence[D
             fix="leave it out, and name devices with hardware.selected_devices",
         )
     precision = str(given.get("precision", hardware.precision))
-    precision = _PRECISIONS.get(precision, precision)
-    return {"selected_devices": selected, "precision": precision, "known": (*own, "precision", "num_nodes")}
+    return {"selected_devices": selected, "precision": _PRECISIONS.get(precision, precision)}

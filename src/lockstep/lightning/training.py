@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import from_keywords, merge
-from lockstep.engine.lightning.module_task import ModuleTask
+from lockstep.engine.lightning.module_task import DECIDED, ModuleTask
 from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
@@ -87,12 +87,8 @@ def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> Li
     return type("GivenLoaders", (LightningDataModule,), hooks)()  # type: ignore[no-any-return]
 
 
-_OF_TRAINING = {
-    "epochs": "max_epochs",
-    "max_steps": "max_steps",
-    "accumulate": "accumulate_grad_batches",
-    "max_grad_norm": "gradient_clip_val",
-}
+#: Of the section ``training``, what ``build_trainer`` takes.
+_OF_TRAINING = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val")
 
 
 def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
@@ -120,8 +116,8 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
         selected = choose_default(detected).devices
     decided = {**resolve_hardware(list(selected), detected), "precision": hardware.precision}
     training = config.get("training") or {}
-    arguments = {name: training[key] for key, name in _OF_TRAINING.items() if training.get(key) is not None}
-    arguments |= config.get("trainer") or {}
+    found = {name: training.get(DECIDED[name].removeprefix("training.")) for name in _OF_TRAINING}
+    arguments = {name: value for name, value in found.items() if value is not None} | (config.get("trainer") or {})
     both = sorted(arguments.keys() & {*decided, "default_root_dir"})
     if both:
         raise ConfigError(

@@ -6,7 +6,7 @@ And whether ranks that should have the same weights have them, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -73,13 +73,17 @@ class Buffers:
         for path, layer in module.named_modules():
             declared = dict(getattr(layer, ATTRIBUTE, {}))
             for attribute in buffers_of(layer):
-                place = _Place(f"{path}.{attribute}" if path else attribute, layer, attribute)
                 kind = _rule(layer, attribute)
                 if kind is None and attribute in declared:
-                    kind = _checked(declared.pop(attribute), place.name)
+                    kind = declared.pop(attribute)
+                    if kind not in REDUCTIONS:
+                        raise UnsupportedError(
+                            f"the buffer {_joined(path, attribute)} cannot be reduced by {kind!r}",
+                            fix=f"declare one of {', '.join(REDUCTIONS)}",
+                        )
                     kind = kind if mode == "ranks" or kind == "local" else None
                 if kind is not None:
-                    self._places[kind].append(place)
+                    self._places[kind].append(_Place(_joined(path, attribute), layer, attribute))
             if declared:
                 raise UnsupportedError(
                     f"{ATTRIBUTE} of {type(layer).__name__} names {', '.join(declared)}, which it does not have",
@@ -196,11 +200,15 @@ class Buffers:
         """Those that are registered now, whoever did it; a buffer shared with a declared one is declared."""
         settled = {id(tensor) for tensor in self.tensors(*self._places)}
         return {
-            f"{path}.{attribute}" if path else attribute: tensor
+            _joined(path, attribute): tensor
             for path, layer in self._module.named_modules()
             for attribute, tensor in buffers_of(layer).items()
             if tensor is not None and id(tensor) not in settled and _rule(layer, attribute) is None
         }
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _rule(layer: nn.Module, attribute: str) -> str | None:
@@ -212,14 +220,6 @@ def _rule(layer: nn.Module, attribute: str) -> str | None:
     return "once" if is_spectral_norm(layer, attribute) else None
 
 
-def _checked(kind: str, name: str) -> str:
-    if kind not in REDUCTIONS:
-        raise UnsupportedError(
-            f"the buffer {name} cannot be reduced by {kind!r}", fix=f"declare one of {', '.join(REDUCTIONS)}"
-        )
-    return kind
-
-
 def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, where: str, prefix: str) -> UnsupportedError:
     if declared:
         return UnsupportedError(
@@ -229,7 +229,7 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, where: 
     modules: dict[str, list[str]] = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
-        modules.setdefault(f"{path}.{ATTRIBUTE}".lstrip("."), []).append(attribute)
+        modules.setdefault(_joined(path, ATTRIBUTE), []).append(attribute)
     kind = "local" if exact else "same" if alike else "mean"
     lines = "; ".join(f"{prefix}{path} = {dict.fromkeys(found, kind)}" for path, found in modules.items())
     what = f"the buffer{'s' * (len(names) > 1)} {', '.join(names)} changed in training"
@@ -239,11 +239,10 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, where: 
             why="each lane changes it, and no order of merging is fixed for it",
             fix=f"use reproducibility fast, or, if it does not affect the result, declare that {where}: {lines}",
         )
+    own = "all ranks have the same values so far, which can still depend on the number of ranks"
     return UnsupportedError(
         f"{what}, and how ranks agree on it is not declared",
-        why="all ranks have the same values so far, which can still depend on the number of ranks"
-        if alike
-        else "each rank has changed its own copy",
+        why=own if alike else "each rank has changed its own copy",
         fix=f"declare {where} how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
         "mean, sum or max: by Lockstep, after every step; local: left as it is, since no later batch reads it",
     )
@@ -271,19 +270,14 @@ def _grew(before: Tensor | None, now: Tensor | None) -> bool:
         return True
     if before.dim() != now.dim() or before.shape == now.shape:
         return False
-    common = tuple(map(min, before.shape, now.shape))
-    return _equal(_corner(before, common), _corner(now, common))
-
-
-def _corner(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    return tensor[tuple(map(slice, shape))]
+    common = tuple(map(slice, map(min, before.shape, now.shape)))
+    return _equal(before[common], now[common])
 
 
 def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
     """The first name whose tensors differ between ranks, except in how far they have grown. Collective.
 
-    Args:
-        tensors: with the same names on all ranks; ``None`` is not there yet.
+    ``tensors`` have the same names on all ranks; ``None`` is not there yet.
     """
     shapes = _gathered({name: None if t is None else (str(t.dtype), *t.shape) for name, t in tensors.items()})
     found: dict[str, str] = {}
@@ -292,22 +286,17 @@ def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
         if len({(len(version), version[0]) for version in versions}) > 1:
             return name
         if tensor is not None:
-            common = [min(sizes) for sizes in zip(*(version[1:] for version in versions), strict=True)]
-            found[name] = _digest(_corner(tensor, common))
+            common = [slice(min(sizes)) for sizes in zip(*(version[1:] for version in versions), strict=True)]
+            content = tensor[tuple(common)].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found[name] = hashlib.blake2b(content.numpy().tobytes()).hexdigest()
     digests = _gathered(found)
     return next((name for name in tensors if len({rank[name] for rank in digests if name in rank}) > 1), None)
 
 
-def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(content.numpy().tobytes()).hexdigest()
-
-
 def _gathered(value: Any) -> list[Any]:
     """Every rank's ``value``, by rank. Collective."""
-    ranks = world_size(None)
-    found = [value] * ranks
-    if ranks > 1:
+    found = [value] * world_size(None)
+    if len(found) > 1:
         dist.all_gather_object(found, value)
     return found
 
@@ -344,7 +333,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and the saved buffers of ``model`` that all ranks should share."""
     own = {
-        f"{path}.{name}" if path else name
+        _joined(path, name)
         for path, layer in model.named_modules()
         for name, kind in getattr(layer, ATTRIBUTE, {}).items()
         if kind == "local"
@@ -356,24 +345,8 @@ def _has_bits(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
 
 
-def moments_of(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What ``optimizer`` keeps of its parameters."""
-    return {
-        f"the optimizer's {name} of parameter {number}": value
-        for number, parameter in enumerate(
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        )
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if _has_bits(value)
-    }
-
-
 def check_start(model: nn.Module, collectives: Collectives, *, exact: bool) -> str | None:
-    """Compare the weights that ranks begin with; a warning if they differ. Collective.
-
-    Raises:
-        UnsupportedError: they differ, and the run is exact.
-    """
+    """Compare the weights that ranks begin with; a warning if they differ, or an error if ``exact``. Collective."""
     found = first_difference(weights_of(model), collectives) if collectives.size > 1 else None
     if found is None:
         return None
@@ -388,14 +361,17 @@ def check_start(model: nn.Module, collectives: Collectives, *, exact: bool) -> s
 
 
 def check_agreement(model: nn.Module, optimizer: Optimizer, collectives: Collectives) -> None:
-    """Compare the weights and the optimizer's state of all ranks. Collective.
-
-    Raises:
-        RanksDifferError: on every rank.
-    """
+    """Compare the weights and the optimizer's state of all ranks; an error on every rank if they differ. Collective."""
     if collectives.size == 1:
         return
-    found = first_difference({**weights_of(model), **moments_of(optimizer)}, collectives)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        f"the optimizer's {name} of parameter {number}": value
+        for number, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if _has_bits(value)
+    }
+    found = first_difference({**weights_of(model), **moments}, collectives)
     if found is not None:
         raise RanksDifferError(
             f"the ranks no longer train the same weights: {found}",

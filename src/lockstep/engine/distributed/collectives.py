@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,14 +41,11 @@ V = TypeVar("V", float, torch.Tensor)
 class Collectives:
     """Rank, size and the collectives among all ranks of a run.
 
-    Every method is collective: all ranks call it in the same order. A rank that does not come makes the
-    others fail after ``timeout_s`` instead of waiting for ever.
+    All ranks call each method in the same order. Where one does not, the others fail after ``timeout_s``.
     """
 
     def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
-        self.rank, self.size = world.rank, world.size
-        self.is_main = world.is_main
-        self.local_rank = world.local_rank
+        self.rank, self.size, self.is_main, self.local_rank = world.rank, world.size, world.is_main, world.local_rank
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
             # A separate group: DDP's reducer issues collectives from the autograd thread.
@@ -94,9 +92,10 @@ class Collectives:
     def _received(self, source: int) -> Any:
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, source, group=self.group)
-        message = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        number, length = sizes.tolist()
+        message = torch.empty(length, dtype=torch.uint8)
         dist.recv(message, source, group=self.group)
-        return _Unpacker(message, int(sizes[0])).load()
+        return _unpacked(message, number)
 
     def sum(self, *values: V) -> tuple[V, ...]:
         """Element-wise sums over ranks, in float64, of numbers, or of tensors whose shapes all ranks share."""
@@ -116,12 +115,12 @@ class Collectives:
 
     def weighted_mean(self, value: float, count: float) -> float:
         """Σ value·count / Σ count over ranks: the mean of what the ranks counted, whatever each one's share."""
-        total, counts = self._sum("weighted_mean", value * count if count else 0.0, count)
+        total, counts = self._reduced("sum", (value * count if count else 0.0, count), "weighted_mean")
         return total / counts if counts else float("nan")
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank."""
-        return self._sum("any", float(flag))[0] > 0
+        return self._reduced("sum", (float(flag),), "any")[0] > 0
 
     @contextmanager
     def main_first(self, *, per_node: bool = False) -> Iterator[None]:
@@ -133,7 +132,7 @@ class Collectives:
                 yield
             except BaseException as caught:
                 error = caught
-        failed = self._sum("main_first", float(error is not None))[0] > 0
+        failed = self._reduced("sum", (float(error is not None),), "main_first")[0] > 0
         if error is not None:
             raise error
         if failed:
@@ -141,26 +140,19 @@ class Collectives:
         if not first:
             yield
 
-    def _reduced(self, operation: Literal["sum", "min", "max"], values: tuple[V, ...]) -> tuple[V, ...]:
+    def _reduced(self, operation: str, values: tuple[V, ...], call: str = "") -> tuple[V, ...]:
         for value in values:
             self._refuse_gradient(value)
         parts = [torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in values]
         shapes = "".join(f" {tuple(part.shape)}" for part in parts if part.dim())
         flat = torch.cat([part.reshape(-1) for part in parts])
-        found = self._all_reduce(f"{operation} of {len(parts)}{shapes}", flat, operation)
+        if self.group is not None:
+            with self._call(call or f"{operation} of {len(parts)}{shapes}"):
+                dist.all_reduce(flat, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
         return tuple(
             one.view_as(value).to(value) if isinstance(value, torch.Tensor) else one.item()
-            for one, value in zip(found.split([part.numel() for part in parts]), values, strict=True)
+            for one, value in zip(flat.split([part.numel() for part in parts]), values, strict=True)
         )
-
-    def _sum(self, call: str, *values: float) -> tuple[float, ...]:
-        return tuple(self._all_reduce(call, torch.tensor(values, dtype=torch.float64)).tolist())
-
-    def _all_reduce(self, call: str, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
-        if self.group is not None:
-            with self._call(call):
-                dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
-        return tensor
 
     @staticmethod
     def _refuse_gradient(value: object) -> None:
@@ -189,47 +181,35 @@ class Collectives:
 
 
 class _Packer(pickle.Pickler):
-    """Leaves tensors in ``parts``: pickle copies the whole storage of each several times."""
+    """Leaves the bytes of tensors to ``buffer_callback``: pickle copies the whole storage of each several times."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.parts: list[Tensor] = []
-        self.size = 0
-
-    def persistent_id(self, value: object) -> Any:
+    def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.requires_grad or value.is_quantized:
-            return None
+            return NotImplemented
         if value.layout != torch.strided or value.device.type != "cpu":
-            return None
-        part = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        start, self.size = self.size, self.size + part.numel() + -part.numel() % 16  # aligned for every dtype
-        self.parts.append(part)
-        return start, part.numel(), value.dtype, value.shape
+            return NotImplemented
+        content = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(content.numpy()), value.dtype, value.shape)
 
 
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, message: Tensor, tensors: int) -> None:
-        super().__init__(io.BytesIO(message[tensors:].numpy().tobytes()))
-        self._message = message
-
-    def persistent_load(self, place: Any) -> Tensor:
-        start, size, dtype, shape = place
-        # A copy: whoever keeps one tensor does not keep the message.
-        return self._message[start : start + size].clone().view(dtype).view(shape)
+def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    copy: Tensor = content.clone()  # whoever keeps one tensor does not keep the message
+    return copy.view(dtype).view(shape)
 
 
 def _packed(value: object) -> tuple[Tensor, Tensor]:
-    """Bytes of ``value``'s tensors and of the rest, pickled; and both."""
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    message = torch.empty(packer.size + file.tell(), dtype=torch.uint8)
-    start = 0
-    for part in packer.parts:
-        message[start : start + part.numel()] = part
-        start += part.numel() + -part.numel() % 16
-    message[packer.size :] = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-    return torch.tensor([packer.size, file.tell()]), message
+    """The number of parts and of bytes; and the bytes: sizes of the parts, ``value``'s tensors, the rest pickled."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Packer(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    parts = [torch.from_numpy(np.asarray(buffer)) for buffer in (*buffers, file.getbuffer())]
+    message = torch.cat([torch.tensor([part.numel() for part in parts]).view(torch.uint8), *parts])
+    return torch.tensor([len(parts), message.numel()]), message
+
+
+def _unpacked(message: Tensor, number: int) -> Any:
+    sizes = message[: 8 * number].view(torch.int64).tolist()
+    *tensors, rest = message[8 * number :].split(sizes)
+    return pickle.loads(rest.numpy().tobytes(), buffers=tensors)
 
 
 class Call(NamedTuple):
@@ -246,12 +226,9 @@ class Call(NamedTuple):
 class CheckedCollectives(Collectives):
     """Collectives for code that is not the engine's, which may call them on one rank alone, or in another order.
 
-    Before each call a rank leaves a note of it in the process group's store, and all ranks compare a hash of
-    its name. So a rank that does not come is named with its last call, and different calls are an error
-    at once instead of a time-out without a reason.
-
-    Raises:
-        CollectiveError: from every method, in these cases.
+    Before each call a rank leaves a note of it in the process group's store, and all ranks compare a hash of its name.
+    So a rank that does not come is named with its last call, and different calls are a :class:`CollectiveError` at
+    once instead of a time-out without a reason.
     """
 
     def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
@@ -290,11 +267,10 @@ class CheckedCollectives(Collectives):
         digest = zlib.crc32(mine.name.encode())
         extremes = torch.tensor([digest, -digest])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        if extremes[0] == -extremes[1]:
-            return
-        calls: list[Any] = [None] * self.size
-        dist.all_gather_object(calls, mine, group=self.group)
-        raise _different(enumerate(calls))
+        if extremes[0] != -extremes[1]:
+            calls: list[Any] = [None] * self.size
+            dist.all_gather_object(calls, mine, group=self.group)
+            raise _different(enumerate(calls))
 
     def begin(self, call: str) -> None:
         self._calls += 1

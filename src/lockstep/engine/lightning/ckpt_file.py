@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import stat
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -17,30 +16,22 @@ from lockstep._compat.lightning import STEPPED
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.resume import restoring
 from lockstep.engine.state import TrainState
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.planning import BatchPlan
 
 #: What is of no use without the run: ``load_from_checkpoint`` wants the rest, the module's own entries included.
 _OF_THE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
-_CONNECTOR = "lightning/pytorch/trainer/connectors/checkpoint_connector.py"
-_RESTORING = ("resume", "restore", "_restore", "read_checkpoint_settings")
-_CLASS_KEYS = ("class_path", "_class_path")
-_CLI = ("lightning/pytorch/cli.py", "lockstep/lightning/cli.py")
-_LIBRARIES = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<")
 _FIX = "--ckpt_path takes a run's folder, one of its checkpoints, or a file; without it `fit` starts a new training"
+#: Where errors about a file's content are raised: never in the user's code.
+_LIBRARIES = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), "<")
+_CONNECTOR, _RESTORING = "trainer/connectors/checkpoint_connector.py", ("resume", "restore", "_restore")
 
 
 def read_file(file: Path, *, weights_only: bool = True) -> Snapshot:
-    """The content of a file; ``weights_only``: without running code that is in it.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
+    """The content of a file; ``weights_only``: without running code that is in it. Raises :class:`CheckpointError`."""
+    with cannot_load(file):
         content = torch.load(file, map_location="cpu", weights_only=weights_only)
         return Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
-    except Exception as error:  # whatever is wrong with the file
-        raise _told(file, error) from error
 
 
 def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainState:
@@ -71,8 +62,7 @@ def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainS
         if batch.window(position) is None:
             epoch, position = epoch + 1, 0
         step = int(loops["epoch_loop.state_dict"].get(STEPPED, snapshot.step))
-        seen = epoch * batch.samples + position
-        return TrainState(step, step * batch.accumulate, epoch, position, seen)
+        return TrainState(step, step * batch.accumulate, epoch, position, epoch * batch.samples + position)
 
 
 def as_file(snapshot: Snapshot) -> dict[str, Any]:
@@ -82,32 +72,28 @@ def as_file(snapshot: Snapshot) -> dict[str, Any]:
     return {**kept, "state_dict": dict(snapshot.model)}
 
 
-def check_is_file(path: object) -> None:
-    """Raises :class:`CheckpointError` for a file whose reading would never end: a named pipe, a device."""
-    if not isinstance(path, str | Path):
-        return
-    try:
-        mode = Path(path).stat().st_mode
-    except (OSError, ValueError):
-        return  # an address, one of Lightning's words, or nothing: Lightning says so
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path} is not a checkpoint", why="it is not a regular file", fix=_FIX)
+def check_file(path: object, config: Any) -> None:
+    """Check a file before LightningCLI reads it; addresses, folders and Lightning's words pass.
 
-
-def refuse_other_classes(path: object, config: Any) -> None:
-    """A checkpoint's hyperparameters may name classes, which LightningCLI would import: those of ``config`` only.
+    Args:
+        config: its hyperparameters may name classes, which LightningCLI would import: those of ``config`` only.
+            ``None``: the user trusts the file.
 
     Raises:
-        CheckpointError: it names another one.
+        CheckpointError: reading it would never end (a named pipe, a device), or run code of others.
     """
-    if not isinstance(path, str | Path) or not Path(path).is_file():
+    if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
+        return
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} is not a checkpoint", why="it is not a regular file", fix=_FIX)
+    if config is None:
         return
     content = torch.load(path, weights_only=True, map_location="cpu")
     named = set(_classes(content.get("hyper_parameters") if isinstance(content, dict) else None))
     others = named - set(_classes(config))
     if others:
         raise CheckpointError(
-            f"{path} names a class that the configuration does not name: {sorted(others)[0][:200]}",
+            f"{path} names a class that the configuration does not name: {min(others)[:200]}",
             why="its hyperparameters would have it imported, and code of others run",
             fix="if you trust it, name the class as model.class_path, or add --weights_only false",
         )
@@ -115,41 +101,37 @@ def refuse_other_classes(path: object, config: Any) -> None:
 
 def _classes(values: Any) -> Iterator[str]:
     if isinstance(values, Mapping):
-        for key, value in values.items():
-            if key in _CLASS_KEYS:
-                yield str(value)
-            yield from _classes(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _classes(value)
+        yield from (str(value) for key, value in values.items() if key in ("class_path", "_class_path"))
+        values = list(values.values())
+    for value in values if isinstance(values, list | tuple) else ():
+        yield from _classes(value)
 
 
 @contextmanager
-def told_clearly(path: object) -> Iterator[None]:
-    """What torch or Lightning raises over the content of a checkpoint becomes a :class:`CheckpointError`.
+def cannot_load(path: object) -> Iterator[None]:
+    """What the body raises over the content of a checkpoint becomes a :class:`CheckpointError`."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:  # whatever is wrong with the file
+        lines, fix = [line for line in str(error).splitlines() if line.strip()], _FIX
+        if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+            lines = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines
+            fix = "if you trust whoever made it, add --weights_only false: it may then run code; else " + _FIX
+        why = ": ".join([type(error).__name__, *(line.strip()[:300] for line in lines[:1])])
+        raise CheckpointError(f"cannot load {path}", why=why, fix=fix) from error
 
-    An error of the user's own hooks stays what it is, and so does one of the training.
-    """
+
+@contextmanager
+def trainer_loads(path: object) -> Iterator[None]:
+    """As :func:`cannot_load`, where a Trainer restores ``path`` in the body; other errors stay what they are."""
     try:
         yield
     except Exception as error:
-        if path is None or not _is_about_loading(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        restores = any(at.filename.endswith(_CONNECTOR) and at.name.startswith(_RESTORING) for at in frames)
+        if path is None or not restores or not frames[-1].filename.startswith(_LIBRARIES):
+            raise  # of the training, or of the user's own hooks
+        with cannot_load(path):
             raise
-        raise _told(path, error) from error
-
-
-def _is_about_loading(error: Exception) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    loads = any(at.filename.endswith((_CONNECTOR, *_CLI)) and at.name.startswith(_RESTORING) for at in frames)
-    last = frames[-1].filename
-    return loads and ("site-packages" in last or last.startswith(_LIBRARIES))
-
-
-def _told(path: object, error: Exception) -> CheckpointError:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    fix = _FIX
-    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
-        lines = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines
-        fix = "if you trust whoever made it, add --weights_only false: it may then run code; else " + _FIX
-    why = f"{type(error).__name__}: {lines[0].strip()[:300]}" if lines else type(error).__name__
-    return CheckpointError(f"cannot load {path}", why=why, fix=fix)

@@ -12,13 +12,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from torch import distributed
 from torch.distributed import ReduceOp
@@ -80,38 +78,25 @@ def shared_ddp(strategy: Strategy | str, ranks: int) -> Strategy | str:
     return strategy if arguments is None else SharedDDPStrategy(**arguments)
 
 
-class RankEnvironment(ClusterEnvironment):
+class RankEnvironment(LightningEnvironment):
     """Declares that the ranks exist already, so that Lightning starts none and does not run the caller again."""
 
     creates_processes_externally = True
-    #: Not used: the process group exists before the Trainer.
-    main_address, main_port = "127.0.0.1", 0
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._world.size
-
-    def set_world_size(self, size: int) -> None:
-        assert size == self._world.size
-
-    def global_rank(self) -> int:
-        return self._world.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        assert rank == self._world.rank
+        self.set_world_size(world.size)
+        self.set_global_rank(world.rank)
 
     def local_rank(self) -> int:
         return self._world.local_rank
 
     def node_rank(self) -> int:
         return self._world.node_rank
+
+    def teardown(self) -> None:
+        """Leaves the process's variables alone."""
 
 
 class RankedDdp(LaunchedDdp, SharedDDPStrategy):
@@ -130,44 +115,27 @@ class KeptSignals(pl.Callback):
 
 
 def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:
-    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment.
-
-    Args:
-        distributed: how DDP reduces, and how long a collective may wait.
-    """
+    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment."""
     ranks = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
     devices = [rank_device(tuple(plan.placement["devices"]), rank) for rank in ranks]
-    environment = RankEnvironment(world)
-    accelerator = "cpu" if devices[0].type == "cpu" else "cuda"
-    strategy: Strategy | str = "auto"
-    if world.size > 1:
-        strategy = RankedDdp(
-            parallel_devices=devices,
-            cluster_environment=environment,
-            process_group_backend=plan.placement["backend"],
-            timeout=timedelta(seconds=distributed.timeout_s),
-            find_unused_parameters=distributed.find_unused_parameters,
-            bucket_cap_mb=distributed.bucket_cap_mb,
-        )
+    environment, on_cpu, several = RankEnvironment(world), devices[0].type == "cpu", world.size > 1
+    ddp: dict[str, Any] = {
+        "parallel_devices": devices,
+        "cluster_environment": environment,
+        "process_group_backend": plan.placement["backend"],
+        "timeout": timedelta(seconds=distributed.timeout_s),
+        "find_unused_parameters": distributed.find_unused_parameters,
+        "bucket_cap_mb": distributed.bucket_cap_mb,
+    }
     return {
-        "accelerator": accelerator,
+        "accelerator": "cpu" if on_cpu else "cuda",
         # A GPU that carries two ranks is named once here; the strategy knows the device of each rank.
-        "devices": len(devices) if accelerator == "cpu" else sorted({device.index for device in devices}),
+        "devices": len(devices) if on_cpu else sorted({device.index for device in devices}),
         "num_nodes": world.nodes,
-        "strategy": strategy,
-        "plugins": [] if world.size > 1 else [environment],
+        "strategy": RankedDdp(**ddp) if several else "auto",
+        "plugins": [] if several else [environment],
         "use_distributed_sampler": False,
     }
-
-
-def profiler(kind: str | None, run_dir: Path) -> Profiler | None:
-    """The Trainer's profiler; its report goes to ``logs/`` of the run."""
-    if kind is None:
-        return None
-    where: dict[str, Any] = {"dirpath": run_dir / "logs", "filename": "profile"}
-    kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
-    made: Profiler = kinds[kind](**where)
-    return made
 
 
 @contextmanager

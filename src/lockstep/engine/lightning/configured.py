@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
@@ -61,25 +61,22 @@ class HardwareCLI(OpenCLI):
             super().run_subcommand(subcommand)
 
 
-class Parts(NamedTuple):
-    """``trainer``: arguments of the Trainer that are not its defaults."""
+def make_parts(
+    sections: Mapping[str, Any], cli_class: type[HardwareCLI] = HardwareCLI, **options: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """What ``sections`` of LightningCLI's ``fit`` make: module, data module, arguments of the Trainer.
 
-    module: Any
-    datamodule: Any
-    trainer: dict[str, Any]
-
-
-def make_parts(sections: Mapping[str, Any], cli_class: type[HardwareCLI] = HardwareCLI, **options: Any) -> Parts:
-    """What ``sections`` of LightningCLI's ``fit`` make; ``options``: its further arguments."""
+    ``options``: further arguments of the class.
+    """
     cli = cli_class(args={"fit": deepcopy(dict(sections))}, only_parts=True, **options)
-    return Parts(cli.model, cli.datamodule, changed(cli.trainer))  # type: ignore[arg-type]
+    return cli.model, cli.datamodule, changed(cli.trainer)  # type: ignore[arg-type]
 
 
 def changed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a Trainer's arguments that differ from its defaults."""
     defaults = {name: parameter.default for name, parameter in signature(Trainer).parameters.items()}
-    return {name: value for name, value in arguments.items() if not _is_default(value, defaults.get(name))}
 
+    def is_default(value: Any, default: Any) -> bool:
+        return value is None or value == [] or (type(value) is type(default) and value == default)
 
-def _is_default(value: Any, default: Any) -> bool:
-    return value is None or value == [] or (type(value) is type(default) and value == default)
+    return {name: value for name, value in arguments.items() if not is_default(value, defaults.get(name))}

@@ -33,9 +33,6 @@ from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
 from lockstep.planning.batch import Span, parts
 
-#: The loader hooks of modules and data modules that belong to evaluation.
-EVAL_HOOKS = ("val_dataloader", "test_dataloader", "predict_dataloader")
-
 
 class Step(NamedTuple):
     """One optimizer step: positions ``start`` to ``stop`` of the epoch, and this rank's micro-batches of them."""
@@ -67,6 +64,11 @@ def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
         yield Step(start, position, mine)
 
 
+def used_batches(state: TrainState, batch: BatchPlan) -> int:
+    """Micro-batches of this epoch that earlier attempts have used."""
+    return round(state.position / batch.global_batch) * batch.accumulate
+
+
 class OrderedBatches:
     """Batch sampler of one rank: index lists in the order of the run, from where ``state`` stands.
 
@@ -76,21 +78,13 @@ class OrderedBatches:
     def __init__(self, batch: BatchPlan, order: SampleOrder, rank: int, state: TrainState) -> None:
         self._batch, self._order, self._rank, self._state = batch, order, rank, state
 
-    @property
-    def done(self) -> int:
-        """Micro-batches of this epoch that earlier attempts have used."""
-        return round(self._state.position / self._batch.global_batch) * self._batch.accumulate
-
     def __len__(self) -> int:
-        return self.done + self._batch.steps_left(self._state.position) * self._batch.accumulate
+        left = self._batch.steps_left(self._state.position) * self._batch.accumulate
+        return used_batches(self._state, self._batch) + left
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._walk(self._state.epoch, self._state.position)
-
-    def _walk(self, epoch: int, position: int) -> Iterator[list[int]]:
-        for step in epoch_steps(self._batch, self._rank, position):
-            for start, stop in step.mine:
-                yield self._order.slice(epoch, start, stop).tolist()
+        epoch, steps = self._state.epoch, epoch_steps(self._batch, self._rank, self._state.position)
+        return (self._order.slice(epoch, *span).tolist() for step in steps for span in step.mine)
 
 
 class OwnOrder:
@@ -109,16 +103,17 @@ class OwnOrder:
         return islice(self._batches(), self._state.position // self._batch.batch_size, len(self))
 
     def _batches(self) -> Iterator[Any]:
-        end = object()
         for number in count():
             with seeded(derive_key("loader", self._seed, self._state.epoch, number)):  # samplers draw at their start
                 batches = (batch for batch, _, _ in _combined(self._loader))
-                batch = next(batches, end)
-            if batch is end:
+                first = next(batches, _NOTHING)
+            if first is _NOTHING:
                 raise DataError("the training loader gives no batch", fix="check what train_dataloader() returns")
-            while batch is not end:
-                yield batch
-                batch = next(batches, end)
+            yield first
+            yield from batches
+
+
+_NOTHING = object()
 
 
 def own_batches(loader: Any, unsized: int | None) -> int:
@@ -166,15 +161,14 @@ class SharedBatches:
                 why="a rank without a sample logs nothing, and the others would wait for its metrics",
                 fix=f"use at most {samples} devices, or evaluate on more data",
             )
-        rounds = -(-samples // (batch_size * world.size))
-        spans = parts(samples, rounds * world.size)
-        self._spans = [span for span in spans[world.rank :: world.size] if span[1] > span[0]]
+        spans = parts(samples, -(-samples // (batch_size * world.size)) * world.size)
+        self._batches = [range(*span) for span in spans[world.rank :: world.size] if span[1] > span[0]]
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (list(range(start, stop)) for start, stop in self._spans)
+        return map(list, self._batches)
 
 
 _KEPT = (
@@ -205,13 +199,9 @@ class SeededLoader(DataLoader[Any]):
     ) -> None:
         self._seeding = (seed, rank, epoch)
         self._own_generator, self._own_init = loader.generator is None, loader.worker_init_fn is None
-        super().__init__(
-            loader.dataset,
-            batch_sampler=batch_sampler,
-            generator=torch.Generator() if loader.generator is None else loader.generator,
-            **{name: getattr(loader, name) for name in _KEPT},
-            **defaults,
-        )
+        generator = torch.Generator() if self._own_generator else loader.generator
+        kept = {name: getattr(loader, name) for name in _KEPT}
+        super().__init__(loader.dataset, batch_sampler=batch_sampler, generator=generator, **kept, **defaults)
 
     def __iter__(self) -> Any:
         seed, rank, epoch = self._seeding
@@ -239,12 +229,14 @@ def training_loader(
             fix="let the data module make the same data in every process",
         )
     order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
-    if isinstance(loader.sampler, WeightedRandomSampler):
-        sampling = resolve_sampling(loader.dataset, loader.sampler, DataConfig())
-        assert sampling is not None
+    if is_weighted(loader) and (sampling := resolve_sampling(loader.dataset, loader.sampler, DataConfig())):
         order = sampling.order(samples, seed)
     batches = OrderedBatches(batch, order, world.rank, state)
     return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+
+
+def is_weighted(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.sampler, WeightedRandomSampler)
 
 
 def orders(loader: Any, ranks: int) -> bool:
@@ -310,32 +302,30 @@ Change = Callable[[Any], Any]
 def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
     """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
 
-    The owners are a data module, or ``None``, and a module.
-
-    All begin at ``seed``, so that a random split is the same on all ranks and in every attempt. The hooks are
-    hidden by attributes of the objects, so the user's classes and ``trainer.datamodule`` stay theirs.
+    The owners are a data module, or ``None``, and a module. All hooks begin at ``seed``, so that a random split is the
+    same on all ranks and in every attempt. They are hidden by attributes of the objects, so the user's classes and
+    ``trainer.datamodule`` stay theirs.
     """
+
+    def each(loaders: Any) -> Any:
+        return None if loaders is None else tree_map(evaluation, loaders)
+
+    changes = {"train_dataloader": train, "val_dataloader": each, "test_dataloader": each, "predict_dataloader": each}
     with ExitStack() as restored:
+
+        def hide(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+            object.__setattr__(owner, name, hook)
+            restored.callback(object.__delattr__, owner, name)
+
         for owner in filter(None, owners):
-            for name in ("prepare_data", "setup", "train_dataloader", *EVAL_HOOKS):
+            for name in ("prepare_data", "setup", *changes):
                 if name == "setup" or defines(owner, name):
-                    change = train if name == "train_dataloader" else lambda found: _each(evaluation, found)
-                    hook = _seeded(getattr(owner, name), seed, change if name.endswith("loader") else None)
-                    object.__setattr__(owner, name, hook)
-                    restored.callback(object.__delattr__, owner, name)
+                    hide(owner, name, _seeded(getattr(owner, name), seed, changes.get(name)))
         data, module = owners
         if data is not None and not defines(data, "train_dataloader") and defines(module, "train_dataloader"):
             # A Trainer that has a data module asks it alone.
-            object.__setattr__(data, "train_dataloader", module.train_dataloader)
-            restored.callback(object.__delattr__, data, "train_dataloader")
+            hide(data, "train_dataloader", module.train_dataloader)
         yield
-
-
-def defines(owner: Any, hook: str) -> bool:
-    """Whether a (data) module defines a hook."""
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    return is_overridden(hook, owner)
 
 
 def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Callable[..., Any]:
@@ -347,6 +337,8 @@ def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Calla
     return from_seed
 
 
-def _each(change: Change, loaders: Any) -> Any:
-    """``change`` of one loader, or of each in a list or mapping; nothing is left as it is."""
-    return None if loaders is None else tree_map(change, loaders)
+def defines(owner: Any, hook: str) -> bool:
+    """Whether a (data) module defines a hook."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    return is_overridden(hook, owner)

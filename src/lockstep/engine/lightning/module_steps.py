@@ -45,6 +45,8 @@ class StepModule(ConvertedModule):
             self.module.to(device)  # sets what `self.device` of a LightningModule returns
 
     def forward(self, step: str, batch: Any, index: int) -> _Output:
+        from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
         module: Any = self.module
         logged: dict[str, Any] = {}
         shadows = {
@@ -54,45 +56,35 @@ class StepModule(ConvertedModule):
         vars(module).update(shadows)
         try:
             batch = module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
-            found = getattr(module, step)(*_arguments(module, step, batch, index))
+            takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+            found = getattr(module, step)(*((batch, index) if takes_index else (batch,)))
         finally:
             for name in shadows:
                 del vars(module)[name]
         loss = found
         if isinstance(found, Mapping):
-            other = next(iter(found.values()), None) if step == "validation_step" else None
-            loss = found.get("loss", other)
+            loss = found.get("loss", next(iter(found.values()), None) if step == "validation_step" else None)
         samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
         numbers = {}
         if step == "validation_step":  # in training, reading a tensor would wait for the GPU
-            scalars = {name: torch.as_tensor(v) for name, v in logged.items() if isinstance(v, int | float | Tensor)}
-            numbers = {name: value.item() for name, value in scalars.items() if value.numel() == 1}
+            scalars = {name: v for name, v in logged.items() if isinstance(v, int | float | Tensor)}
+            numbers = {name: float(v) for name, v in scalars.items() if torch.as_tensor(v).numel() == 1}
         return _Output(loss if isinstance(loss, Tensor) else None, numbers, samples)
-
-
-def _arguments(module: Any, step: str, batch: Any, index: int) -> tuple[Any, ...]:
-    """The arguments of a step: its batch, and the batch's index where it takes one."""
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
-    takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-    return (batch, index) if takes_index else (batch,)
 
 
 class _Means:
     """The means over samples of what ``validation_step`` logs."""
 
     def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._sums: list[float] = []
-        self._count = 0
+        self._names, self._sums, self._count = names, dict[str, float](), 0
 
     def update(self, *rows: Tensor) -> None:
-        sums = [row.double().sum().item() for row in rows]
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+        for name, row in zip(self._names, rows, strict=True):
+            self._sums[name] = self._sums.get(name, 0.0) + row.double().sum().item()
         self._count += len(rows[0]) if rows else 0
 
     def compute(self) -> Mapping[str, Any]:
-        return {name: total / self._count for name, total in zip(self._names, self._sums, strict=True)}
+        return {name: total / self._count for name, total in self._sums.items()}
 
 
 class ModuleSteps(Task):
@@ -114,6 +106,7 @@ class ModuleSteps(Task):
     def __init__(self, config: ModuleConfig, source: ModuleTask) -> None:
         super().__init__(config)
         self._source = source
+        self._name = getattr(type(source).module_class, "__name__", "the module")
         self._collate: Any = None
         self._logged: list[str] = []
         self._view: PlannedTrainer | None = None
@@ -127,9 +120,8 @@ class ModuleSteps(Task):
         self._source.data = self.data
         with self._source.planning(1):
             loader = self._source.open_loader("train_dataloader")
-            val: Any = None
-            if defines(self._source.module, "validation_step"):
-                val = self._source.open_loader("val_dataloader")
+            validates = defines(self._source.module, "validation_step")
+            val = self._source.open_loader("val_dataloader") if validates else None
         if not orders(loader, 1):
             raise UnsupportedError(
                 f"{self._name} has a training loader in its own order",
@@ -143,11 +135,6 @@ class ModuleSteps(Task):
 
     def collate(self, samples: Any) -> Any:
         return self._collate(list(samples))
-
-    @property
-    def _name(self) -> str:
-        kind = type(self._source).module_class
-        return "the module" if kind is None else kind.__name__
 
     def model(self) -> nn.Module:
         module = self._source.fresh_module()
@@ -223,8 +210,6 @@ class ModuleSteps(Task):
 
 def _parts(made: Any) -> tuple[list[Optimizer], list[Any]]:
     """The optimizers and schedulers among the forms that ``configure_optimizers()`` may return."""
-    if made is None:
-        return [], []
     if isinstance(made, Mapping):
         return [made["optimizer"]], [made["lr_scheduler"]] if "lr_scheduler" in made else []
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, list | tuple) for part in made):
@@ -232,7 +217,7 @@ def _parts(made: Any) -> tuple[list[Optimizer], list[Any]]:
     if isinstance(made, list | tuple):
         parts = [_parts(part) for part in made]
         return [o for optimizers, _ in parts for o in optimizers], [s for _, schedulers in parts for s in schedulers]
-    return [made], []
+    return [] if made is None else [made], []
 
 
 def _scheduler(given: Any) -> Scheduler:

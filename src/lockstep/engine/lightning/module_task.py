@@ -15,10 +15,10 @@ from typing import Any, ClassVar, NoReturn
 
 from pydantic import Field, field_validator
 from torch import nn
-from torch.utils.data import SequentialSampler, WeightedRandomSampler
+from torch.utils.data import SequentialSampler
 
 from lockstep.config import RunConfig
-from lockstep.engine.lightning.dataloaders import defines, orders, own_batches
+from lockstep.engine.lightning.dataloaders import defines, is_weighted, orders, own_batches
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
@@ -124,6 +124,8 @@ class ModuleTask(Task):
     defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
     module_class: ClassVar[type | None] = None
     find_class: ClassVar[Callable[[str], type]]
+    #: What the plan must know of the training loader; :meth:`datasets` has opened it.
+    loader_facts: LoaderFacts
 
     def __init__(
         self,
@@ -136,7 +138,6 @@ class ModuleTask(Task):
     ) -> None:
         super().__init__(config)
         self._module, self._datamodule, self._cli = module, datamodule, cli
-        self._facts: LoaderFacts | None = None
         self.planned = RunConfig()
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
         _check_given(self.trainer_arguments)
@@ -207,7 +208,7 @@ class ModuleTask(Task):
 
     def prepare(self, ranks: int | None = None) -> None:
         with self.planning(ranks):
-            for owner in filter(None, (self.datamodule, self.module)):
+            for owner in self._owners:
                 owner.prepare_data()
 
     def datasets(self) -> Datasets:
@@ -222,22 +223,27 @@ class ModuleTask(Task):
             loader = self.open_loader("train_dataloader")
             whole_steps = not self.module.automatic_optimization
             if orders(loader, ranks):
-                self._facts = LoaderFacts(
+                self.loader_facts = LoaderFacts(
                     batch_size=loader.batch_size,
                     shuffle=not isinstance(loader.sampler, SequentialSampler),
                     drop_last=loader.drop_last,
                     whole_steps=whole_steps,
                 )
-                weighted = isinstance(loader.sampler, WeightedRandomSampler)
-                return Datasets(loader.dataset, weights=loader.sampler if weighted else None)
+                return Datasets(loader.dataset, weights=loader.sampler if is_weighted(loader) else None)
             training, size = self.planned.training, getattr(loader, "batch_size", None) or 1
             batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
-            self._facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
+            self.loader_facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
             return Datasets(range(batches * size))
 
     def open_loader(self, hook: str) -> Any:
         """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that is not defined."""
-        owner = self._source(hook)
+        owner = next((owner for owner in self._owners if defines(owner, hook)), None)
+        if owner is None and hook == "train_dataloader":
+            raise TaskError(
+                f"{type(self.module).__name__} has no training data",
+                why="neither it nor a LightningDataModule defines train_dataloader()",
+                fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, train_loader)",
+            )
         if owner is None:
             return None
         with seeded(self.data.seed):
@@ -248,13 +254,14 @@ class ModuleTask(Task):
     @contextmanager
     def planning(self, ranks: int | None = None) -> Iterator[int]:
         """``self.trainer`` of module and data module is a :class:`PlannedTrainer`; yields the number of ranks."""
-        config, owners = self.planned, [owner for owner in (self.datamodule, self.module) if owner is not None]
+        from lockstep.engine.lightning.cluster import quiet_trainer
+
+        config = self.planned
         if ranks is None:
             world = read_world(os.environ)
             ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
+        owners = self._owners
         view = PlannedTrainer(config, ranks, self.module, self.datamodule)
-        from lockstep.engine.lightning.cluster import quiet_trainer
-
         try:
             for owner in owners:
                 owner.trainer = view
@@ -265,10 +272,9 @@ class ModuleTask(Task):
                 owner.trainer = None
 
     @property
-    def loader_facts(self) -> LoaderFacts:
-        """What the plan must know of the loader; :meth:`datasets` has opened it."""
-        assert self._facts is not None
-        return self._facts
+    def _owners(self) -> list[Any]:
+        """The data module, if there is one, and the module: a Trainer asks them in this order."""
+        return [owner for owner in (self.datamodule, self.module) if owner is not None]
 
     def model(self) -> nn.Module:
         module: nn.Module = self._module if self._module is not None else self._build()
@@ -277,19 +283,6 @@ class ModuleTask(Task):
     def fresh_module(self) -> Any:
         """The module that was given, or a new one of its class."""
         return self._build() if self.module_class is not None else self.module
-
-    def _source(self, hook: str) -> Any:
-        """Who defines a loader hook: the data module where it does, else the module, as the Trainer looks."""
-        for owner in filter(None, (self.datamodule, self.module)):
-            if defines(owner, hook):
-                return owner
-        if hook != "train_dataloader":
-            return None
-        raise TaskError(
-            f"{type(self.module).__name__} has no training data",
-            why="neither it nor a LightningDataModule defines train_dataloader()",
-            fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, train_loader)",
-        )
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError(
@@ -310,7 +303,6 @@ def is_module_class(kind: type) -> bool:
 
 
 def is_datamodule_class(kind: type) -> bool:
-    """Whether ``kind`` is a ``LightningDataModule``, found out without importing Lightning."""
     return _inherits(kind, "LightningDataModule")
 
 
@@ -333,13 +325,12 @@ def _check_given(arguments: dict[str, Any]) -> None:
         )
     callbacks = arguments.get("callbacks") or ()
     for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
-        for base in type(callback).__mro__:
-            if base.__name__ in _CHANGE_BATCHES:
-                raise ConfigError(
-                    f"the callback {type(callback).__name__} cannot be used",
-                    why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base.__name__]}",
-                    fix="leave it out",
-                )
+        for base in _CHANGE_BATCHES.keys() & {kind.__name__ for kind in type(callback).__mro__}:
+            raise ConfigError(
+                f"the callback {type(callback).__name__} cannot be used",
+                why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base]}",
+                fix="leave it out",
+            )
 
 
 def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:

@@ -20,8 +20,7 @@ from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
 from lockstep.engine.strategies.base import Flags
-from lockstep.engine.strategies.buckets import BUCKET_BYTES, GradientBuckets
-from lockstep.engine.strategies.ddp import pack, unpack
+from lockstep.engine.strategies.ddp import BUCKET_BYTES, GradientBuckets, pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler

@@ -62,7 +62,6 @@ class StepSums:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
-        self._on_host = device.type == "cpu"
         self._work: dist.Work | None = None
 
     def begin(self, flags: Flags) -> None:
@@ -83,27 +82,23 @@ class StepSums:
         """The sums over ranks. On a GPU reading the flags waits for it, so not every step does."""
         wait(self._work)
         flags = None
-        if self._on_host or step % FLAG_INTERVAL == 0:
-            flags = check_change(self.flags(), dist.get_world_size())
+        if self._sums.device.type == "cpu" or step % FLAG_INTERVAL == 0:
+            flags = self._flags(announced=False)
         return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, flags)
 
-    def flags(self) -> Flags:
-        return Flags(*self._sums[2:].tolist())
+    def _flags(self, *, announced: bool) -> Flags:
+        return check_change(Flags(*self._sums[2:].tolist()), dist.get_world_size(), announced=announced)
 
     def announce_change(self) -> None:
         """Other ranks must have seen the same parameters change as this one. Collective."""
         self.begin(Flags(changed=1.0))
         self.send()
         wait(self._work)
-        check_change(self.flags(), dist.get_world_size(), announced=True)
+        self._flags(announced=True)
 
 
 def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
-    """``flags``, summed over ``ranks``; ``announced``: this rank is one of those where parameters changed.
-
-    Raises:
-        TaskError: parameters were frozen or unfrozen on some ranks only.
-    """
+    """``flags``, summed over ``ranks``; ``announced``: this rank is one of those where parameters changed."""
     if flags.changed != (ranks if announced else 0):
         raise TaskError(
             "parameters were frozen or unfrozen on some ranks only",
@@ -116,9 +111,9 @@ def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
 class SeededDraws:
     """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
-    Each of ``devices`` draws separate numbers. To seed Python's and NumPy's generators takes 7 µs. Where
-    ``everything`` is false, it is done only from the step on that follows the first one that drew from them; until
-    then one number is drawn from each at the beginning of a step, so that their state depends on the step alone.
+    Each of ``devices`` draws separate numbers. To seed Python's and NumPy's generators takes 7 µs: without
+    ``everything`` only from the step after the first one that drew from them. Until then one number is drawn from each
+    at the beginning of a step, so that their state depends on the step alone.
     """
 
     def __init__(
@@ -139,7 +134,7 @@ class SeededDraws:
         for generator, place in self._generators:
             generator.manual_seed(dropout_seed(self._seed, step, part, place, self._purpose))
         if not self._everything and step > self._step:
-            self._compare(step)
+            self._draw(step)
         if self._everything:
             key = dropout_seed(self._seed, step, part, 0, self._purpose)
             random.seed(key)
@@ -157,8 +152,8 @@ class SeededDraws:
     def everything(self, value: bool) -> None:
         self._everything = value
 
-    def _compare(self, step: int) -> None:
-        """Find out whether Python's or NumPy's generator has been drawn from since the step before."""
+    def _draw(self, step: int) -> None:
+        """Draw from Python's and NumPy's generators; find out whether others have since the step before."""
         if self._step < 0:
             self._step, key = 0, dropout_seed(self._seed, 0, 0, 0, "untouched")
             random.seed(key)
@@ -174,7 +169,7 @@ class SeededDraws:
 class Replica(NamedTuple):
     """What one process trains. ``forward`` stands in for ``module`` in the task's loss: wrapped, or ``compiled``.
 
-    ``loss_mode``: of ``torch.compile``, for the loss; see :class:`CheckedLoss`.
+    ``loss_mode``: of ``torch.compile``, for the loss. ``devices``: that the forward uses, if not ``device`` alone.
     """
 
     task: Task
@@ -186,6 +181,7 @@ class Replica(NamedTuple):
     forward: nn.Module | None = None
     compiled: bool = False
     loss_mode: str | None = None
+    devices: tuple[torch.device, ...] = ()
 
 
 class Strategy:
@@ -202,8 +198,7 @@ class Strategy:
     _merges: Literal["alone", "ranks", "exact"] = "alone"
 
     def __init__(self, replica: Replica) -> None:
-        self.module, device = replica.module, replica.device
-        self._task = replica.task
+        self.module, self._device, self._rank = replica.module, replica.device, replica.rank
         self._ask = CheckedLoss(replica.task, replica.loss_mode)
         self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
         self._model = bare(self.module) if replica.forward is None else replica.forward
@@ -211,13 +206,12 @@ class Strategy:
         self._parameters = list(self.module.parameters())
         self._follow()
         self._precision = replica.precision
-        self._device = device
         #: ``self._arrived(batch)``: on the device.
-        self._arrived = arrival(device)
-        self._graphs = replica.compiled and device.type == "cuda"
-        self.draws = SeededDraws(replica.seed, [device], everything=False)
-        self._rank = replica.rank
-        self._buffers = Buffers(self.module, device, self._merges)
+        self._arrived = arrival(self._device)
+        self._graphs = replica.compiled and self._device.type == "cuda"
+        devices, exact = replica.devices or (self._device,), self._merges == "exact"
+        self.draws = SeededDraws(replica.seed, devices, everything=exact)
+        self._buffers = Buffers(self.module, self._device, self._merges)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Compute and reduce the gradients of ``window``; ``batches``: of its requests, in order."""
@@ -277,10 +271,8 @@ class Strategy:
         """Forward and backward of every micro-batch; local sums."""
         totals: Tensor | None = None
         counts: Tensor | float = 0.0
-        for place, _ in enumerate(window.requests):
-            total, count = self._forward_pass(
-                next(batches), step, self._rank if place == 0 else self._rank + (place << 16)
-            )
+        for place in range(len(window.requests)):
+            total, count = self._forward_pass(next(batches), step, self._rank + (place << 16))
             self._backward(total)
             # A new tensor: a CUDA graph writes the next total to the same memory.
             totals = total.detach().clone() if totals is None else totals + total.detach()

@@ -40,11 +40,7 @@ def on_device(model: nn.Module, rank: RankContext, task: Task, datasets: Dataset
 
 
 def divide(undivided: Undivided) -> Divided:
-    """Divide a model as the plan's strategy does. Collective.
-
-    Raises:
-        TaskError, UnsupportedError, ConfigError: it cannot be divided.
-    """
+    """Divide a model as the plan's strategy does, or raise why it cannot be divided. Collective."""
     spec = undivided.plan.strategy
     refuse_modules(undivided.model, spec.name)
     divided: Divided = import_module(spec.module).divide(undivided)
@@ -57,9 +53,6 @@ def build_strategy(
     """The plan's strategy for ``model``, which is on its device. Collective.
 
     A plan of several ranks may be given to one process alone, to measure it: then it is ``single``.
-
-    Args:
-        divided: the parts of a divided model.
     """
     config, plan, world = rank.config, rank.plan, rank.world
     if divided is not None:

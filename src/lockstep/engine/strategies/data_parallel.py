@@ -11,16 +11,20 @@ from torch.nn.parallel import DataParallel
 from lockstep._compat.torch import tree_leaves
 from lockstep.config import RunConfig
 from lockstep.engine.process.runtime import rank_device
-from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
+from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.trained import bare
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
-    """The strategy of one process with the plan's GPUs."""
+    """The model is replicated over the plan's GPUs for each micro-batch, and its samples are scattered to them.
+
+    DataParallel wraps the model alone, so the task's loss must call the model itself, not other methods of it.
+    """
     devices = [rank_device([name], World()) for name in plan.placement["devices"]]
-    return DataParallelStrategy(replica, devices, least_part=plan.batch.least_part)
+    model = ScatteredModel(bare(replica.module), devices, plan.batch.least_part)
+    return Strategy(replica._replace(forward=model, devices=tuple(devices)))
 
 
 def devices_for(samples: int, devices: int, least: int) -> int:
@@ -47,14 +51,3 @@ class ScatteredModel(DataParallel):  # type: ignore[type-arg]
         if first is not None:
             device_ids = device_ids[: devices_for(len(first), len(device_ids), self._least_part)]
         return super().scatter(inputs, kwargs, device_ids)
-
-
-class DataParallelStrategy(Strategy):
-    """The model is replicated over the GPUs for each micro-batch, and its samples are scattered to them.
-
-    DataParallel wraps the model alone, so the task's loss must call the model itself, not other methods of it.
-    """
-
-    def __init__(self, replica: Replica, devices: list[torch.device], *, least_part: int) -> None:
-        super().__init__(replica._replace(forward=ScatteredModel(bare(replica.module), devices, least_part)))
-        self.draws = SeededDraws(replica.seed, devices, everything=False)

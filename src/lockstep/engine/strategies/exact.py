@@ -1,16 +1,14 @@
 """``reproducibility: exact``: the same weights bit for bit on every world size that divides the lanes.
 
-Each lane of a step is computed alone: its own forward and backward, its own dropout seed, its own
-BatchNorm statistics from the same starting point. What lanes leave behind (gradients, loss and count,
-running statistics) is summed along one fixed binary tree: the same bits however the lanes are spread over ranks.
+Each lane of a step is computed alone: its own forward and backward, its own dropout seed, its own BatchNorm
+statistics from the same starting point. What lanes leave behind (gradients, loss and count, running statistics) is
+summed along one fixed binary tree: the same bits however the lanes are spread over ranks.
 
-Floating-point addition is commutative but not associative, so a sum has the same bits wherever the
-same pairs are added. A rank sums the subtree of its lanes; then ranks exchange and
-add in pairs (recursive doubling; Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
-communication operations in MPICH", section 4.4), which continues the same tree upwards.
-
-An empty lane is a leaf of zeros. Adding one, or leaving it out, differs in nothing but the sign of a
-zero; so the zeros of the finished sum are made positive, on any number of ranks.
+Floating-point addition is commutative but not associative, so a sum has the same bits wherever the same pairs are
+added. A rank sums the subtree of its lanes; then ranks exchange and add in pairs (recursive doubling; Thakur,
+Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", section 4.4), which
+continues the tree upwards. An empty lane is a leaf of zeros: to add it or to leave it out changes only the sign of
+zeros, so those of the finished sum are made positive.
 """
 
 from __future__ import annotations
@@ -27,18 +25,14 @@ from lockstep._compat.torch import foreach_add_, foreach_copy_
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import Group, wire_device
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, SeededDraws, Strategy, check_change
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, Strategy, check_change
 from lockstep.hardware.world import World
 
 Leaf = list[Tensor]
 
 
 class TreeSum:
-    """Adds leaves as they come, in order, holding at most log₂(leaves) + 1 of them.
-
-    A leaf belongs to the tree once it is pushed: sums are made in its tensors, and :meth:`result` is
-    made of the first leaf's. ``None`` is an empty lane.
-    """
+    """Adds leaves in their order and in their own tensors, holding at most log₂(leaves) + 1. ``None``: empty lane."""
 
     def __init__(self) -> None:
         self._stack: list[tuple[int, Leaf | None]] = []
@@ -47,7 +41,10 @@ class TreeSum:
         """Add the next leaf. All leaves have tensors of the same types and shapes."""
         height = 0
         while self._stack and self._stack[-1][0] == height:
-            leaf = _add(self._stack.pop()[1], leaf)
+            left = self._stack.pop()[1]
+            if left is not None and leaf is not None:
+                foreach_add_(left, leaf)
+            leaf = leaf if left is None else left
             height += 1
         self._stack.append((height, leaf))
 
@@ -57,27 +54,12 @@ class TreeSum:
         return self._stack[0][1]
 
 
-def _add(left: Leaf | None, right: Leaf | None) -> Leaf | None:
-    if left is None or right is None:
-        return right if left is None else left
-    foreach_add_(left, right)
-    return left
-
-
 class TreeAllReduce:
-    """Sums lists of tensors over ranks, in place; all ranks get the same bits.
-
-    Tensors of different types travel in one message. Its memory is kept, so one object serves all steps of a training.
-
-    Args:
-        world_size: ranks in ``group``, a power of two; with one, there is no group.
-    """
+    """Sums lists of tensors over a power of two of ranks, in place and in one message; all ranks get the same bits."""
 
     def __init__(self, rank: int, world_size: int, group: Group = None) -> None:
         assert world_size & (world_size - 1) == 0, "the number of ranks must be a power of two"
-        self._rank = rank
-        self._world_size = world_size
-        self._group = group
+        self._rank, self._world_size, self._group = rank, world_size, group
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
@@ -98,7 +80,13 @@ class TreeAllReduce:
             self._sent.copy_(self._flat)
         distance = 1
         while distance < self._world_size:
-            self._exchange(self._rank ^ distance)
+            partner = self._rank ^ distance
+            operations = [
+                dist.P2POp(dist.isend, self._sent, group=self._group, group_peer=partner),
+                dist.P2POp(dist.irecv, self._received, group=self._group, group_peer=partner),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
             for mine, theirs in self._sums:
                 mine += theirs
             distance *= 2
@@ -125,23 +113,14 @@ class TreeAllReduce:
         cut = [flat.split([*by_type.values()]) for flat in (self._sent, self._received)]
         self._sums = [(a.view(dtype), b.view(dtype)) for dtype, a, b in zip(by_type, *cut, strict=True)]
 
-    def _exchange(self, partner: int) -> None:
-        operations = [
-            dist.P2POp(dist.isend, self._sent, group=self._group, group_peer=partner),
-            dist.P2POp(dist.irecv, self._received, group=self._group, group_peer=partner),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
 
 class LaneSums:
     """Sums over lanes and ranks (:class:`TreeSum`); a rank's lanes come in order.
 
     Every lane starts from the same buffers. Afterwards running statistics are the mean over samples, and counters are
-    those of lane 0.
+    those of lane 0. Each lane leaves ``parameters`` without a gradient.
 
     Args:
-        parameters: their gradients are summed; each lane leaves them without one.
         device: of the numbers that are summed besides, in float64: loss, count and flags.
     """
 
@@ -160,38 +139,36 @@ class LaneSums:
         self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
 
     def end(self, request: Request, *numbers: Any) -> None:
-        """Add the lane ``request``; of one without samples, what it may have computed is dropped.
-
-        Args:
-            numbers: the first ones, the others are 0.
-        """
+        """Add the lane ``request``, with the first of the numbers; of one without samples, what it did is dropped."""
         self._tree.push(None if request.ghost or request.size == 0 else self._leaf(request, numbers))
         for parameter in self._parameters:
             parameter.grad = None
         for buffer, value in zip((*self._statistics, *self._counters), self._starts, strict=True):
             buffer.copy_(value)
 
-    def _leaf(self, request: Request, numbers: Sequence[Any]) -> Leaf:
+    def _leaf(self, request: Request | None = None, numbers: Sequence[Any] = ()) -> Leaf:
+        """What a lane adds; without ``request`` zeros, for a rank without samples."""
+        size = 0 if request is None else request.size
         used = [p.grad is not None for p in self._parameters]
-        self._all_used = self._all_used or all(used)
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        statistics = [buffer.double() * request.size for buffer in self._statistics]
-        counters = [buffer.clone() if request.part == 0 else torch.zeros_like(buffer) for buffer in self._counters]
-        sums = self._zeros()
-        for place, number in enumerate(numbers):
-            sums[place] = number
-        # To copy a tensor to a GPU, the host would wait for all that the GPU has to do.
-        sums[self._numbers : -1] = 1.0 if all(used) else torch.tensor(used)
-        sums[-1] = request.size
+        statistics = [
+            buffer.double() * size if size else torch.zeros_like(buffer).double() for buffer in self._statistics
+        ]
+        is_first = request is not None and request.part == 0
+        counters = [buffer.clone() if is_first else torch.zeros_like(buffer) for buffer in self._counters]
+        sums = torch.zeros(self._numbers + len(self._parameters) + 1, dtype=torch.float64, device=self._device)
+        if size:
+            self._all_used = self._all_used or all(used)
+            for place, number in enumerate(numbers):
+                sums[place] = number
+            # To copy a tensor to a GPU, the host would wait for all that the GPU has to do.
+            sums[self._numbers : -1] = 1.0 if all(used) else torch.tensor(used)
+            sums[-1] = size
         return [*gradients, *statistics, *counters, sums]
 
     def total(self, *last: float) -> Leaf:
-        """The sums over all ranks, to be taken. Collective.
-
-        Args:
-            last: of this rank, added to the last numbers.
-        """
-        total = self._tree.result() or self._nothing()
+        """The sums over all ranks, to be taken; ``last``: of this rank, added to the last numbers. Collective."""
+        total = self._tree.result() or self._leaf()
         if any(last):
             total[-1][self._numbers - len(last) : self._numbers] += torch.tensor(last).to(total[-1])
         self._all_reduce(total)
@@ -212,18 +189,6 @@ class LaneSums:
             buffer.copy_(next(values))
         return sums[: self._numbers]
 
-    def _nothing(self) -> Leaf:
-        """Zeros, for a rank without samples."""
-        return [
-            *(torch.zeros_like(p) for p in self._parameters),
-            *(torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._statistics),
-            *(torch.zeros_like(buffer) for buffer in self._counters),
-            self._zeros(),
-        ]
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self._numbers + len(self._parameters) + 1, dtype=torch.float64, device=self._device)
-
 
 class ExactStrategy(Strategy):
     """One or more ranks; a window's requests are this rank's lanes, empty ones included."""
@@ -233,7 +198,6 @@ class ExactStrategy(Strategy):
     def __init__(self, replica: Replica, world: World) -> None:
         super().__init__(replica)
         self._world = world
-        self.draws = SeededDraws(replica.seed, [replica.device], everything=True)
         self._lanes = LaneSums(self._trained, self._buffers, self._device, world)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:

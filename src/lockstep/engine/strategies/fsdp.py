@@ -1,11 +1,8 @@
 """``strategy: fsdp``: parameters, gradients and optimizer state divided among the ranks, gathered block by block.
 
-torch's FSDP2 (``fully_shard``; Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277) does the
-dividing. This module adds what a run guarantees: the same micro-batches and denominators as DDP, the
-norm and the finiteness of the *whole* gradient, ranks without samples, and checkpoints that are those of one device.
-
-A parameter is a ``DTensor``: this rank's rows of it. A forward and a backward are collective, block by block, so all
-ranks make the same number of them.
+torch's FSDP2 (``fully_shard``; Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277) does the dividing:
+a parameter is a ``DTensor``, this rank's rows of it. This module adds what a run guarantees: the micro-batches and
+denominators of DDP, norm and finiteness of the *whole* gradient, ranks without samples, checkpoints of whole tensors.
 """
 
 from __future__ import annotations
@@ -90,10 +87,6 @@ class ShardedModel(Divided):
     Args:
         model: the same on every rank; on the host it is moved to ``device`` block by block.
         mode: compiles each block: a mode of ``torch.compile``. What gathers a block's parameters stays outside.
-
-    Raises:
-        UnsupportedError: parameters or layers that cannot be divided so.
-        TaskError: what ``task.blocks`` returns is not part of the model.
     """
 
     def __init__(
@@ -106,20 +99,24 @@ class ShardedModel(Divided):
         world: World,
         mode: str | None = None,
     ) -> None:
-        self.module = model
-        self._mesh = _mesh(config, device, world)
-        self._device = device
-        _refuse_indivisible(model)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0 or not parameter.is_contiguous():
+                raise UnsupportedError(
+                    f"strategy fsdp cannot divide the parameter {name}, of shape {tuple(parameter.shape)}",
+                    why="parameters are divided by rows: a scalar has none, and those of a channels_last weight or a "
+                    "transposed view do not lie one behind the other",
+                    fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
+                )
+        self.module, self._mesh, self._device = model, _mesh(config, device, world), device
         blocks = blocks_of(task, model)
-        self.remarks: tuple[str, ...] = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
+        self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if mode is not None else []:
             block.forward = compiled(block.forward, cast(str, mode))
         if config.activation_checkpointing:
             checkpoint_activations(model, blocks)
-        root = _Root(model)
-        self.reduce_scatter = _ReduceScatter()
+        self.root, self.reduce_scatter = _Root(model), _ReduceScatter()
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy()
-        for module in (*blocks, root):
+        for module in (*blocks, self.root):
             fully_shard(
                 module,
                 mesh=self._mesh,
@@ -128,7 +125,6 @@ class ShardedModel(Divided):
                 offload_policy=offload,
             )
             cast(FSDPModule, module).set_custom_reduce_scatter(cast(Any, self.reduce_scatter))
-        self.root = root
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -243,22 +239,16 @@ def through(root: nn.Module, function: Callable[..., Any], batch: Any) -> Any:
 
 
 def _mesh(config: FsdpConfig, device: torch.device, world: World) -> DeviceMesh:
-    if config.sharding == "hybrid":
-        if world.local_size == 1:
-            raise UnsupportedError(
-                "fsdp.sharding hybrid has nothing to divide where each node has one rank",
-                why="it divides the model among the ranks of a node",
-                fix="use fsdp.sharding full, or --strategy ddp where the model fits one device",
-            )
-        if world.local_size * world.nodes != world.size:
-            raise UnsupportedError(
-                "fsdp.sharding hybrid needs as many ranks on each node as on the others",
-                why="each node holds the whole model",
-                fix="start as many ranks on each node, or use fsdp.sharding full",
-            )
-        shape = (world.nodes, world.local_size)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    if config.sharding == "full":
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    if world.local_size == 1 or world.local_size * world.nodes != world.size:
+        raise UnsupportedError(
+            "fsdp.sharding hybrid needs several ranks on each node, and as many as on the others",
+            why="the ranks of each node divide the whole model among them",
+            fix="use fsdp.sharding full, or --strategy ddp where the model fits one device",
+        )
+    shape = (world.nodes, world.local_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> MixedPrecisionPolicy:
@@ -272,20 +262,3 @@ def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> M
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
     )
-
-
-def _refuse_indivisible(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise UnsupportedError(
-                f"strategy fsdp cannot divide the scalar parameter {name}",
-                why="parameters are divided by their first dimension, and a scalar has none",
-                fix="give it the shape (1,), or use --strategy ddp",
-            )
-        if not parameter.is_contiguous():
-            raise UnsupportedError(
-                f"strategy fsdp cannot divide the parameter {name}, which is not contiguous",
-                why="parameters are divided by rows, which do not lie one behind the other in a channels_last weight, "
-                "nor in a transposed view",
-                fix="leave it contiguous in the task's model(), or use --strategy ddp",
-            )

@@ -50,19 +50,14 @@ class _Graph(NamedTuple):
 class GraphedStrategy(Strategy):
     """As ``single``. A batch of a shape that has been seen often enough is computed by replaying its graph.
 
-    The first replay is compared with the step that Python computes. Where they differ, or nothing can be recorded, a
-    note says so and the run continues without graphs.
-
-    Args:
-        note: is called with a text for the user.
+    The first replay is compared with the step that Python computes. Where they differ, or nothing can be recorded,
+    ``note`` is called with a text for the user, and the run continues without graphs.
     """
 
     def __init__(self, replica: Replica, note: Callable[[str], object]) -> None:
         super().__init__(replica)
-        self._note = note
-        self._is_off = False
-        self._seen = Counter[Any]()
-        self._recorded: dict[Any, _Graph] = {}
+        self._note, self._is_off = note, False
+        self._seen, self._recorded = Counter[Any](), dict[Any, _Graph]()
 
     def _adapt(self) -> None:
         super()._adapt()
@@ -112,11 +107,15 @@ class GraphedStrategy(Strategy):
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
 
+        def drawn() -> Any:
+            # Whose numbers a recording keeps: Python's, NumPy's, and torch's where the GPU has another generator.
+            return states_of_generators()[: 2 if self._device.type == "cpu" else 3]
+
         def body() -> list[Tensor]:
             self._clear()
-            drawn = self._host_generators()
+            before = drawn()
             total, items = self._computed(kept)
-            if self._host_generators() != drawn:
+            if drawn() != before:
                 raise RuntimeError("the loss draws random numbers on the host, which replays would repeat")
             self._backward(total)
             count[:] = [] if isinstance(items, Tensor) else [items]
@@ -125,15 +124,8 @@ class GraphedStrategy(Strategy):
 
         return _Graph(Recording(body, self._device), kept, trained, count, gradients)
 
-    def _host_generators(self) -> tuple[Any, ...]:
-        """States of those whose numbers a recording keeps: Python's, NumPy's, and torch's where the GPU has another."""
-        return states_of_generators()[: 2 if self._device.type == "cpu" else 3]
-
     def _differs(self, graph: _Graph, batch: Any, step: int, before: list[tuple[Tensor, Tensor]], total: Tensor) -> str:
-        """Replay the step that Python has computed; what is not the same, or nothing.
-
-        The gradients and buffers are those of the replay afterwards.
-        """
+        """Replay the step that Python has computed: what is not the same, or nothing. Its results stay."""
         after = self._copied_buffers()
         if [tensor.data_ptr() for tensor, _ in after] != [tensor.data_ptr() for tensor, _ in before]:
             return "a buffer was replaced, which a replay would not see"

@@ -21,10 +21,7 @@ _DEPTH = 100
 
 
 def is_mean(total: Tensor, count: float) -> bool:
-    """Whether ``total`` averages over the ``count`` items that it should sum; false where that is not clear.
-
-    Nothing is computed: a loss that is evaluated once more may draw random numbers, or count its calls.
-    """
+    """Whether the graph of ``total`` shows a mean over the ``count`` items that it should sum."""
     if count <= 1 or total.grad_fn is None:
         return False
     terms = _terms(total.grad_fn, count)
@@ -71,11 +68,7 @@ def _constant(node: Any) -> float | None:
 
 
 def check_loss(loss: Any) -> Loss:
-    """What a task returned, as a :class:`Loss`.
-
-    Raises:
-        TaskError: it is a vector, a number, or not a pair.
-    """
+    """What a task returned, as a :class:`Loss`; a :class:`TaskError` if it is a vector, a number, or not a pair."""
     fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
@@ -91,10 +84,7 @@ def check_loss(loss: Any) -> Loss:
 
 
 def refuse_mean(loss: Loss) -> None:
-    """Raise :class:`TaskError` where the total is a mean over several items: gradients would be too small.
-
-    A negative count is refused too: it would turn the gradient round.
-    """
+    """Raise :class:`TaskError` where the total is a mean over several items, or the count is negative."""
     count = float(loss.count)
     if not count >= 0:
         raise TaskError(
@@ -112,11 +102,7 @@ def refuse_mean(loss: Loss) -> None:
 
 
 class CheckedLoss:
-    """A task's loss, checked on the first batch; a count may have the shape (1,).
-
-    Args:
-        mode: compiles the loss, with the model that it calls: a mode of ``torch.compile``.
-    """
+    """A task's loss, checked on the first batch; a count may have the shape (1,). ``mode``: of ``torch.compile``."""
 
     def __init__(self, task: Task, mode: str | None = None) -> None:
         self._loss = task.loss if mode is None else torch.compile(task.loss, mode=mode)

@@ -40,8 +40,7 @@ class Undivided(NamedTuple):
 class Divided:
     """A model of which this process, or each of its devices, has a part; here as where one process has all of it.
 
-    ``module`` is the model that the task made. An update asks for what concerns the whole gradient.
-    ``remarks``: how it was divided, for people.
+    ``module`` is the model that the task made; ``remarks``: how it was divided, for the user.
     """
 
     module: nn.Module
@@ -103,12 +102,12 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     named = task.blocks(model)
     if named is not None:
         modules = set(model.modules())
-        for block in named:
-            if block not in modules:
-                raise TaskError(
-                    f"blocks(model) returns a {type(block).__name__} that is not a part of the model",
-                    fix="return modules of the model that was passed",
-                )
+        other = next((block for block in named if block not in modules), None)
+        if other is not None:
+            raise TaskError(
+                f"blocks(model) returns a {type(other).__name__} that is not a part of the model",
+                fix="return modules of the model that was passed",
+            )
         return list(named)
     repeated = [
         child
@@ -118,14 +117,14 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     ]
     inner = {id(part) for block in repeated for part in block.modules() if part is not block}
     candidates = [block for block in repeated if id(block) not in inner] or list(model.children())
-    return [block for block in candidates if _owns_its_parameters(block, model)]
+    uses, everywhere = [_uses(block) for block in candidates], _uses(model)
+    # Those that have parameters, and share none with the rest of the model (tied weights).
+    return [b for b, own in zip(candidates, uses, strict=True) if own and own.items() <= everywhere.items()]
 
 
-def _owns_its_parameters(block: nn.Module, model: nn.Module) -> bool:
-    """Whether ``block`` has parameters, and shares none with the rest of ``model`` (tied weights)."""
-    everywhere = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    here = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
-    return bool(here) and all(everywhere[key] == count for key, count in here.items())
+def _uses(module: nn.Module) -> Counter[int]:
+    """How many modules within ``module`` have each parameter."""
+    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def compiled(called: Any, mode: str) -> Any:

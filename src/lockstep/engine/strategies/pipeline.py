@@ -12,7 +12,10 @@ section 2.2.1 of Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +28,7 @@ from lockstep.checkpoint.content import by_file
 from lockstep.config import RunConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import all_reduce, to_host
+from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.strategies.base import Flags, Reduced, Replica, StepSums, Strategy
@@ -33,17 +36,13 @@ from lockstep.engine.strategies.partition import Divided, Through, Undivided, bl
 from lockstep.engine.strategies.stages import (
     Answer,
     Inputs,
-    Line,
-    PlacedModel,
     as_inputs,
     ask,
     cut,
-    generators_of,
     inputs_of,
     measure,
-    set_states,
+    refuse_names,
     stages_of,
-    states_of,
 )
 from lockstep.engine.task import Task
 from lockstep.hardware.world import World
@@ -62,7 +61,9 @@ def divide(whole: Undivided) -> Divided:
     seconds = collectives.broadcast(measure(whole, stages) if collectives.is_main and len(stages) > parts else None)
     bounds, remark = cut(stages, parts, seconds)
     if world.size == 1:
-        return PlacedModel(model, stages, bounds, [rank_device([name], World()) for name in names], remark)
+        devices = [rank_device([name], World()) for name in names]
+        places = [device for device, (a, b) in zip(devices, pairwise(bounds), strict=True) for _ in range(a, b)]
+        return PlacedModel(model, stages, places, remark)
     return PipelineModel(whole, stages[bounds[world.rank] : bounds[world.rank + 1]], remark)
 
 
@@ -91,7 +92,7 @@ class PipelineModel(Divided):
 
     def __init__(self, whole: Undivided, mine: Sequence[nn.Module], remark: str) -> None:
         self.module, self._device, self._config, world = whole.model, whole.device, whole.config, whole.world
-        self.remarks: tuple[str, ...] = (remark,)
+        self.remarks = (remark,)
         self._optimizer: Optimizer | None = None
         self.mine = nn.ModuleList(mine).to(self._device)
         names: dict[int, list[str]] = {}
@@ -104,13 +105,6 @@ class PipelineModel(Divided):
         #: Further names of tied weights, with their first.
         self._aliases = {other: first for first, *others in names.values() for other in others}
         self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
-
-    def run(self, inputs: Inputs) -> Any:
-        """What this rank's stages make of ``inputs``."""
-        output: Any = inputs
-        for stage in self.mine:
-            output = stage(*as_inputs(output))
-        return output
 
     def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> PipelineStrategy:
         replica = Replica(task, self.module, precision, self._device, plan.seed)
@@ -189,7 +183,7 @@ class PipelineStrategy(Strategy):
         super().__init__(replica)
         self._pipeline, self._world, self._kind = model, world, config.pipeline.schedule
         self._down, self._up = (Line(replica.device, config.distributed.timeout_s) for _ in range(2))
-        self._generators = generators_of(replica.device)
+        self._generators = _generators(replica.device)
         self._sums = StepSums(replica.device)
         if not (model.is_first or model.is_last):  # which do not look at the batch
             self._arrived = lambda batch: batch
@@ -236,14 +230,17 @@ class PipelineStrategy(Strategy):
 
         def run() -> Any:
             if not model.is_first:
-                set_states(self._generators, states)
-            return model.run(inputs)
+                _set_states(self._generators, states)
+            output: Any = inputs
+            for stage in model.mine:
+                output = stage(*as_inputs(output))
+            return output
 
         if model.is_last:
             return inputs, ask(function, Answer(run, self.module.training), batch)
         with self._watching():
             output = as_inputs(run())
-        self._down.send((*states_of(self._generators), *output), rank + 1)
+        self._down.send((*_states(self._generators), *output), rank + 1)
         return inputs, output
 
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
@@ -270,3 +267,115 @@ class PipelineStrategy(Strategy):
             wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
             gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in wanted)
             self._up.send(gradients, self._world.rank - 1)
+
+
+class Line:
+    """Tensors to and from a neighbour, in one direction of the pipeline, described ahead of them. Collective.
+
+    Sends do not wait: the two directions are two groups, so that none waits for the other either.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        self._device, self._wire = device, wire_device(device, self._group)
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, tensors: Inputs, to: int) -> None:
+        """Begin to send ``tensors`` to rank ``to``."""
+        kinds = pickle.dumps([(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in tensors])
+        header = torch.frombuffer(bytearray(kinds), dtype=torch.uint8)
+        for message in (torch.tensor([len(header)]), header, *(tensor.detach() for tensor in tensors)):
+            if message.numel():
+                packed = message.resolve_conj().resolve_neg().to(self._wire).contiguous().view(-1).view(torch.uint8)
+                self._sent.append((dist.isend(packed, group_dst=to, group=self._group), packed))
+
+    def receive(self, source: int) -> Inputs:
+        """The tensors of the next message, as leaves that gather gradients where those are wanted."""
+        length = self._one(torch.int64, (1,), source)
+        header = self._one(torch.uint8, (int(length),), source)
+        return tuple(
+            self._one(dtype, shape, source).to(self._device).requires_grad_(wanted)
+            for dtype, shape, wanted in pickle.loads(header.cpu().numpy().tobytes())
+        )
+
+    def _one(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._wire)
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
+        return tensor
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait()
+        self._sent = []
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Those that a forward pass on ``device`` may draw from."""
+    on_gpu = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *on_gpu]
+
+
+def _states(generators: Sequence[torch.Generator]) -> Inputs:
+    return tuple(generator.get_state() for generator in generators)
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state.cpu())
+
+
+class PlacedModel(Divided):
+    """The stages of a model on several devices of one process (model parallel)."""
+
+    def __init__(self, module: nn.Module, stages: Sequence[nn.Module], places: list[torch.device], remark: str) -> None:
+        for stage, device in zip(stages, places, strict=True):
+            stage.to(device)
+        self.module, self.remarks = module, (remark,)
+        self._stages, self._places = stages, places
+
+    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
+        replica = Replica(task, self.module, precision, self._places[0], plan.seed)
+        chain, devices = _Chain(self._stages, self._places), tuple(dict.fromkeys(self._places))
+        return PlacedStrategy(replica._replace(forward=chain, devices=devices))
+
+
+class _Chain(nn.Module):
+    """Stages on their devices, as the one module that a task calls; the answer is on the first device.
+
+    Each device continues the random numbers of the one before.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._places = places
+
+    def forward(self, *inputs: Tensor, **named: Any) -> Any:
+        refuse_names(named)
+        output: Any = inputs
+        before = self._places[0]
+        for stage, device in zip(self.stages, self._places, strict=True):
+            if device != before:
+                _set_states(_generators(device), _states(_generators(before)))
+                before = device
+            output = stage(*(tensor.to(device) for tensor in as_inputs(output)))
+        home = tuple(tensor.to(self._places[0]) for tensor in as_inputs(output))
+        return home[0] if isinstance(output, Tensor) else home
+
+
+class PlacedStrategy(Strategy):
+    """One process that holds several devices, each with some stages; they take turns."""
+
+    def evaluating(self, task: Task) -> Task:
+        return Through(task, self._ask_chain)
+
+    def _ask_chain(self, function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+        self._model.train(model.training)
+        return ask(function, self._model, batch)
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        loss: tuple[Tensor, Tensor | int] = ask(self._ask, self._model, batch)
+        return loss

@@ -1,37 +1,30 @@
-"""A model in stages: what a task's ``stages(model)`` must be, how long each takes, and all of them in one process.
+"""A model in stages: what a task's ``stages(model)`` must be, how it is asked, how long each takes, and where to cut.
 
 A staged model is called once by the task's loss, as ``model(…)``: the first stage gets what the task calls the model
 with, every other one what the stage before it returned, and the task what the last one returned.
-Between ranks, tensors of any shape and kind pass from one stage to the next.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request
-from lockstep.engine.distributed.staging import finish, wire_device
+from lockstep.engine.distributed.staging import finish
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Replica, SeededDraws, Strategy
-from lockstep.engine.strategies.partition import Divided, Through, Undivided
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError, TaskError, many
-from lockstep.hardware.world import World
-from lockstep.planning import Plan
 
 Inputs = tuple[Tensor, ...]
 _FIX = "write stages(model) in the task: modules that, called one after the other, compute what model(…) does"
@@ -47,35 +40,11 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
     refuse_modules(model, "pipeline")
     named = task.stages(model)
     if named is None:
-        raise TaskError(
-            f"the task {type(task).__name__} cannot be trained in stages",
-            why="it does not say where its model can be cut",
-            fix=_FIX,
-        )
+        name, why = type(task).__name__, "it does not say where its model can be cut"
+        raise TaskError(f"the task {name} cannot be trained in stages", why=why, fix=_FIX)
     stages = list(named)
-    owners: dict[int, int] = {}
-    whole = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    for number, stage in enumerate(stages):
-        if not isinstance(stage, nn.Module):
-            raise TaskError(f"stage {number} is a {type(stage).__name__} and no module", fix=_FIX)
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            if id(tensor) not in whole:
-                raise TaskError(
-                    f"stage {number} holds {name}, which is not the model's",
-                    why="it would neither be trained nor saved",
-                    fix="make stages of what the model that was passed holds",
-                )
-            if owners.setdefault(id(tensor), number) != number:
-                raise TaskError(
-                    f"the stages {owners[id(tensor)]} and {number} share {name}",
-                    why="each stage is trained by a separate process",
-                    fix="put what shares parameters into one stage",
-                )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in owners:
-            raise TaskError(
-                f"no stage holds {name}", why="together the stages must be the whole model", fix="add it to a stage"
-            )
+    for what, why, fix in _mistakes(model, stages):
+        raise TaskError(what, why=why, fix=fix)
     if len(stages) < devices:
         raise ConfigError(
             f"{devices} devices, but the model has {many(len(stages), 'stage')}",
@@ -85,12 +54,25 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
     return stages
 
 
-def as_inputs(output: Any) -> Inputs:
-    """What a stage returned, as what the next one is called with.
+def _mistakes(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[str, str, str]]:
+    """What keeps ``stages`` from being the whole model, each tensor in one of them: what, why and fix."""
+    owners: dict[int, int] = {}
+    whole = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for number, stage in enumerate(stages):
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            owner = owners.setdefault(id(tensor), number)
+            if id(tensor) not in whole:
+                what = f"stage {number} holds {name}, which is not the model's"
+                yield what, "it would neither be trained nor saved", "make stages of what the given model holds"
+            if owner != number:
+                what = f"the stages {owner} and {number} share {name}"
+                yield what, "each is trained by a separate process", "put what shares parameters into one stage"
+    for key in whole.keys() - owners.keys():
+        yield f"no stage holds {whole[key]}", "together the stages must be the whole model", "add it to a stage"
 
-    Raises:
-        TaskError: it is neither a tensor nor a tuple of tensors.
-    """
+
+def as_inputs(output: Any) -> Inputs:
+    """What a stage returned, as what the next one is called with."""
     outputs = (output,) if isinstance(output, Tensor) else output
     if not isinstance(outputs, tuple) or not all(isinstance(item, Tensor) for item in outputs):
         raise TaskError(
@@ -107,11 +89,11 @@ class _Called(Exception):
 
 class _Catch(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        _refuse_names(named)
+        refuse_names(named)
         raise _Called(inputs)
 
 
-def _refuse_names(named: Mapping[str, Any]) -> None:
+def refuse_names(named: Mapping[str, Any]) -> None:
     if named:
         raise TaskError(
             f"the task calls its model with {', '.join(named)} by name",
@@ -121,27 +103,18 @@ def _refuse_names(named: Mapping[str, Any]) -> None:
 
 
 def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-    """``function(model, batch)``, where ``model`` stands for the task's own and has nothing of it but its call.
-
-    Raises:
-        TaskError: the function wants something else of it.
-    """
+    """``function(model, batch)``, where ``model`` stands for the task's own and has nothing of it but its call."""
     try:
         return function(model, batch)
     except AttributeError as error:
         if error.obj is not model:
             raise
-        raise TaskError(
-            "the task calls a method of its model", why=str(error), fix=f"call model(…) only; {_FIX}"
-        ) from None
+        what, fix = "the task calls a method of its model", f"call model(…) only; {_FIX}"
+        raise TaskError(what, why=str(error), fix=fix) from None
 
 
 def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
-    """What ``function(model, batch)`` calls the model with.
-
-    Raises:
-        TaskError: it does not call it, or with something else than tensors.
-    """
+    """What ``function(model, batch)`` calls the model with."""
     try:
         ask(function, _Catch(), batch)
     except _Called as call:
@@ -215,152 +188,22 @@ def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     inputs, seconds = inputs_of(whole.task.loss, batch), []
     for stage in stages:
-        kept = copy.deepcopy(stage.state_dict())
+        kept, times = copy.deepcopy(stage.state_dict()), []
         stage.to(device)
-        fastest = float("inf")
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for _ in range(3):
-                started = _clock(device)
+                finish(device)
+                started = time.perf_counter()
                 leaves = [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs]
                 with precision.autocast():
                     outputs = as_inputs(stage(*leaves))
                 wanted = [output for output in outputs if output.requires_grad]
                 if wanted:
                     torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
-                fastest = min(fastest, _clock(device) - started)
-        seconds.append(fastest)
+                finish(device)
+                times.append(time.perf_counter() - started)
+        seconds.append(min(times))
         inputs = outputs
         stage.zero_grad(set_to_none=True)
         stage.to("cpu").load_state_dict(kept)
     return seconds
-
-
-def _clock(device: torch.device) -> float:
-    finish(device)
-    return time.perf_counter()
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Those that a forward pass on ``device`` may draw from."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
-
-
-def states_of(generators: Sequence[torch.Generator]) -> Inputs:
-    """Where ``generators`` stand, as bytes on the host."""
-    return tuple(generator.get_state() for generator in generators)
-
-
-def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state.cpu())
-
-
-class _Chain(nn.Module):
-    """Stages on their devices, as the one module that a task calls; the answer is on the first device.
-
-    Each device continues the random numbers of the one before.
-    """
-
-    def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self._places = places
-
-    def forward(self, *inputs: Tensor, **named: Any) -> Any:
-        _refuse_names(named)
-        output: Any = inputs
-        before = self._places[0]
-        for stage, device in zip(self.stages, self._places, strict=True):
-            if device != before:
-                set_states(generators_of(device), states_of(generators_of(before)))
-                before = device
-            output = stage(*(tensor.to(device) for tensor in as_inputs(output)))
-        home = tuple(tensor.to(self._places[0]) for tensor in as_inputs(output))
-        return home[0] if isinstance(output, Tensor) else home
-
-
-class PlacedModel(Divided):
-    """The stages of a model on several devices of one process (model parallel)."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Sequence[nn.Module],
-        bounds: Sequence[int],
-        devices: Sequence[torch.device],
-        remark: str,
-    ) -> None:
-        places = [device for device, (a, b) in zip(devices, pairwise(bounds), strict=True) for _ in range(a, b)]
-        for stage, device in zip(stages, places, strict=True):
-            stage.to(device)
-        self.module, self._devices = module, devices
-        self.remarks: tuple[str, ...] = (remark,)
-        self._chain = _Chain(stages, places)
-
-    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
-        replica = Replica(task, self.module, precision, self._devices[0], plan.seed, forward=self._chain)
-        return PlacedStrategy(replica, self._devices)
-
-
-class PlacedStrategy(Strategy):
-    """One process that holds several devices, each with some stages; they take turns."""
-
-    def __init__(self, replica: Replica, devices: Sequence[torch.device]) -> None:
-        super().__init__(replica)
-        self.draws = SeededDraws(replica.seed, devices, everything=False)
-
-    def evaluating(self, task: Task) -> Task:
-        return Through(task, self._ask_through)
-
-    def _ask_through(self, function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-        self._model.train(model.training)
-        return ask(function, self._model, batch)
-
-    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        loss: tuple[Tensor, Tensor | int] = ask(self._ask, self._model, batch)
-        return loss
-
-
-class Line:
-    """Tensors to and from a neighbour, in one direction of the pipeline, described ahead of them. Collective.
-
-    Sends do not wait: the two directions are two groups, so that none waits for the other either.
-    """
-
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
-        self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-        self._device, self._wire = device, wire_device(device, self._group)
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
-
-    def send(self, tensors: Inputs, to: int) -> None:
-        """Begin to send ``tensors`` to rank ``to``."""
-        kinds = pickle.dumps([(tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in tensors])
-        header = torch.frombuffer(bytearray(kinds), dtype=torch.uint8)
-        for message in (torch.tensor([len(header)]), header, *(tensor.detach() for tensor in tensors)):
-            if message.numel():
-                packed = message.resolve_conj().resolve_neg().to(self._wire).contiguous().view(-1).view(torch.uint8)
-                self._sent.append((dist.isend(packed, group_dst=to, group=self._group), packed))
-
-    def receive(self, source: int) -> Inputs:
-        """The tensors of the next message, as leaves that gather gradients where those are wanted."""
-        length = self._one(torch.int64, (1,), source)
-        header = self._one(torch.uint8, (int(length),), source)
-        return tuple(
-            self._one(dtype, shape, source).to(self._device).requires_grad_(wanted)
-            for dtype, shape, wanted in pickle.loads(header.cpu().numpy().tobytes())
-        )
-
-    def _one(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self._wire)
-        if tensor.numel():
-            dist.recv(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
-        return tensor
-
-    def flush(self) -> None:
-        """Wait until all that was sent has gone."""
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait()
-        self._sent = []
