@@ -122,11 +122,12 @@ class LockstepCLI(HardwareCLI):
             super().__init__(*args, **kwargs)
 
     def read_checkpoint_settings(self) -> None:
-        if self.only_parts:
+        subcommand = self.config.get("subcommand")
+        if subcommand is None:
             return
-        settings = self.config[self.config.subcommand]
+        settings = self.config[subcommand]
         self._stored = stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir)
-        if stored is not None and self.config.subcommand == "fit":
+        if stored is not None and subcommand == "fit":
             return
         if stored is not None:
             content = as_file(find_checkpoint(*stored))
@@ -146,8 +147,7 @@ class LockstepCLI(HardwareCLI):
                     raise
 
     def before_instantiate_classes(self) -> None:
-        assert self.subcommand is not None, "ranks are started for a subcommand"
-        if self.only_parts:
+        if self.subcommand is None:
             return
         settings = self.config[self.subcommand]
         if settings.get("ckpt_path") is not None and settings.weights_only is None:
@@ -166,8 +166,6 @@ class LockstepCLI(HardwareCLI):
                 raise Elsewhere(partial(_run_on_ranks, self._resolved.ranks))
 
     def run_subcommand(self, subcommand: str) -> None:
-        if self.only_parts:
-            return
         seed = int(self.setting("seed_everything") or 0)
         evaluation = partial(evaluation_loader, world=read_world(os.environ), seed=seed)
         if subcommand == "predict":
@@ -184,7 +182,7 @@ class LockstepCLI(HardwareCLI):
             super().run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        if self.only_parts:
+        if self.subcommand is None:
             return super().instantiate_trainer(**kwargs)
         # Lightning's own sampler pads: some samples would count twice.
         arguments: dict[str, Any] = {**self._resolved.trainer, "use_distributed_sampler": False}

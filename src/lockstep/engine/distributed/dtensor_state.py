@@ -38,16 +38,14 @@ def _whole(divided: DTensor) -> Tensor:
 
 
 def own_part(state: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
-    """What this rank writes of a checkpoint's content: ``model``, ``trainer`` and ``rows`` of a snapshot.
+    """What this rank writes of a checkpoint's content: its rows, which share their memory, and on rank 0 all else.
 
-    Its rows of divided tensors share their memory; the first rank has all else. Collective only for tensors that are
-    divided otherwise than by rows.
+    Collective for tensors that are divided otherwise than by rows.
     """
     model = {name: _rows(value) for name, value in state["model"].items()}
     rows: dict[str, Tensor] = {}
 
     def marked(value: Any, place: Place) -> Any:
-        """A mark for a tensor that is divided by rows, whose rows here go to ``rows``."""
         if not _by_rows(value):
             return _rows(value)
         name = ".".join(map(str, place))
@@ -88,30 +86,17 @@ def divided_like(whole: Tensor | Pieces, like: Tensor) -> Tensor:
 
     Of a tensor that lies in the shards of a checkpoint only these rows are read.
     """
-    if isinstance(whole, Pieces):
-        return _rows_like(whole, like) if _by_rows(like) else divided_like(whole.whole(), like)
+    if isinstance(whole, Pieces) and not _by_rows(like):
+        whole = whole.whole()
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
-        return whole
-    return distribute_tensor(
-        whole.to(device=like.device_mesh.device_type, dtype=like.dtype),
-        like.device_mesh,
-        like.placements,
-        src_data_rank=None,
-    )
-
-
-def _rows_like(pieces: Pieces, like: Tensor) -> Tensor:
-    assert isinstance(like, DTensor)
-    mesh, (count, *_) = like.device_mesh, like.shape
+        return cast(Tensor, whole)
+    mesh = like.device_mesh
+    place: dict[str, Any] = {"device": mesh.device_type, "dtype": like.dtype}
+    if isinstance(whole, Tensor):
+        return distribute_tensor(whole.to(**place), mesh, like.placements, src_data_rank=None)
     # As torch.chunk divides: the last ranks may have fewer rows, or none.
-    each = -(-count // mesh.size(mesh.ndim - 1))
-    start = min(count, each * mesh.get_local_rank(mesh.ndim - 1))
-    rows = pieces.rows(start, min(count, start + each))
-    return DTensor.from_local(
-        rows.to(device=mesh.device_type, dtype=like.dtype),
-        mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    count, last = like.shape[0], mesh.ndim - 1
+    each = -(-count // mesh.size(last))
+    start = min(count, each * mesh.get_local_rank(last))
+    rows = whole.rows(start, min(count, start + each)).to(**place)
+    return DTensor.from_local(rows, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

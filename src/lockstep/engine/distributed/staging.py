@@ -29,22 +29,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def to_host(rows: Any) -> Any:
     """Every tensor of ``rows`` in host memory, complete on return."""
-    return mapped(rows, lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else _own_move(leaf, "cpu"), "to")
+
+    def moved(leaf: Any) -> Any:
+        found = leaf.to("cpu")
+        return leaf if found is None else found
+
+    return mapped(rows, moved, "to")
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.to(device, non_blocking=True)
     kind: Any = type(leaf)
-    if _may_not_block(kind):
-        return _own_move(leaf, device, non_blocking=True)
-    return _own_move(leaf, device)
-
-
-def _own_move(leaf: Any, *place: Any, **how: Any) -> Any:
-    """What an object's ``to`` returns; itself where that moves in place."""
-    moved = leaf.to(*place, **how)
-    return leaf if moved is None else moved
+    how = {"non_blocking": True} if _may_not_block(kind) else {}
+    moved = leaf.to(device, **how)
+    return leaf if moved is None else moved  # it moves in place
 
 
 @cache

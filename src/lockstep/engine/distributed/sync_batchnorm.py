@@ -1,12 +1,9 @@
 """BatchNorm on several ranks: statistics of the whole batch.
 
-torch's ``SyncBatchNorm`` needs a GPU. :class:`SyncedBatchNorm` runs on any device and over any
-backend, and lets a rank without samples take part.
-
-Statistics travel as (count, mean, M2) with M2 = Σ (x - mean)², one all-gather a forward, and are
-combined as in Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (The American
-Statistician 37, 1983), which does not cancel as Σx² - (Σx)²/n does. All ranks combine the same rows
-in the same order, so they get the same bits.
+torch's ``SyncBatchNorm`` needs a GPU. :class:`SyncedBatchNorm` runs on any device and over any backend, and lets a rank
+without samples take part. Statistics travel as (count, mean, M2) with M2 = Σ (x - mean)², one all-gather a forward, and
+are combined as in Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (The American Statistician
+37, 1983), which does not cancel as Σx² - (Σx)²/n does. All ranks combine the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -39,16 +36,10 @@ class Statistics(NamedTuple):
 
 
 class SyncedBatchNorm(BatchNorm):
-    """BatchNorm over the batches of all ranks of a group; in evaluation an ordinary BatchNorm.
+    """BatchNorm over the batches of all ranks of a group; in evaluation an ordinary BatchNorm. Made by :func:`convert`.
 
-    Made by :func:`convert`. Input [N, C, …], where N differs between ranks and may be 0. A forward in
-    training is collective, and so is its backward. Half-precision input keeps its type; its
-    statistics are float32.
-
-    A copy (``copy.deepcopy``, pickle) belongs to the default group, since a group cannot be copied.
-
-    Raises:
-        ValueError: the whole group has one value per channel (on every rank), as torch does.
+    Input [N, C, …], where N differs between ranks and may be 0. A forward in training is collective, and so is its
+    backward. Half-precision input keeps its type; its statistics are float32. A copy belongs to the default group.
     """
 
     group: Group = None
@@ -214,11 +205,8 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 def convert(module: nn.Module, group: Group = None) -> nn.Module:
     """Make every BatchNorm layer in ``module`` a :class:`SyncedBatchNorm` over ``group``; returns ``module``.
 
-    Layers change class in place (as torch's lazy modules do), so hooks, shared layers and references
-    to them held elsewhere stay valid, and ``isinstance(layer, nn.BatchNorm2d)`` stays true.
-
-    Args:
-        group: ``None`` is the default group.
+    Layers change class in place (as torch's lazy modules do), so hooks, shared layers and references to them held
+    elsewhere stay valid, and ``isinstance(layer, nn.BatchNorm2d)`` stays true.
 
     Raises:
         UnsupportedError: a layer whose class has another forward, which would be lost.
@@ -249,11 +237,10 @@ def _synced(kind: type[BatchNorm]) -> type[SyncedBatchNorm] | None:
 
 @contextmanager
 def ghost(module: nn.Module) -> Iterator[None]:
-    """Forward passes in the body join the collectives of other ranks, but count nothing.
+    """Forward passes in the body join the collectives of other ranks, but count nothing: for a rank without samples.
 
-    For a rank without samples beside ranks that have some: its layers contribute a count of zero and
-    zero gradient sums, their output is the bias, and no gradient leaves them backwards. The backward
-    pass may run after the body.
+    Its layers contribute a count of zero and zero gradient sums, their output is the bias, and no gradient leaves them
+    backwards. The backward pass may run after the body.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
     before = [layer.ghost for layer in layers]

@@ -32,13 +32,8 @@ class Hardware:
 class HardwareCLI(OpenCLI):
     """Sections ``model``, ``data``, ``trainer``, ``optimizer``, ``lr_scheduler`` and ``hardware``.
 
-    Args:
-        only_parts: make module, data module and, as ``trainer``, the arguments of the Trainer; run nothing.
+    With ``run=False`` it makes module, data module and, as ``trainer``, the arguments of the Trainer.
     """
-
-    def __init__(self, *args: Any, only_parts: bool = False, **kwargs: Any) -> None:
-        self.only_parts = only_parts
-        super().__init__(*args, **kwargs | ({"save_config_callback": None} if only_parts else {}))
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_core_arguments_to_parser(parser)
@@ -52,23 +47,20 @@ class HardwareCLI(OpenCLI):
         self.config = parser.parse_object(args) if isinstance(args, Mapping) else parser.parse_args(args)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        if self.only_parts:
+        if self.subcommand is None:
             self.trainer_class = dict  # type: ignore[assignment]
         return super().instantiate_trainer(**kwargs)
-
-    def run_subcommand(self, subcommand: str) -> None:
-        if not self.only_parts:
-            super().run_subcommand(subcommand)
 
 
 def make_parts(
     sections: Mapping[str, Any], cli_class: type[HardwareCLI] = HardwareCLI, **options: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """What ``sections`` of LightningCLI's ``fit`` make: module, data module, arguments of the Trainer.
+    """What ``sections`` of LightningCLI make: module, data module, arguments of the Trainer.
 
     ``options``: further arguments of the class.
     """
-    cli = cli_class(args={"fit": deepcopy(dict(sections))}, only_parts=True, **options)
+    options |= {"args": deepcopy(dict(sections)), "run": False, "save_config_callback": None}
+    cli = cli_class(**options)
     return cli.model, cli.datamodule, changed(cli.trainer)  # type: ignore[arg-type]
 
 
