@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -315,6 +315,20 @@ class Strategy:
             total.backward(seed)
         else:
             backward(total, seed)
+
+
+class Asked(nn.Module):
+    """A model as what a task's functions are called with, so that a wrapper sees every method that they call.
+
+    ``trained`` has the parameters of modules beside ``model``.
+    """
+
+    def __init__(self, model: nn.Module, trained: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model, self.trained = model, trained
+
+    def forward(self, function: Callable[..., Any], batch: Any) -> Any:
+        return function(self.model, batch)
 
 
 class RanksStrategy(Strategy):

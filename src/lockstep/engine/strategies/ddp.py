@@ -23,8 +23,16 @@ from lockstep._compat.torch import broadcast_module, check_shapes, foreach_copy_
 from lockstep.config import RunConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.staging import AdaptiveSpin, Group, all_reduce, wait, wire_device
-from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, StepSums, Strategy, check_change
-from lockstep.engine.strategies.losses import CheckedLoss
+from lockstep.engine.strategies.base import (
+    Asked,
+    Flags,
+    RanksStrategy,
+    Reduced,
+    Replica,
+    StepSums,
+    Strategy,
+    check_change,
+)
 from lockstep.planning import Plan
 
 #: Bytes of a bucket; the first one is smaller, so that it can be sent early (both as in DistributedDataParallel).
@@ -119,21 +127,6 @@ class FlatStrategy(RanksStrategy):
         return unpack(sums)
 
 
-class LossModule(nn.Module):
-    """A task's loss as a module, so that a wrapper around it sees every method of the model that the task calls.
-
-    ``trained`` has all parameters, those of modules beside ``model`` among them.
-    """
-
-    def __init__(self, loss: CheckedLoss, model: nn.Module, trained: nn.Module) -> None:
-        super().__init__()
-        self.model, self.trained, self._loss = model, trained, loss
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        total, count = self._loss(self.model, batch)
-        return total, count
-
-
 class DdpStrategy(RanksStrategy):
     """One process a rank; torch's DistributedDataParallel overlaps the reduction with the last backward.
 
@@ -156,8 +149,7 @@ class DdpStrategy(RanksStrategy):
         self._by_hand = False
 
     def _wrap(self, **more: Any) -> None:
-        module = LossModule(self._ask, self._model, self.module)
-        self._ddp = DistributedDataParallel(module, **self._settings, **more)
+        self._ddp = DistributedDataParallel(Asked(self._model, self.module), **self._settings, **more)
 
     def _adapt(self) -> None:
         self._sums.announce_change()
@@ -196,7 +188,7 @@ class DdpStrategy(RanksStrategy):
         if self._by_hand:
             # DDP's forward may itself be collective: once, after its first reduction, it rebuilds its buckets.
             return super()._loss(batch)
-        loss: tuple[Tensor, Tensor | int] = self._ddp(batch)
+        loss: tuple[Tensor, Tensor | int] = self._ddp(self._ask, batch)
         return loss
 
 

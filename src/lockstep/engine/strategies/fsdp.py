@@ -27,7 +27,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Flags, RanksStrategy, Reduced, Replica, StepSums
+from lockstep.engine.strategies.base import Asked, Flags, RanksStrategy, Reduced, Replica, StepSums
 from lockstep.engine.strategies.partition import (
     Divided,
     Through,
@@ -52,17 +52,6 @@ def divide(whole: Undivided) -> Divided:
     settings = config.fsdp.model_copy(update={"activation_checkpointing": recompute})
     mode = config.training.compile_mode if config.training.compile else None
     return ShardedModel(task, model, settings, plan.placement["precision"], device, world, mode)
-
-
-class _Root(nn.Module):
-    """The model as what a task's functions are called with, so that they may call any method of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[..., Any], batch: Any) -> Any:
-        return function(self.model, batch)
 
 
 class _ReduceScatter:
@@ -114,7 +103,7 @@ class ShardedModel(Divided):
             block.forward = compiled(block.forward, cast(str, mode))
         if config.activation_checkpointing:
             checkpoint_activations(model, blocks)
-        self.root, self.reduce_scatter = _Root(model), _ReduceScatter()
+        self.root, self.reduce_scatter = Asked(model), _ReduceScatter()
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy()
         for module in (*blocks, self.root):
             fully_shard(
