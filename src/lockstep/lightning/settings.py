@@ -79,7 +79,8 @@ def resolve(
         )
     if own and own != ["precision"]:
         return Resolved({}, len(named_devices(trainer, detected) or [""]))
-    config = HardwareConfig(selected_devices=hardware.selected_devices, precision=hardware.precision)
+    selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
+    config = HardwareConfig(selected_devices=selected, precision=hardware.precision)
     placement = resolve_placement(config, DistributedConfig(), world, detected)
     devices, on_cpu = placement.devices, placement.accelerator == "cpu"
     if not on_cpu and len(set(devices)) < len(devices):

@@ -188,8 +188,8 @@ class _Packer(pickle.Pickler):
             return NotImplemented
         if value.layout != torch.strided or value.device.type != "cpu":
             return NotImplemented
-        content = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(content.numpy()), value.dtype, value.shape)
+        content: Any = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(content), value.dtype, value.shape)
 
 
 def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:

@@ -121,7 +121,7 @@ class ModuleSteps(Task):
         with self._source.planning(1):
             loader = self._source.open_loader("train_dataloader")
             validates = defines(self._source.module, "validation_step")
-            val = self._source.open_loader("val_dataloader") if validates else None
+            val: Any = self._source.open_loader("val_dataloader") if validates else None
         if not orders(loader, 1):
             raise UnsupportedError(
                 f"{self._name} has a training loader in its own order",

@@ -305,12 +305,13 @@ class GradientBuckets:
 class _Bucket:
     """Parameters whose gradients travel together, and where they lie in ``flat``; ``tail``: for numbers."""
 
-    def __init__(self, parameters: list[nn.Parameter], device: torch.device, tail: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], device: torch.device, numbers: int) -> None:
         sizes = [p.numel() for p in parameters]
         dtype, device = (parameters[0].dtype, parameters[0].device) if parameters else (torch.float64, device)
         self.parameters, self.waiting = parameters, set[int]()
-        self.flat = torch.zeros(sum(sizes) + tail, dtype=dtype, device=device)
-        *pieces, self.tail = self.flat.split([*sizes, tail])
+        self.flat = torch.zeros(sum(sizes) + numbers, dtype=dtype, device=device)
+        *pieces, tail = self.flat.split([*sizes, numbers])
+        self.tail: Tensor = tail
         self.pieces = [_like(piece, p) for piece, p in zip(pieces, parameters, strict=True)]
         self.sent = self.flat
         self.work: dist.Work | None = None
