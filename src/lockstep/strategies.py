@@ -149,10 +149,7 @@ _KNOWN = {spec.name: spec for spec in (_SINGLE, _DP, _DDP, _FSDP, _PIPELINE)}
 
 
 def strategies() -> Mapping[str, StrategySpec]:
-    """All strategies by name: those of Lockstep, of installed packages, and registered ones.
-
-    Raises :class:`ConfigError` where a package or a module that should bring one cannot be imported.
-    """
+    """All strategies by name: those of Lockstep, of installed packages, and registered ones."""
     _load()
     return _KNOWN
 
@@ -177,10 +174,8 @@ def register_strategy(spec: StrategySpec) -> None:
     """Make a strategy known in this process and in those that it starts, ranks included.
 
     Call it where ``spec.module`` is imported: that module is named in the environment variable
-    ``LOCKSTEP_STRATEGIES``, and child processes import it.
-
-    Raises:
-        ConfigError: the name is taken, or the module is a script, which other processes cannot import.
+    ``LOCKSTEP_STRATEGIES``, and child processes import it. Raises :class:`ConfigError` where the name is taken, or the
+    module is a script, which other processes cannot import.
     """
     if spec.name == "auto" or _KNOWN.get(spec.name, spec) != spec:
         raise ConfigError(f"the strategy {spec.name!r} exists already", fix="choose another name")

@@ -65,10 +65,7 @@ class Stored(NamedTuple):
 
 
 def stored_checkpoint(path: Any, run_dir: str | None) -> Stored | None:
-    """What ``--ckpt_path`` names in a run folder: the folder, one of its checkpoints, or ``last`` in ``run_dir``.
-
-    ``None`` for a file.
-    """
+    """What ``--ckpt_path`` names in a run folder: the folder, one of its checkpoints, or ``last`` in ``run_dir``."""
     if path in ("best", "last") and run_dir is not None:
         return Stored(RunDir.open(Path(run_dir)), path)
     if not isinstance(path, str | Path) or not Path(path).is_dir():
@@ -105,14 +102,8 @@ class WritePredictions(Callback):
 class LockstepCLI(HardwareCLI):
     """Sections ``model``, ``data``, ``trainer``, ``optimizer``, ``lr_scheduler`` and ``hardware``.
 
-    Subclass it as a ``LightningCLI``. Use :func:`run` rather than the class itself: it trains, and starts the ranks.
-
-    Args:
-        args: what follows the program's name, or the same as nested values.
-
-    Raises:
-        Elsewhere: a run is to train this, or several processes are to run it.
-        UsageError: wrong hardware.
+    Subclass it as a ``LightningCLI``. Use :func:`run` rather than the class itself, which raises :class:`Elsewhere`
+    where a run is to train what it has parsed, or several processes are to run it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

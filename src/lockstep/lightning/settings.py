@@ -51,12 +51,9 @@ def resolve(
     Args:
         trainer: the settings of the ``trainer`` section, and ``defaults``: their default values.
         world: whether a launcher has started the ranks already.
-        detected: what this machine has; ``None``: looked up.
 
     Raises:
-        ConfigError: both sections decide, or several nodes without a launcher.
-        DeviceError: a device that is absent or malformed, or that lacks the precision.
-        UnsupportedError: a GPU named twice, or several processes that Lightning would start itself.
+        LockstepError: both sections decide, a device is absent or unfit, or Lightning would start processes itself.
     """
     detected = detect_devices() if detected is None else detected
     own = [name for name in OF_HARDWARE if trainer.get(name) != defaults.get(name)]
@@ -133,15 +130,7 @@ def _chosen(devices: Any, gpus: Sequence[str] | None) -> list[str]:
 
 
 def settings_of(trainer: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
-    """Settings of a run, nested: each argument of the Trainer has one, or is left to the Trainer, or is refused.
-
-    Args:
-        trainer: the section ``trainer``.
-        detected: the devices of this machine.
-
-    Raises:
-        ConfigError, UnsupportedError: what no run can have.
-    """
+    """Settings of a run for the section ``trainer``: each argument has one, is left to the Trainer, or is refused."""
     given = changed(trainer)
     settings: dict[str, Any] = {name: {} for name in ("telemetry", "debug", "distributed")}
     settings["training"] = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}

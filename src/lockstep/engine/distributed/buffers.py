@@ -175,9 +175,8 @@ class Buffers:
     def check(self) -> None:
         """Compare with the last check, and ranks with each other. Collective.
 
-        Raises:
-            UnsupportedError: on every rank, where an undeclared buffer changed otherwise than a cache does, or where
-                ranks differ in what must be the same.
+        Raises :class:`UnsupportedError` on every rank, where an undeclared buffer changed otherwise than a cache does,
+        or where ranks differ in what must be the same.
         """
         if self._mode == "alone":
             return

@@ -1,10 +1,8 @@
-"""Communication between ranks for everything that is not a gradient.
+"""Communication between ranks for everything that is not a gradient, and the same calls on one process.
 
-The same calls work on one process. Objects and flags travel over gloo, so that they never wait for a
-GPU and never mix with the gradient traffic of another backend.
-
-The engine uses :class:`Collectives`. A task's hooks use :func:`collectives`, whose calls also check that
-every rank makes the same one, and name the rank that does not.
+Objects and flags travel over gloo, so that they never wait for a GPU and never mix with the gradient traffic of
+another backend. The engine uses :class:`Collectives`. A task's hooks use :func:`collectives`, whose calls also check
+that every rank makes the same one, and name the rank that does not.
 """
 
 from __future__ import annotations

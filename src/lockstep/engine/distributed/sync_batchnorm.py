@@ -207,9 +207,6 @@ def convert(module: nn.Module, group: Group = None) -> nn.Module:
 
     Layers change class in place (as torch's lazy modules do), so hooks, shared layers and references to them held
     elsewhere stay valid, and ``isinstance(layer, nn.BatchNorm2d)`` stays true.
-
-    Raises:
-        UnsupportedError: a layer whose class has another forward, which would be lost.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]
     for name, layer in layers:

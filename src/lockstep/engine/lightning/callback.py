@@ -36,12 +36,9 @@ class RunLogCallback(Checkpoint):
     A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
     State is saved at the start of the next batch, when the module's hooks and the schedulers have run.
 
-    Args:
-        averaged: the averaged weights of a checkpoint that the run resumes from.
-
     Attributes:
-        saves_best: whether the checkpoint that is being saved is the best so far.
         averages: of the weights; in use while it validates and saves. Made when the module is on its device.
+        saves_best: whether the checkpoint that is being saved is the best so far.
     """
 
     averages: Averages | None = None

@@ -37,8 +37,7 @@ def read_file(file: Path, *, weights_only: bool = True) -> Snapshot:
 def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainState:
     """Where the training of a file stood, in the order of this run.
 
-    Raises:
-        CheckpointError: the file does not say it, or it stood in mid-epoch at another global batch.
+    Raises :class:`CheckpointError` if the file does not say it, or it stood in mid-epoch at another global batch.
     """
     with restoring(source):
         content = snapshot.trainer["lightning"]
@@ -73,14 +72,10 @@ def as_file(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def check_file(path: object, config: Any) -> None:
-    """Check a file before LightningCLI reads it; addresses, folders and Lightning's words pass.
+    """Refuse a file whose reading would never end (a named pipe, a device), or would run code of others.
 
-    Args:
-        config: its hyperparameters may name classes, which LightningCLI would import: those of ``config`` only.
-            ``None``: the user trusts the file.
-
-    Raises:
-        CheckpointError: reading it would never end (a named pipe, a device), or run code of others.
+    Its hyperparameters may name classes, which LightningCLI would import: those of ``config`` only; ``None``: any.
+    Addresses, folders and Lightning's words pass.
     """
     if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
         return

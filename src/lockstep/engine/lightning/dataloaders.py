@@ -1,8 +1,4 @@
-"""A user's DataLoaders, with Lockstep's order: which rank takes which samples of each batch.
-
-Training: every step takes the next global batch of the order; a rank takes its part of it, cut into as many
-micro-batches as the Trainer accumulates. Evaluation: each sample is in one batch of one rank. Nothing is padded.
-"""
+"""A user's DataLoaders, with Lockstep's order: which rank takes which samples of each batch. Nothing is padded."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ class Step(NamedTuple):
 
 
 def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
-    """The steps of what is left of an epoch; every rank has ``accumulate`` micro-batches in each.
-
-    Raises:
-        DataError: what is left are too few samples for that.
-    """
+    """The steps of what is left of an epoch; every rank has ``accumulate`` micro-batches in each."""
     while (span := batch.window(position)) is not None:
         start, position = span
         shares = parts(position - start, batch.ranks, batch.least_part)
@@ -117,11 +109,7 @@ _NOTHING = object()
 
 
 def own_batches(loader: Any, unsized: int | None) -> int:
-    """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so.
-
-    Raises:
-        UnsupportedError: their number is unknown.
-    """
+    """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so. ``None``: it must."""
     combined = _combined(loader)
     iter(combined)
     try:
@@ -146,12 +134,8 @@ def _combined(loaders: Any) -> Any:
 class SharedBatches:
     """Batch sampler of one rank for evaluation: every sample in one batch of one rank, in index order.
 
-    All ranks get the same number of batches, none larger than ``batch_size``, so that what a module reduces
-    over ranks in every batch finds all of them. Where the samples are too few for that (``batch_size`` is
-    hardly more than 1), the last ranks have one batch less.
-
-    Raises:
-        DataError: there are fewer samples than ranks, so some rank would have nothing to log.
+    All ranks get the same number of batches, none larger than ``batch_size``, so that what a module reduces over ranks
+    in every batch finds all of them. Where the samples are too few for that, the last ranks have one batch less.
     """
 
     def __init__(self, samples: int, batch_size: int, world: World) -> None:
@@ -178,13 +162,10 @@ _KEPT = (
 
 
 class SeededLoader(DataLoader[Any]):
-    """The user's DataLoader with another batch sampler; its generator and its workers are seeded again in each epoch.
+    """The user's DataLoader with another batch sampler; its generator and workers are seeded again in each epoch.
 
-    The user's own generator or ``worker_init_fn`` is kept.
-
-    Args:
-        batch_sampler: by name: to predict, Lightning makes the loader again, with one around it that notes the indices.
-        defaults: arguments of a ``DataLoader`` that a batch sampler leaves at their defaults; Lightning gives them.
+    The user's own generator or ``worker_init_fn`` is kept. To predict, Lightning makes the loader again, with a
+    ``batch_sampler`` around this one that notes the indices, and with ``defaults`` of a ``DataLoader``.
     """
 
     def __init__(
@@ -215,11 +196,7 @@ class SeededLoader(DataLoader[Any]):
 def training_loader(
     loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
 ) -> SeededLoader | OwnOrder:
-    """The user's training loader in Lockstep's order, or on one device in its own, from the position of ``state``.
-
-    Raises:
-        DataError: its data set is not that of the plan. UnsupportedError: several ranks cannot share its samples.
-    """
+    """The user's training loader in Lockstep's order, or on one device in its own, from the position of ``state``."""
     if not orders(loader, world.size):
         return OwnOrder(loader, batch, seed, state)
     samples = len(loader.sampler)
@@ -240,11 +217,7 @@ def is_weighted(loader: DataLoader[Any]) -> bool:
 
 
 def orders(loader: Any, ranks: int) -> bool:
-    """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's.
-
-    Raises:
-        UnsupportedError, DataError: several ranks cannot share them; or there are none.
-    """
+    """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's."""
     own = _own_order(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
     if own is None:
         from lockstep.engine.dataset_checks import check_dataset
@@ -277,11 +250,7 @@ def _own_order(loader: Any, *kinds: type) -> str | None:
 
 
 def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
-    """The user's evaluation loader, in index order and shared out among ranks; nothing is dropped.
-
-    Raises:
-        UnsupportedError: a loader that cannot be shared out. DataError: fewer samples than ranks.
-    """
+    """The user's evaluation loader, in index order and shared out among ranks; nothing is dropped."""
     own = _own_order(loader, RandomSampler, SequentialSampler)
     if own is not None:
         if world.size == 1:

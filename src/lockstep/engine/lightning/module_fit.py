@@ -49,11 +49,7 @@ _PROFILERS: dict[str, type[Profiler]] = {
 
 
 class ModuleFit:
-    """What one attempt trains with.
-
-    Raises:
-        CheckpointError: ``snapshot`` is of other data or of another order.
-    """
+    """What one attempt trains with."""
 
     def __init__(self, rank: RankContext, task: ModuleTask, snapshot: Snapshot | None) -> None:
         if rank.plan.strategy.scatters:
@@ -224,9 +220,6 @@ def evaluate_module(
     """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
 
     Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
-
-    Raises:
-        DataError: neither the module nor its data module has such a loader.
     """
     module, data = task.module, task.datamodule
     hook = f"{split}_dataloader"

@@ -91,13 +91,7 @@ class ModuleSteps(Task):
     """A ``LightningModule`` with automatic optimisation and one optimizer, trained by Lockstep's own loop.
 
     The loss of a batch is the module's mean times the number of samples, so several devices compute what one does.
-
-    Args:
-        source: the module with its data; ``config.native_steps`` is the number of steps that its schedules count with.
-
-    Raises:
-        UnsupportedError: from ``model()`` and ``optimizer()``: manual optimisation, or several optimizers. From
-            ``datasets()``: a training loader in its own order.
+    ``config.native_steps`` is the number of steps that its schedules count with.
     """
 
     Config = ModuleConfig

@@ -1,7 +1,6 @@
-"""A user's ``LightningModule`` and ``LightningDataModule`` as a task.
+"""A user's ``LightningModule`` and ``LightningDataModule`` as a task; :mod:`.module_fit` trains them.
 
-Nothing here imports Lightning: only hooks that the classes define are called. They are trained by
-:mod:`lockstep.engine.lightning.module_fit`.
+Nothing here imports Lightning: only hooks that the classes define are called.
 """
 
 from __future__ import annotations
@@ -111,10 +110,9 @@ class PlannedTrainer:
 class ModuleTask(Task):
     """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are its own means.
 
+    Module and data are given, or made from classes (:func:`module_task`) with ``config``.
+
     Args:
-        config: when module and data are made from classes (:func:`module_task`).
-        module: a ``LightningModule``.
-        datamodule: a ``LightningDataModule``; ``None`` when the module has ``train_dataloader`` itself.
         trainer: more arguments of the ``Trainer``.
         cli: for ``config.cli``, further arguments of :func:`.make_parts`.
     """
@@ -212,13 +210,7 @@ class ModuleTask(Task):
                 owner.prepare_data()
 
     def datasets(self) -> Datasets:
-        """Only the training set: the module's own hooks see the others.
-
-        Of a loader in its own order, indices take its place.
-
-        Raises:
-            UnsupportedError, DataError: what cannot be trained on, or not on several devices.
-        """
+        """Only the training set: the module's own hooks see the others. Of a loader in its own order, indices."""
         with self.planning() as ranks:
             loader = self.open_loader("train_dataloader")
             whole_steps = not self.module.automatic_optimization

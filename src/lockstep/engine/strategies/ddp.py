@@ -290,12 +290,9 @@ class GradientBuckets:
         self._launched = 0
 
     def leave_out(self, used: Sequence[bool]) -> None:
-        """Remove zeros that were sent for parameters without a gradient on any rank. Collective.
+        """Remove zeros that were sent for parameters without a gradient on any rank; ``used``: on this one. Collective.
 
         An optimizer leaves parameters without a gradient alone; it would decay those whose gradient is zero.
-
-        Args:
-            used: whether each parameter had a gradient of this rank.
         """
         anywhere = all_reduce(torch.tensor(used, dtype=torch.float32, device=self._tail.device), self._group)
         for parameter, number in zip(self.parameters, anywhere.tolist(), strict=True):

@@ -31,11 +31,9 @@ _FIX = "write stages(model) in the task: modules that, called one after the othe
 
 
 def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]:
-    """The stages that ``task`` names, checked.
+    """The stages that ``task`` names: the whole model, each tensor in one of them, at least one a device.
 
-    Raises:
-        TaskError: the task has none, or they are not the whole model and nothing else, or two share parameters.
-        ConfigError: there are fewer than ``devices``.
+    Raises :class:`TaskError`, or :class:`ConfigError` where there are fewer than ``devices``.
     """
     refuse_modules(model, "pipeline")
     named = task.stages(model)
