@@ -32,13 +32,10 @@ from lockstep.engine.lightning.configured import Hardware, HardwareCLI, changed
 from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.engine.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
 from lockstep.errors import CheckpointError, ConfigError, RunFolderError
-from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.world import read_world
 from lockstep.launch.api import train
 from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
-from lockstep.launch.local.signals import exit_code
-from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import warn
 from lockstep.lightning.settings import OF_HARDWARE, SETTINGS, Resolved, resolve, settings_of
 from lockstep.tasks.registry import find_class
@@ -226,7 +223,7 @@ def run(
             start = asked.start  # outside the handler, so that it is not the context of every later error
         return start(cli_class, options)
     except KeyboardInterrupt:
-        return exit_code(signal.SIGINT)
+        return 128 + signal.SIGINT
 
 
 def _run_on_ranks(ranks: int, cli_class: type[LockstepCLI], options: dict[str, Any]) -> int:
@@ -240,7 +237,7 @@ def _run_on_ranks(ranks: int, cli_class: type[LockstepCLI], options: dict[str, A
     return 0
 
 
-def _be_rank(_: Rank, cli_class: type[LockstepCLI], options: dict[str, Any]) -> None:
+def _be_rank(_: Any, cli_class: type[LockstepCLI], options: dict[str, Any]) -> None:
     cli_class(**options)
 
 
@@ -249,7 +246,7 @@ def _fit(
 ) -> int:
     """Train what ``cli`` has parsed, or resume ``stored``; the exit code. Raises as :func:`run`."""
     settings = cli.config["fit"].as_dict()
-    given = settings_of(settings["trainer"], hardware, detect_devices())
+    given = settings_of(settings["trainer"], hardware)
     given["training"]["seed"] = int(settings.get("seed_everything") or 0)
     given["save_dir"] = _save_dir(settings["run_dir"], stored)
     kept = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))

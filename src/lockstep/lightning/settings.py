@@ -129,9 +129,11 @@ def _chosen(devices: Any, gpus: Sequence[str] | None) -> list[str]:
     return ["cpu" if gpus is None else f"gpu:{index}" for index in devices]
 
 
-def settings_of(trainer: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
+def settings_of(
+    trainer: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device] | None = None
+) -> dict[str, Any]:
     """Settings of a run for the section ``trainer``: each argument has one, is left to the Trainer, or is refused."""
-    given = changed(trainer)
+    given, detected = changed(trainer), detect_devices() if detected is None else detected
     settings: dict[str, Any] = {name: {} for name in ("telemetry", "debug", "distributed")}
     settings["training"] = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}
     settings["hardware"] = _hardware(given, hardware, detected)

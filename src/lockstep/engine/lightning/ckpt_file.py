@@ -1,19 +1,26 @@
-"""Lightning's own checkpoint files: starting a run from one, writing one, and one clear error for a broken one."""
+"""Lightning's state in the run's checkpoints, and Lightning's own files: read, written, one error for broken ones."""
 
 from __future__ import annotations
 
 import pickle
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
 
 from lockstep._compat.lightning import STEPPED
+from lockstep.checkpoint.content import saveable
 from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.lightning.callback import OWN
+from lockstep.engine.lightning.dataloaders import used_batches
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import restoring
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
@@ -25,6 +32,82 @@ _FIX = "--ckpt_path takes a run's folder, one of its checkpoints, or a file; wit
 #: Where errors about a file's content are raised: never in the user's code.
 _LIBRARIES = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), "<")
 _CONNECTOR, _RESTORING = "trainer/connectors/checkpoint_connector.py", ("resume", "restore", "_restore")
+#: The loops are made again from the run's own state; the types of hyper-parameters would need pickle.
+_NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type", "state_dict")
+#: Without them a resumed training would be another one: an error, if they cannot be saved.
+_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
+#: Where Lightning keeps what ``save_hyperparameters()`` of module and data module took.
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+class StoreIO(TorchCheckpointIO):
+    """Saves under :data:`OWN` to the run's checkpoints, and loads that of the run; other paths are files, as ever.
+
+    ``write`` takes weights and the rest of Lightning's state; called on rank 0.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        state: TrainState,
+        snapshot: Snapshot | None,
+        write: Callable[[dict[str, Any], dict[str, Any]], None],
+    ) -> None:
+        super().__init__()
+        self._rank, self._state, self._snapshot, self._write = rank, state, snapshot, write
+        self.trainer: Trainer | None = None
+        self._warned = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if path != OWN:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        rest = {key: value for key, value in checkpoint.items() if key not in _NOT_KEPT}
+        # What module and callbacks add may be any object. The module has its hyper-parameters already: no warning.
+        parts = {key: rest.pop(key) for key in (*_HYPER_PARAMETERS, "callbacks") if key in rest}
+        needed = {key: rest.pop(key) for key in _OPTIMIZERS if key in rest}
+        own, dropped = saveable(rest)
+        for key, part in parts.items():
+            own[key], within = saveable(part)
+            dropped += within if key == "callbacks" else []
+        if dropped and not self._warned:
+            self._warned = True
+            text = "Not in the checkpoints, since only unpickling code could read it again"
+            rest_of_text = "A resume calls on_load_checkpoint without it."
+            self._rank.note("not_saved", f"{text}: {', '.join(dropped)}. {rest_of_text}", "warning")
+        self._write(checkpoint["state_dict"], {**own, **needed})
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if path != OWN:
+            return super().load_checkpoint(path, *args, **kwargs)
+        assert self._snapshot is not None and self.trainer is not None
+        rest = deepcopy(self._snapshot.trainer["lightning"])
+        loops = {"fit_loop": self._loops(self.trainer, rest["global_step"])}
+        return {**rest, "state_dict": dict(self._snapshot.model), "loops": loops}
+
+    def _loops(self, trainer: Trainer, global_step: int) -> dict[str, Any]:
+        """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
+        state, batch = self._state, self._rank.plan.batch
+        loops = deepcopy(trainer.fit_loop.state_dict())
+        begun = state.epoch + (state.position > 0)
+        set_progress(loops["epoch_progress"], ready=begun, started=begun, processed=state.epoch, completed=state.epoch)
+        done, progress = used_batches(state, batch), loops["epoch_loop.batch_progress"]
+        total = dict.fromkeys(("ready", "started", "processed", "completed"), state.step * batch.accumulate)
+        set_progress(progress, **total)
+        progress["current"] = dict.fromkeys(progress["current"], done)
+        loops["epoch_loop.state_dict"][STEPPED] = state.step
+        automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+        manual = loops["epoch_loop.manual_optimization.optim_step_progress"]
+        for progress in (automatic, manual):
+            set_progress(progress, ready=global_step, completed=global_step)
+            progress["current"] = dict.fromkeys(progress["current"], done // batch.accumulate)
+        return loops
+
+
+def set_progress(progress: dict[str, Any], **counters: int) -> None:
+    """Of one of a Trainer's loops, as its checkpoints have it."""
+    progress["total"].update(counters)
+    progress["current"].update(counters)
 
 
 def read_file(file: Path, *, weights_only: bool = True) -> Snapshot:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from lockstep._compat.lightning import STEPPED
-from lockstep.checkpoint.content import saveable
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.loader import child_signal_kept
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.lightning.callback import OWN, RunLogCallback
-from lockstep.engine.lightning.ckpt_file import imported_state, read_file, trainer_loads
+from lockstep.engine.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
 from lockstep.engine.lightning.cluster import KeptSignals, quiet_trainer, rank_arguments
-from lockstep.engine.lightning.dataloaders import (
-    defines,
-    evaluation_loader,
-    replaced_loaders,
-    training_loader,
-    used_batches,
-)
+from lockstep.engine.lightning.dataloaders import defines, evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
@@ -35,12 +25,6 @@ from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.telemetry.scalars import as_row
 
-#: The loops are made again from the run's own state; the types of hyper-parameters would need pickle.
-_NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type", "state_dict")
-#: Without them a resumed training would be another one: an error, if they cannot be saved.
-_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
-#: Where Lightning keeps what ``save_hyperparameters()`` of module and data module took.
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
@@ -65,14 +49,14 @@ class ModuleFit:
         self._file = task.config.ckpt_path if snapshot is None else None
         if self._file is not None:
             snapshot = read_file(self._file, weights_only=task.config.weights_only is not False)
-            self.state = imported_state(snapshot, rank.plan.batch, self._file)
+            self._state = imported_state(snapshot, rank.plan.batch, self._file)
         else:
-            self.state = restored_state(rank, snapshot)
-        self.rank, self._task, self.snapshot = rank, task, snapshot
-        note = None if snapshot is None else judge_afresh(self.state, snapshot.manifest, rank.plan)
+            self._state = restored_state(rank, snapshot)
+        self._rank, self._task, self._snapshot = rank, task, snapshot
+        note = None if snapshot is None else judge_afresh(self._state, snapshot.manifest, rank.plan)
         if note is not None:
             rank.note("judged_afresh", note)
-        self.log = RunLog(rank, self.state, timed=lambda: task.module.parameters())
+        self.log = RunLog(rank, self._state, timed=lambda: task.module.parameters())
         self._callback = RunLogCallback(rank, self.log, None if snapshot is None else snapshot.trainer.get("averages"))
 
     def run(self) -> RunResult:
@@ -80,13 +64,13 @@ class ModuleFit:
         self.log.start()
         if self.log.ended_by is None:
             self._fit()
-        if self.rank.writer is not None:
-            self.rank.writer.wait()
-        return self.log.finish(dict(self.state.best_metric))
+        if self._rank.writer is not None:
+            self._rank.writer.wait()
+        return self.log.finish(dict(self._state.best_metric))
 
     def _fit(self) -> None:
-        module, data, rank, plan = self._task.module, self._task.datamodule, self.rank, self.rank.plan
-        if self.snapshot is None:
+        module, data, rank, plan = self._task.module, self._task.datamodule, self._rank, self._rank.plan
+        if self._snapshot is None:
             load_initial_weights(module, rank.config.init_from, rank.collectives)
         if plan.sync_batchnorm:
             convert(module, None)
@@ -96,19 +80,20 @@ class ModuleFit:
             child_signal_kept(),
             replaced_loaders(
                 [data, module],
-                lambda loader: training_loader(loader, plan.batch, plan.seed, rank.world, self.state),
+                lambda loader: training_loader(loader, plan.batch, plan.seed, rank.world, self._state),
                 lambda loader: evaluation_loader(loader, rank.world, plan.seed),
                 seed=plan.seed,
             ),
         ):
-            self.trainer = pl.Trainer(**self._arguments())
-            self.trainer.fit(module, datamodule=data, ckpt_path=None if self.snapshot is None else OWN)
+            store = StoreIO(rank, self._state, self._snapshot, self._write)
+            store.trainer = trainer = pl.Trainer(**self._arguments(store))
+            trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else OWN)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, store: StoreIO) -> dict[str, Any]:
         """Those of the Trainer."""
-        config, plan, given = self.rank.config, self.rank.plan, dict(self._task.trainer_arguments)
+        config, plan, given = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
         batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
-        if precision == "16-mixed" and self.rank.device.type == "cpu":
+        if precision == "16-mixed" and self._rank.device.type == "cpu":
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
         callbacks = [self._callback, KeptSignals(), *_as_list(given.pop("callbacks", None))]
         profiler = config.lightning.profiler
@@ -121,91 +106,32 @@ class ModuleFit:
             "precision": "32-true" if precision == "32" else precision,
             # With validation.every_steps, the callback sets after each batch whether to validate.
             "check_val_every_n_epoch": 1 if validation.every_steps else validation.every_epochs,
-            "num_sanity_val_steps": 0 if self.snapshot else validation.sanity_steps,
+            "num_sanity_val_steps": 0 if self._snapshot else validation.sanity_steps,
             "limit_val_batches": 1 if config.debug.fast_dev_run else config.debug.limit_eval_batches or 1.0,
             "log_every_n_steps": config.telemetry.log_interval,
             "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
             "enable_model_summary": False,
             "detect_anomaly": config.debug.detect_anomaly,
-            "default_root_dir": self.rank.run_dir.logs,
+            "default_root_dir": self._rank.run_dir.logs,
         }
         if profiler is not None:
-            settings["profiler"] = _PROFILERS[profiler](dirpath=self.rank.run_dir.logs, filename="profile")
+            settings["profiler"] = _PROFILERS[profiler](dirpath=self._rank.run_dir.logs, filename="profile")
         given.pop("enable_checkpointing", None)  # RunLogCallback is a Checkpoint callback
-        position = self.state.position
+        position = self._state.position
         if position and round(position / batch.global_batch) + batch.steps_left(position) != batch.steps_per_epoch:
             # An epoch that is resumed with another global batch has another number of batches than the next one.
             given["reload_dataloaders_every_n_epochs"] = 1
-        ranks = rank_arguments(plan, self.rank.world, config.distributed)
-        plugins = [*ranks.pop("plugins"), StoreIO(self), *_as_list(given.pop("plugins", None))]
+        ranks = rank_arguments(plan, self._rank.world, config.distributed)
+        plugins = [*ranks.pop("plugins"), store, *_as_list(given.pop("plugins", None))]
         return {**settings, **given, **ranks, "callbacks": callbacks, "plugins": plugins}
 
-    def write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
+    def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
         """Start to write a checkpoint with this state of Lightning's; called on rank 0."""
         assert self._callback.averages is not None
         trainer: dict[str, Any] = {"state": self.log.current_state(), "task": {}, "lightning": rest}
         trainer["averages"] = self._callback.averages.trained()
         frozen = frozen_names(self._task.module)
         self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
-
-
-class StoreIO(TorchCheckpointIO):
-    """Saves under :data:`OWN` to the run's checkpoints, and loads that of the run; other paths are files, as ever."""
-
-    def __init__(self, fit: ModuleFit) -> None:
-        super().__init__()
-        self._fit, self._warned = fit, False
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if path != OWN:
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        rest = {key: value for key, value in checkpoint.items() if key not in _NOT_KEPT}
-        # What module and callbacks add may be any object. The module has its hyper-parameters already: no warning.
-        parts = {key: rest.pop(key) for key in (*_HYPER_PARAMETERS, "callbacks") if key in rest}
-        needed = {key: rest.pop(key) for key in _OPTIMIZERS if key in rest}
-        own, dropped = saveable(rest)
-        for key, part in parts.items():
-            own[key], within = saveable(part)
-            dropped += within if key == "callbacks" else []
-        if dropped and not self._warned:
-            self._warned = True
-            text = "Not in the checkpoints, since only unpickling code could read it again"
-            rest_of_text = "A resume calls on_load_checkpoint without it."
-            self._fit.rank.note("not_saved", f"{text}: {', '.join(dropped)}. {rest_of_text}", "warning")
-        self._fit.write(checkpoint["state_dict"], {**own, **needed})
-
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if path != OWN:
-            return super().load_checkpoint(path, *args, **kwargs)
-        snapshot = self._fit.snapshot
-        assert snapshot is not None
-        rest = deepcopy(snapshot.trainer["lightning"])
-        return {**rest, "state_dict": dict(snapshot.model), "loops": {"fit_loop": self._loops(rest["global_step"])}}
-
-    def _loops(self, global_step: int) -> dict[str, Any]:
-        """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
-        state, batch = self._fit.state, self._fit.rank.plan.batch
-        loops = deepcopy(self._fit.trainer.fit_loop.state_dict())
-        begun = state.epoch + (state.position > 0)
-        set_progress(loops["epoch_progress"], ready=begun, started=begun, processed=state.epoch, completed=state.epoch)
-        done, progress = used_batches(state, batch), loops["epoch_loop.batch_progress"]
-        total = dict.fromkeys(("ready", "started", "processed", "completed"), state.step * batch.accumulate)
-        set_progress(progress, **total)
-        progress["current"] = dict.fromkeys(progress["current"], done)
-        loops["epoch_loop.state_dict"][STEPPED] = state.step
-        automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-        manual = loops["epoch_loop.manual_optimization.optim_step_progress"]
-        for progress in (automatic, manual):
-            set_progress(progress, ready=global_step, completed=global_step)
-            progress["current"] = dict.fromkeys(progress["current"], done // batch.accumulate)
-        return loops
-
-
-def set_progress(progress: dict[str, Any], **counters: int) -> None:
-    """Of one of a Trainer's loops, as its checkpoints have it."""
-    progress["total"].update(counters)
-    progress["current"].update(counters)
 
 
 def _as_list(given: Any) -> list[Any]:
