@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lockstep.events import Event
 from lockstep.hardware.device import GpuUser
 from lockstep.hardware.monitor import Sample
-from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuReading, NvmlGpu
+from lockstep.hardware.nvml import GpuHealth, GpuLink, NvmlGpu
+
+#: Of a driver that says nothing.
+NO_READING: dict[str, Any] = {
+    **dict.fromkeys(("utilisation", "memory_gb", "memory_total_gb", "power_w", "power_limit_w", "temperature_c")),
+    **{"sm_clock_mhz": None, "memory_clock_mhz": None, "throttled": []},
+}
 
 
 class FakeNvml:
@@ -20,7 +27,7 @@ class FakeNvml:
         driver: tuple[int, int] = (13, 0),
         health: Mapping[str, GpuHealth] | None = None,
         links: Mapping[tuple[str, str], GpuLink] | None = None,
-        readings: Mapping[str, GpuReading] | None = None,
+        readings: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         self._gpus = list(gpus)
         self._readings = dict(readings or {})
@@ -43,8 +50,8 @@ class FakeNvml:
     def health(self, uuid: str) -> GpuHealth:
         return self._health.get(uuid, GpuHealth())
 
-    def reading(self, uuid: str) -> GpuReading:
-        return self._readings.get(uuid, GpuReading())
+    def reading(self, uuid: str) -> dict[str, Any]:
+        return {**NO_READING, **self._readings.get(uuid, {})}
 
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
         gpu = self.by_uuid(uuid)

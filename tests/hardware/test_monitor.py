@@ -13,7 +13,7 @@ import pytest
 from lockstep.hardware.detect import TorchBuild, find_devices
 from lockstep.hardware.device import GpuUser
 from lockstep.hardware.monitor import NO_GPU, USERS_EVERY, Monitor, SystemSource
-from lockstep.hardware.nvml import GpuReading, NvmlGpu
+from lockstep.hardware.nvml import NvmlGpu
 from tests.fakes import FakeNvml, FakeSource
 
 GPUS = [
@@ -21,8 +21,11 @@ GPUS = [
     for letter in "abc"
 ]
 READINGS = {
-    "GPU-c": GpuReading(0.97, 71.2, 80.0, 640.5, 700.0, 61, 1980, 2619, ("power cap", "hot")),
-    "GPU-a": GpuReading(0.25),
+    "GPU-c": {
+        **{"utilisation": 0.97, "memory_gb": 71.2, "memory_total_gb": 80.0, "power_w": 640.5, "power_limit_w": 700.0},
+        **{"temperature_c": 61, "sm_clock_mhz": 1980, "memory_clock_mhz": 2619, "throttled": ["power cap", "hot"]},
+    },
+    "GPU-a": {"utilisation": 0.25},
 }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.hardware.device import GpuUser, gigabytes
-from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuReading, Nvml, NvmlGpu, open_nvml
-from tests.fakes import FakeNvml
+from lockstep.hardware.nvml import GpuHealth, GpuLink, Nvml, NvmlGpu, open_nvml
+from tests.fakes import NO_READING, FakeNvml
 
 
 class DriverError(Exception):
@@ -173,10 +173,10 @@ def test_readings() -> None:
     busy = {**WHOLE, "utilisation": 97, "power": 640_500, "power limit": 700_000, "temperature": 61}
     busy |= {"clocks": {1: 1980, 2: 2619}, "throttle reasons": 0x4 | 0x20}
     nvml = Nvml(Driver(busy, {"uuid": "GPU-2"}))
-    assert nvml.reading("GPU-1") == GpuReading(0.97, 5.9, 85.9, 640.5, 700.0, 61, 1980, 2619, ("power cap", "hot"))
+    assert list(nvml.reading("GPU-1").values()) == [0.97, 5.9, 85.9, 640.5, 700.0, 61, 1980, 2619, ["power cap", "hot"]]
     assert nvml.users("GPU-1") == (GpuUser(11, "python3", 2.0), GpuUser(404, "unknown", None))
     for uuid in ("GPU-2", "GPU-9"):  # a driver that says nothing; no such GPU
-        assert nvml.reading(uuid) == GpuReading()
+        assert nvml.reading(uuid) == NO_READING
         assert nvml.users(uuid) == ()
 
 
@@ -208,5 +208,5 @@ def test_the_real_one_knows_its_gpus() -> None:
             assert nvml.by_uuid(gpu.uuid) is not None
             health = nvml.health(gpu.uuid)
             assert health.temperature_c is None or 0 < health.temperature_c < 120
-            assert nvml.reading(gpu.uuid).memory_total_gb == gigabytes(gpu.total)
+            assert nvml.reading(gpu.uuid)["memory_total_gb"] == gigabytes(gpu.total)
         assert nvml.driver_version()

@@ -81,8 +81,7 @@ class SystemSource:
 
     def _gpu(self, device: Device) -> dict[str, Any]:
         assert self._nvml is not None and device.uuid is not None
-        reading = self._nvml.reading(device.uuid)
-        values = {"id": device.id, "name": device.name, **asdict(reading), "throttled": list(reading.throttled)}
+        values = {"id": device.id, "name": device.name, **self._nvml.reading(device.uuid)}
         if self._samples % USERS_EVERY == 0:
             values["users"] = [asdict(user) for user in self._nvml.users(device.uuid)]
         return values

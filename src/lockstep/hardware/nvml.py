@@ -52,26 +52,6 @@ class GpuHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuReading:
-    """What a GPU does at this moment; ``None`` where the driver does not say (a MIG slice has no utilisation).
-
-    ``utilisation``: share of the last sample period (up to a second) in which a kernel ran, 0 to 1. ``memory_gb``: in
-    use by all processes, in 1e9 bytes. ``throttled``: as the slowdowns of :class:`GpuHealth`, and ``"power cap"``,
-    which is usual under load.
-    """
-
-    utilisation: float | None = None
-    memory_gb: float | None = None
-    memory_total_gb: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    temperature_c: int | None = None
-    sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
-    throttled: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class GpuLink:
     """How two GPUs reach each other: peer access, NVLink, and the nearest part of the machine that both hang on."""
 
@@ -120,23 +100,28 @@ class Nvml:
             slowdowns=self._slowed_by(handle, _SLOWDOWNS),
         )
 
-    def reading(self, uuid: str) -> GpuReading:
-        """What a GPU does now; cheap enough for once a second."""
+    def reading(self, uuid: str) -> dict[str, Any]:
+        """What a GPU does now; cheap enough for once a second. ``None`` where the driver does not say.
+
+        ``utilisation``: share of the last sample period (up to a second) in which a kernel ran; a MIG slice has none.
+        ``memory_gb``: in use by all processes. ``throttled``: the slowdowns of :class:`GpuHealth`, and ``"power cap"``,
+        which is usual under load.
+        """
         lib, ask, handle = self._lib, self._ask, self._handle(uuid)
         rates = ask(lib.nvmlDeviceGetUtilizationRates, handle)  # percent
         memory = ask(lib.nvmlDeviceGetMemoryInfo, handle)
         power, limit = ask(lib.nvmlDeviceGetPowerUsage, handle), ask(lib.nvmlDeviceGetEnforcedPowerLimit, handle)  # mW
-        return GpuReading(
-            utilisation=None if rates is None else rates.gpu / 100,
-            memory_gb=None if memory is None else gigabytes(int(memory.total) - int(memory.free)),
-            memory_total_gb=None if memory is None else gigabytes(int(memory.total)),
-            power_w=None if power is None else power / 1000,
-            power_limit_w=None if limit is None else limit / 1000,
-            temperature_c=ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
-            sm_clock_mhz=ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_SM),
-            memory_clock_mhz=ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_MEM),
-            throttled=self._slowed_by(handle, _POWER_CAP | _SLOWDOWNS),
-        )
+        return {
+            "utilisation": None if rates is None else rates.gpu / 100,
+            "memory_gb": None if memory is None else gigabytes(int(memory.total) - int(memory.free)),
+            "memory_total_gb": None if memory is None else gigabytes(int(memory.total)),
+            "power_w": None if power is None else power / 1000,
+            "power_limit_w": None if limit is None else limit / 1000,
+            "temperature_c": ask(lib.nvmlDeviceGetTemperature, handle, lib.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_SM),
+            "memory_clock_mhz": ask(lib.nvmlDeviceGetClockInfo, handle, lib.NVML_CLOCK_MEM),
+            "throttled": list(self._slowed_by(handle, _POWER_CAP | _SLOWDOWNS)),
+        }
 
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
         """The processes that hold memory on a GPU now."""
