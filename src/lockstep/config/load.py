@@ -304,7 +304,7 @@ def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | N
     if model is RunConfig and wrong in _BY_PEER_NAME:
         return _BY_PEER_NAME[wrong]
     keys, section = all_keys(model), "".join(f"{part}." for part in parents)
-    inside = {key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section)}
+    inside = dict.fromkeys(key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section))
     if close := difflib.get_close_matches(wrong, inside, n=1, cutoff=0.6):
         return section + close[0]
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}

@@ -86,10 +86,10 @@ def _detected() -> tuple[Device, ...]:
 def read_torch_build() -> TorchBuild:
     """Read ``torch/version.py`` without importing torch."""
     spec = find_spec("torch")
-    folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
     try:
-        values = runpy.run_path(str(Path(folder or "") / "version.py"))
-    except (OSError, SyntaxError, NameError, ImportError):
+        values = runpy.run_path(str(Path(folders[0]) / "version.py"))
+    except (IndexError, OSError, SyntaxError, NameError, ImportError):
         return TorchBuild()
     return TorchBuild(cuda=values.get("cuda"), hip=values.get("hip"), xpu=values.get("xpu"))
 

@@ -71,15 +71,15 @@ def resolve_loader(
 
     ``cores``: that this node may use. ``pin_memory``: whether it helps, where ``data`` does not say.
     """
-    given, later = data.num_workers, f"worker processes would share the position in {facts.read_file}, "
-    automatic = automatic_workers(cores, local_ranks)
+    given, automatic = data.num_workers, automatic_workers(cores, local_ranks)
+    position = f"worker processes would share the position in {facts.read_file}, which the data set has open"
     shares = f"{cores} cores for {many(local_ranks, 'rank')}, one left for the step, 2 to 4 each"
     chosen = decide(
         "workers",
         (facts.streams, 0, "one process of each node reads the stream"),
         (isinstance(given, int), given, "as configured"),
         (facts.whole_batches, 0, "the data set returns whole batches from memory"),
-        (facts.read_file is not None, 0, f"{later}which the data set has open"),
+        (facts.read_file is not None, 0, position),
         (not facts.opens_files, None, "worker processes are started if the first steps show that they are faster"),
         # A process that is started after the first sample would share what is open.
         (facts.quick_samples, 0, "a sample is made in less time than another process needs to hand it over"),
