@@ -304,7 +304,7 @@ def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | N
     if model is RunConfig and wrong in _BY_PEER_NAME:
         return _BY_PEER_NAME[wrong]
     keys, section = all_keys(model), "".join(f"{part}." for part in parents)
-    inside = dict.fromkeys(key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section))
+    inside = [key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section)]
     if close := difflib.get_close_matches(wrong, inside, n=1, cutoff=0.6):
         return section + close[0]
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
@@ -338,7 +338,6 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _suggestion(name: str) -> str:
-    """What to write instead of ``name``."""
     key = key_for(name)
     close = [short for short, of in SHORT_NAMES.items() if of == key] or difflib.get_close_matches(name, SHORT_NAMES, 1)
     if key is not None and key not in SHORT_NAMES.values():

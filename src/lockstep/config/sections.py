@@ -45,7 +45,6 @@ def _strategy(value: str) -> str:
 
 
 def _strategy_schema(schema: dict[str, Any]) -> None:
-    """The strategies that are known when the schema is read."""
     schema["enum"] = ["auto", *strategies()]
     summaries = "; ".join(f"{name}: {spec.summary}" for name, spec in strategies().items())
     schema["description"] = (
@@ -75,6 +74,7 @@ def _workers(value: object) -> object:
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)]
 Precision = Literal["auto", "32", "tf32", "16-mixed", "bf16-mixed", "bf16-true"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Strategy = Annotated[str, AfterValidator(_strategy)]
 Workers = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)]
 
@@ -214,7 +214,7 @@ class OptimizerConfig(Section):
     layer_decay: float = setting(
         1.0, "factor of the rate from a block (Task.blocks) to the one before it; fine-tuning: 0.65 to 0.9", gt=0, le=1
     )
-    betas: tuple[float, float] = setting((0.9, 0.999), "adam, adamw, lion, and muon's adamw", of="adam adamw muon lion")
+    betas: tuple[Beta, Beta] = setting((0.9, 0.999), "adam, adamw, lion, and muon's adamw", of="adam adamw muon lion")
     eps: float = setting(1e-8, "adam, adamw, and muon's adamw", of="adam adamw muon", gt=0)
     momentum: float = setting(0.9, "sgd and muon", of="sgd muon", ge=0, lt=1)
     nesterov: bool = setting(False, "sgd", of="sgd")
@@ -223,13 +223,6 @@ class OptimizerConfig(Section):
         "none", "scale the learning rate with the global batch, relative to base_batch_size"
     )
     base_batch_size: int | None = setting(None, "the batch that lr was tuned for; unset: training.batch_size", ge=1)
-
-    @field_validator("betas")
-    @classmethod
-    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("each must be at least 0 and below 1")
-        return value
 
 
 ScheduleName = Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle", "plateau"]

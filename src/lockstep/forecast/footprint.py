@@ -126,7 +126,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def bytes_of(tree: Any) -> int:
-    """Of the tensors in ``tree``."""
     return sum(tensor.nbytes for tensor in _tensors(tree))
 
 

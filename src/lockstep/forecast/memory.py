@@ -107,7 +107,6 @@ def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, m
 
 
 def choose_strategy(totals: Mapping[str, float], ranks: int, limit: float | None) -> tuple[str, str]:
-    """Which strategy to take for ``ranks`` devices with ``limit`` bytes each, and why."""
     whole, sharded = auto_strategy(ranks), auto_strategy(ranks, fits=False)
     if limit is None:
         return whole, "the devices' memory is not known; give it with --memory 80GB"
@@ -217,7 +216,6 @@ class Counting:
         return count_stages(self.base.task, self.config, self.batch(size), size, devices=devices, block=block)
 
     def memory(self, strategy: str, ranks: int, size: int) -> Kinds:
-        """What the fullest of ``ranks`` devices has."""
         return max(self.each(strategy, ranks, size).values(), key=total)
 
     def each(self, strategy: str, ranks: int, size: int) -> dict[str, Kinds]:
@@ -315,7 +313,6 @@ def estimate_memory(
 
 
 def _refuse(spec: StrategySpec, counting: Counting) -> None:
-    """Raise :class:`UnsupportedError` when these devices cannot have the strategy."""
     ranks, per_node = counting.ranks, counting.per_node
     if ranks == 1 and (spec.scatters or spec.state == "staged"):
         raise UnsupportedError(
@@ -378,7 +375,6 @@ def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list
 
 
 def print_memory(found: Mapping[str, Any], stream: TextIO) -> None:
-    """A table of kinds by strategy, and what follows."""
     by_name, largest = found["strategies"], found["largest_batch"]
     rows = [
         (kind, *(gigabytes(kinds.get(kind, 0)) for kinds in by_name.values()))

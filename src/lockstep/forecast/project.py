@@ -18,7 +18,7 @@ from lockstep.forecast.measured import Row, cases, contention, counts_beside, me
 from lockstep.forecast.memory import MOST, Counting, choose_strategy, gigabytes, total
 from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
 from lockstep.hardware.host import usable_cores
-from lockstep.hardware.peaks import known_gpus, memory_bandwidth, peak_flops
+from lockstep.hardware.peaks import PEAKS
 from lockstep.planning.resolve import resolve_reduction
 from lockstep.strategies import auto_strategy, find_strategy
 
@@ -298,17 +298,16 @@ class Machine(NamedTuple):
 
 def gpu_machine(name: str, place: int = 1) -> Machine:
     """A GPU by its driver's name. ``place``: 0 slow, 1 middle, 2 fast."""
-    single, source = peak_flops(name, "32")
-    half, _ = peak_flops(name, "16-mixed")
-    bandwidth, _ = memory_bandwidth(name)
-    if single is None or half is None or bandwidth is None:
+    peaks = PEAKS.get(name)
+    if peaks is None:
         raise UsageError(
             f"no data sheet figures for {name!r}",
             why="a modelled step needs the peaks of its arithmetic and memory",
-            fix=f"name one of: {', '.join(known_gpus())}; or measure on a device that is here with --devices",
+            fix=f"name one of: {', '.join(PEAKS)}; or measure on a device that is here with --devices",
         )
-    share = REACHED_FLOPS[place]
-    return Machine(single * share, half * share, bandwidth * REACHED_BANDWIDTH[place], LAUNCH_S[2 - place], source)
+    share, bandwidth = 1e12 * REACHED_FLOPS[place], 1e9 * REACHED_BANDWIDTH[place]
+    single, half, launch_s = peaks.fp32 * share, peaks.half * share, LAUNCH_S[2 - place]
+    return Machine(single, half, peaks.memory * bandwidth, launch_s, f"{peaks.source}: fp32")
 
 
 def seconds(work: Sequence[Work], machine: Machine) -> float:

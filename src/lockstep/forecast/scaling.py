@@ -115,7 +115,6 @@ class Setting:
         return 0.5 if self.half else 1.0
 
     def holders(self, devices: int) -> int:
-        """Devices that hold a model together."""
         if not self.sharded:
             return 1
         return min(devices, self.cluster.per_node) if self.hybrid else devices

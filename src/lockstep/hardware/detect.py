@@ -84,7 +84,6 @@ def _detected() -> tuple[Device, ...]:
 
 
 def read_torch_build() -> TorchBuild:
-    """Read ``torch/version.py`` without importing torch."""
     spec = find_spec("torch")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     try:

@@ -50,11 +50,9 @@ class Device:
 
     @property
     def index(self) -> int:
-        """The number in the id; 0 for the CPU."""
         return int(self.id.partition(":")[2] or 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``lockstep devices --json`` prints them."""
         return asdict(self)
 
 
@@ -146,5 +144,4 @@ def describe(devices: Sequence[Device]) -> str:
 
 
 def usable_gpus(detected: Sequence[Device]) -> list[Device]:
-    """The GPUs that Lockstep can train on."""
     return [device for device in detected if device.kind == "gpu" and device.supported]

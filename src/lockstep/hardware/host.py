@@ -55,7 +55,6 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """The CPU's model, as the system reports it."""
     try:
         for line in (root / "proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

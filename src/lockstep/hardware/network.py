@@ -47,7 +47,6 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has ``address``; ``None`` when this machine does not have it."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name

@@ -73,7 +73,6 @@ class Nvml:
         return [self._describe(self._lib.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
 
     def by_uuid(self, uuid: str) -> NvmlGpu | None:
-        """One GPU or MIG slice by its identifier."""
         handle = self._handle(uuid)
         return None if handle is None else self._describe(handle)
 
@@ -87,7 +86,6 @@ class Nvml:
         return _text(self._ask(self._lib.nvmlSystemGetDriverVersion))
 
     def health(self, uuid: str) -> GpuHealth:
-        """Temperature, memory errors and slowdowns of a GPU."""
         lib, ask, handle = self._lib, self._ask, self._handle(uuid)
         ecc = ask(lib.nvmlDeviceGetEccMode, handle)
         kinds = (lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC)
@@ -124,11 +122,9 @@ class Nvml:
         }
 
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
-        """The processes that hold memory on a GPU now."""
         return self._users(self._handle(uuid))
 
     def link(self, one: str, other: str) -> GpuLink:
-        """How two GPUs, by their identifiers, reach each other."""
         lib, ask = self._lib, self._ask
         pair = [self._handle(uuid) for uuid in (one, other)]
         reads = ask(lib.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)

@@ -28,7 +28,7 @@ _H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 _V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 _ADA = "NVIDIA Ada GPU Architecture white paper, appendix A"
 
-_PEAKS: dict[str, Peaks] = {
+PEAKS: dict[str, Peaks] = {
     # Blackwell. NVIDIA DGX B200 data sheet: eight GPUs, 64 TB/s; NVIDIA Blackwell Architecture Technical Brief.
     "NVIDIA B200": Peaks(2250, 1125, 75, 8000, "NVIDIA DGX B200 data sheet, an eighth"),
     # GB202: NVIDIA RTX Blackwell GPU Architecture white paper, appendix A (fp16 with fp32 accumulation).
@@ -72,9 +72,9 @@ def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float 
 
     ``tf32``: with precision ``32``, whether matrix products may use TF32.
     """
-    peaks = _PEAKS.get(name)
+    peaks = PEAKS.get(name)
     if peaks is None:
-        return None, _unknown(name)
+        return None, f"no data sheet figure for {name!r}: MFU and roofline are left out"
     if precision != "32":
         if precision.startswith("bf16") and not peaks.bf16:
             return None, f"{name} has no bf16 arithmetic"
@@ -82,18 +82,3 @@ def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float 
     if tf32 and peaks.tf32 is not None:
         return peaks.tf32 * 1e12, f"{peaks.source}: dense TF32"
     return peaks.fp32 * 1e12, f"{peaks.source}: fp32"
-
-
-def memory_bandwidth(name: str) -> tuple[float | None, str]:
-    """Peak memory traffic of a GPU in bytes a second, and where the figure comes from; ``None`` when unknown."""
-    peaks = _PEAKS.get(name)
-    return (None, _unknown(name)) if peaks is None else (peaks.memory * 1e9, peaks.source)
-
-
-def known_gpus() -> list[str]:
-    """The names of the GPUs in the table."""
-    return list(_PEAKS)
-
-
-def _unknown(name: str) -> str:
-    return f"no data sheet figure for {name!r}: MFU and roofline are left out"

@@ -46,7 +46,6 @@ class Placement:
 
     @property
     def spec(self) -> StrategySpec:
-        """The properties of :attr:`strategy`."""
         return find_strategy(self.strategy)
 
     def as_dict(self) -> dict[str, Any]:
@@ -216,7 +215,6 @@ def _strategy(
 
 
 def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Note]) -> tuple[Backend | None, str]:
-    """How ranks talk, and why."""
     if alone:
         if wanted != "auto":
             notes.append(Note("backend_unused", f"distributed.backend={wanted} is ignored: there is one rank"))

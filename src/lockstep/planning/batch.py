@@ -220,7 +220,6 @@ def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
 
 
 def _check_tail(plan: BatchPlan) -> str:
-    """What becomes of the last, short batch of an epoch."""
     if plan.global_batch < plan.least_window:
         raise ConfigError(
             f"a global batch of {plan.global_batch} is too small for a model with BatchNorm",

@@ -101,7 +101,6 @@ def scale_lr(
 def resolve_schedule(
     config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, scale: float = 1.0, offset: int = 0
 ) -> tuple[Schedule, list[Decision]]:
-    """The schedule of a run, and the decisions about it and its warm-up."""
     given, per_epoch = config.warmup_epochs, f"of {steps_per_epoch} steps"
     usual = min(WARMUP_EPOCHS * steps_per_epoch, total_steps // 10)
     rise = f"onecycle rises for {ONE_CYCLE_RISE:.0%} of the run"

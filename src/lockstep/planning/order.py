@@ -136,7 +136,6 @@ def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iter
 
 
 def check_sizes(window: int, block: int) -> None:
-    """Refuse windows that blocks do not fill."""
     if block < 1 or window < 1 or window % block:
         raise ConfigError(
             f"windows of {window} samples cannot be cut into blocks of {block}",
@@ -159,7 +158,6 @@ def _sizes(config: DataConfig, samples: int) -> tuple[int, int]:
 
 
 def _check_held(config: DataConfig, samples: int, chosen: OrderPlan, held: OrderPlan) -> None:
-    """Refuse settings that ask for another order than the run has."""
     sizes: dict[str, int | None] = {}
     if held.bucketed and config.bucketing == "off":
         sizes = {"window": None, "block": None, "lanes": None}

@@ -155,7 +155,6 @@ class Plan(Frozen):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run."""
         return cast(int, self.decisions["steps"].value)
 
     @property
@@ -169,7 +168,6 @@ class Plan(Frozen):
 
     @property
     def reproducibility(self) -> str:
-        """``fast`` or ``exact``."""
         return cast(str, self.decisions["reproducibility"].value)
 
     @property
@@ -189,7 +187,6 @@ class Plan(Frozen):
 
     @property
     def to_measure(self) -> tuple[str, ...]:
-        """Keys of the decisions that are still to be measured."""
         return tuple(key for key in MEASURED if self.value(key, "") is None)
 
     @property
@@ -214,7 +211,6 @@ class Plan(Frozen):
 
     @property
     def strategy(self) -> StrategySpec:
-        """The properties of the strategy that the plan names."""
         return find_strategy(self.placement["strategy"])
 
     @property

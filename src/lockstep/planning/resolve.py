@@ -368,7 +368,6 @@ def _rates_and_decay(given: Given) -> list[Decision]:
 
 
 def _compiled(given: Given, batch: BatchPlan) -> list[Decision]:
-    """What is compiled, and for which shapes."""
     training, facts = given.config.training, given.facts
     if not training.compile or given.placement.spec.scatters:
         return []
