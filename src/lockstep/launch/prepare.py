@@ -49,11 +49,7 @@ def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]
 def settle(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> tuple[Task, RunConfig]:
-    """The task as an object and the complete configuration: general defaults < the task's < what was given.
-
-    Raises:
-        TaskError, ConfigError: an unknown task, key or value. UnsupportedError: Lightning is not installed.
-    """
+    """The task as an object and the complete configuration: general defaults < the task's < what was given."""
     given = overrides_of(config)
     named = given.get("task") or {}
     if not isinstance(named, Mapping):
@@ -82,10 +78,8 @@ def settle(
     remember(class_paths({**section, "optimizer": whole.optimizer.name}))
     if isinstance(built, ModuleTask):
         if importlib.util.find_spec("lightning") is None:
-            raise UnsupportedError(
-                "Lightning, which trains a LightningModule, is not installed",
-                fix="pip install 'lockstep-train[lightning]'",
-            )
+            fix = "pip install 'lockstep-train[lightning]'"
+            raise UnsupportedError("Lightning, which trains a LightningModule, is not installed", fix=fix)
         built.check_config(whole)
     built.data = data_settings(whole)
     return built, whole
@@ -97,9 +91,6 @@ def native_settings(
     """``config`` with which Lockstep's own loop trains a ``LightningModule``; unchanged for another task.
 
     The batch size per device is that of the module's training loader.
-
-    Raises:
-        UnsupportedError: the module was given as an object, or its training loader has its own order.
     """
     given = overrides_of(config)
     section = given.get("task")
@@ -135,11 +126,7 @@ def prepare(
     resume: ResumePoint | None = None,
     world: World | None = None,
 ) -> Prepared:
-    """Everything up to the plan; opens the data, starts nothing.
-
-    Raises:
-        UsageError: the task, its settings or the devices cannot be used.
-    """
+    """Everything up to the plan; opens the data, starts nothing."""
     return plan_settled(*settle(task, config), world or read_world(os.environ), resume)
 
 
@@ -163,11 +150,7 @@ def plan_for(
     *,
     devices: Sequence[Device] | None = None,
 ) -> Prepared:
-    """The plan for data that are open already.
-
-    Args:
-        devices: what the machine has; ``None`` looks.
-    """
+    """The plan for data that are open already. ``devices``: what the machine has; ``None`` looks."""
     if config.hardware.precision != placement.precision:  # from here on as chosen, for a resume on other devices too
         products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
         hardware = config.hardware.model_copy(update={"precision": placement.precision, **products})

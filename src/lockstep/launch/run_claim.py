@@ -89,12 +89,9 @@ def refuse_running(run: RunDir) -> None:
 def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
     """Claim a run: the first process to enter the block has it until the block, or the process, ends.
 
-    The claim is a lock of the process (fcntl(2)) on a file in the run folder. Data workers do not inherit it, so
-    those of a killed process do not hold it on. A file system without locks has no claims.
-
-    Raises:
-        RunFolderError: another process has begun an attempt, or still has the claim after ``wait_s`` seconds.
-        StorageError: the folder cannot be written.
+    The claim is a lock of the process (fcntl(2)) on a file in the run folder, which data workers do not inherit. A file
+    system without locks has no claims. Raises :class:`RunFolderError`: another process has begun an attempt, or still
+    has the claim after ``wait_s`` seconds.
     """
     file = run.path / ".claim"
     key = file.resolve()
@@ -137,20 +134,18 @@ def _claim(file: Path, key: Path) -> int | None:
 def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None = None) -> RunConfig:
     """The run's configuration with ``changes`` and, if given, on other ``devices``; task and seed stay as they were.
 
-    Raises:
-        ConfigError: a change that would make it a different run.
-        RunFolderError: ``config.yaml`` was edited since the newest attempt, and ``changes`` do not include that.
+    An edit of ``config.yaml`` since the newest attempt is refused, unless ``changes`` include it.
     """
     record, edited = run.read(), run.config()
     recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
     old = run.config(record.attempt) if recorded else edited
     kept = {key: value for key, value in changes.items() if key != "save_dir"}
     if isinstance(kept.get("task"), Mapping):
-        kept["task"] = {
-            key: old.task.settings[key] if _is_path_to(old.task.settings.get(key), value) else value
-            for key, value in kept["task"].items()
-            if key != "name"
-        }
+        task = {key: value for key, value in kept["task"].items() if key != "name"}
+        for key, value in task.items():  # a path was recorded as an absolute one
+            if isinstance(value, str | Path) and str(Path(value).absolute()) == old.task.settings.get(key):
+                task[key] = old.task.settings[key]
+        kept["task"] = task
     new = resolve(
         old.model_dump(mode="json"), kept, {} if devices is None else {"hardware": {"selected_devices": devices}}
     )
@@ -169,11 +164,6 @@ def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None 
             )
     _refuse_edits(run.config_file, *(flattened(config.model_dump(mode="json")) for config in (old, edited, new)))
     return new
-
-
-def _is_path_to(recorded: object, given: object) -> bool:
-    """Whether ``given`` is the path that a run has recorded as an absolute one."""
-    return isinstance(recorded, str) and isinstance(given, str | Path) and str(Path(given).absolute()) == recorded
 
 
 def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -204,9 +194,7 @@ def keep_config(run: RunDir, config: RunConfig) -> None:
 def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = None) -> Task:
     """The task of a run: ``task`` if it is given and has the run's settings, else made from these.
 
-    Raises:
-        ConfigError: an object with other settings. TaskError: the task cannot be found or made.
-        RunFolderError: only the program that started the run can make it. UnsupportedError: it is an older fit.
+    Raises :class:`RunFolderError` where only the program that started the run can make it.
     """
     if task is not None:
         return task_of_run(settle(task, None)[0], config, as_given=isinstance(task, Task))
@@ -245,11 +233,7 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
 
 
 def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
-    """The task with the run's own settings: made again from its class, or the caller's object if it has them.
-
-    Raises:
-        ConfigError: an object with other settings than the run's.
-    """
+    """The task with the run's own settings: made again from its class, or the caller's object if it has them."""
     if not as_given:
         task = make_task(type(task), config.task.settings)
     elif task.config.model_dump(mode="json") != config.task.settings:
@@ -265,16 +249,9 @@ def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
 def resume_point(
     run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
 ) -> ResumePoint | None:
-    """Where a run resumes: at its latest valid checkpoint, or without one at its beginning.
+    """Where a run resumes: at its latest valid checkpoint, or at its beginning; ``None`` when it has no plan yet.
 
-    ``None`` when it has no plan yet.
-
-    Args:
-        hold: keep the run's global batch.
-        accept_data: resume on other training data of the same length, too.
-
-    Raises:
-        CheckpointError, RunFolderError: the checkpoint or the plan cannot be used.
+    ``hold``: keep the run's global batch. ``accept_data``: resume on other training data of the same length, too.
     """
     store = CheckpointStore(run_dir.checkpoints)
     step = store.newest_verified(report)

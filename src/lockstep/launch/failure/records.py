@@ -13,6 +13,7 @@ import itertools
 import os
 import resource
 import shutil
+import signal
 import socket
 import sys
 import sysconfig
@@ -26,9 +27,19 @@ from typing import Any
 import psutil
 from pydantic import Field
 
-from lockstep.errors import LockstepError, StorageError, many
+from lockstep.errors import (
+    CollectiveError,
+    LockstepError,
+    NonFiniteError,
+    RankFailed,
+    RanksDifferError,
+    StorageError,
+    UsageError,
+    many,
+)
 from lockstep.events import Restarted
 from lockstep.hardware.host import oom_kills, usable_memory
+from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.local.rank_log import MARK, log_file
 from lockstep.telemetry.files import FileContent
@@ -40,6 +51,8 @@ LAUNCHER_FILE = "launcher.json"
 MEMORY_INTERVAL_S = 1.0
 
 _MAX_BYTES = 4 << 20
+#: Errors whose text is enough, without the place in Lockstep where they were raised.
+_EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
 
 
 class RankMemory(FileContent):
@@ -72,7 +85,11 @@ class MachineMemory(FileContent):
 
 
 class RankError(FileContent):
-    """``rank-<r>.error.json``. ``time``: seconds since the epoch; ``error``: a Lockstep error's text."""
+    """How one rank failed: ``rank-<r>.error.json``, or what the launcher knows of a rank that has left none.
+
+    ``time``: the earliest that is possible, in seconds since the epoch. ``error``: a Lockstep error as
+    :meth:`lockstep.errors.LockstepError.as_dict`. ``exit_code`` is negative for a signal. ``last_lines``: of its log.
+    """
 
     rank: int
     host: str = ""
@@ -85,6 +102,48 @@ class RankError(FileContent):
     exit_code: int = 1
     memory: RankMemory | None = None
     evaluating: bool = False
+    last_lines: tuple[str, ...] = ()
+    ended_by_launcher: bool = False
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that killed it, or ``None``."""
+        names = {number.value: number.name for number in signal.Signals}
+        return names.get(-self.exit_code, f"signal {-self.exit_code}") if self.exit_code < 0 else None
+
+    @property
+    def is_usage_error(self) -> bool:
+        return self.error is not None and self.exit_code == UsageError.exit_code
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether its error is the whole report: wrong usage, or a hang that all ranks have found."""
+        return self.is_usage_error or (self.error is not None and self.error["code"] == RankFailed.code)
+
+    @property
+    def is_collateral(self) -> bool:
+        """Whether this is what the failure of another rank looks like from here."""
+        if self.type:
+            return is_lost_peer(self.type, self.message)
+        return self.ended_by_launcher or (self.signal == "SIGABRT" and is_lost_peer("", "\n".join(self.last_lines)))
+
+    @property
+    def explains_itself(self) -> bool:
+        return self.error is not None and self.error["code"] in _EXPLAIN_THEMSELVES
+
+    @property
+    def blames_another(self) -> bool:
+        """Whether this rank missed another one, whose failure explains more if it recorded one."""
+        return self.error is not None and self.error["code"] == CollectiveError.code
+
+    def headline(self) -> str:
+        if self.signal and not self.type:
+            return f"was killed by signal {-self.exit_code} ({self.signal})"
+        if not self.type:
+            return f"ended with exit code {self.exit_code} without reporting an error"
+        if self.explains_itself and self.error:
+            return f"failed: {self.error['message']}"
+        return f"failed: {': '.join([self.type, *self.message.strip().splitlines()[:1]])}"
 
 
 class RankEnd(FileContent):

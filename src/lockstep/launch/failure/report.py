@@ -7,7 +7,6 @@ What is known of a start comes from :mod:`lockstep.launch.failure.records`; what
 from __future__ import annotations
 
 import contextlib
-import signal
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,22 +15,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.errors import (
-    CollectiveError,
     LockstepError,
-    NonFiniteError,
     RankFailed,
     RankOutOfMemory,
-    RanksDifferError,
     RunError,
-    StorageError,
     UsageError,
     many,
 )
 from lockstep.hardware.host import usable_memory
 from lockstep.launch.failure import records
-from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause, is_lost_peer
+from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause
 from lockstep.launch.failure.collectives import missing_ranks
-from lockstep.launch.failure.records import MachineMemory, RankMemory
+from lockstep.launch.failure.records import MachineMemory, RankError, RankMemory
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.local.rank_log import last_lines, log_file
 from lockstep.launch.local.signals import STOPPED
@@ -39,59 +34,10 @@ from lockstep.planning.batch import BatchPlan
 from lockstep.telemetry.rundir import RunDir, or_else
 
 _NO_FAILURE = (0, *STOPPED)
-#: Errors whose text is enough, without the place in Lockstep where they were raised.
-_EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
 _GB = 1e9
 #: Fields of a rank's memory, by keys of a row of ``ranks.jsonl``.
 _GPU_KEYS = {"allocated": "memory_gb", "reserved": "reserved_gb", "peak": "peak_gb"}
 _HOST_KEYS = {"resident": "memory_gb", "peak_resident": "peak_gb"}
-
-
-class RankFailure(records.RankError):
-    """How one rank failed. ``exit_code`` is negative for a signal; ``time`` is the earliest that is possible."""
-
-    last_lines: tuple[str, ...] = ()
-    ended_by_launcher: bool = False
-
-    @property
-    def signal(self) -> str | None:
-        """The name of the signal that killed it, or ``None``."""
-        names = {number.value: number.name for number in signal.Signals}
-        return names.get(-self.exit_code, f"signal {-self.exit_code}") if self.exit_code < 0 else None
-
-    @property
-    def is_usage_error(self) -> bool:
-        return self.error is not None and self.exit_code == UsageError.exit_code
-
-    @property
-    def speaks_for_all(self) -> bool:
-        """Whether its error is the whole report: wrong usage, or a hang that all ranks have found."""
-        return self.is_usage_error or (self.error is not None and self.error["code"] == RankFailed.code)
-
-    @property
-    def is_collateral(self) -> bool:
-        """Whether this is what the failure of another rank looks like from here."""
-        if self.type:
-            return is_lost_peer(self.type, self.message)
-        return self.ended_by_launcher or (self.signal == "SIGABRT" and is_lost_peer("", "\n".join(self.last_lines)))
-
-    @property
-    def explains_itself(self) -> bool:
-        return self.error is not None and self.error["code"] in _EXPLAIN_THEMSELVES
-
-    @property
-    def blames_another(self) -> bool:
-        """Whether this rank missed another one, whose failure explains more if it recorded one."""
-        return self.error is not None and self.error["code"] == CollectiveError.code
-
-    def headline(self) -> str:
-        if self.signal and not self.type:
-            return f"was killed by signal {-self.exit_code} ({self.signal})"
-        if not self.type:
-            return f"ended with exit code {self.exit_code} without reporting an error"
-        if self.explains_itself and self.error:
-            return f"failed: {self.error['message']}"
-        return f"failed: {': '.join([self.type, *self.message.strip().splitlines()[:1]])}"
 
 
 @dataclass(frozen=True)
@@ -103,8 +49,8 @@ class FailureReport:
     """
 
     ranks: int
-    first: RankFailure | None
-    others: tuple[RankFailure, ...]
+    first: RankError | None
+    others: tuple[RankError, ...]
     cause: Cause | None
     launcher_error: str = ""
     hang: HangReport | None = None
@@ -187,58 +133,43 @@ def error_of(content: Mapping[str, str]) -> LockstepError:
 def read_failure(run_dir: RunDir) -> FailureReport | None:
     """The report of the latest start in ``run_dir``; ``None`` when it did not fail."""
     launcher = records.read_launcher(run_dir)
-    errors = records.read_errors(run_dir.logs)
-    failures = []
-    for rank, error in errors.items():
-        failures.append(RankFailure(**{**dict(error), "rank": rank, "last_lines": _last_lines(run_dir, rank)}))
+    failures = records.read_errors(run_dir.logs)
     for end in launcher.exits:
-        if end.rank not in errors and end.code not in _NO_FAILURE:
+        if end.rank not in failures and end.code not in _NO_FAILURE:
             doing = launcher.doing.get(end.rank)
-            failures.append(
-                RankFailure(
-                    rank=end.rank,
-                    # A killed rank may be seen only after the ranks that missed it have written down theirs.
-                    time=end.alive_at,
-                    exit_code=end.code,
-                    pid=end.pid,
-                    last_lines=_last_lines(run_dir, end.rank),
-                    ended_by_launcher=end.ended_by_launcher,
-                    evaluating=doing is not None and doing.is_evaluation,
-                )
+            failures[end.rank] = RankError(
+                rank=end.rank,
+                # A killed rank may be seen only after the ranks that missed it have written down theirs.
+                time=end.alive_at,
+                exit_code=end.code,
+                pid=end.pid,
+                ended_by_launcher=end.ended_by_launcher,
+                evaluating=doing is not None and doing.is_evaluation,
             )
-    failures = [failure for failure in failures if failure.type or failure.exit_code not in _NO_FAILURE]
+    ranks = [
+        error.model_copy(update={"rank": rank, "last_lines": last_lines(log_file(run_dir.logs, rank))})
+        for rank, error in failures.items()
+        if error.type or error.exit_code not in _NO_FAILURE
+    ]
     collectives = missing_ranks(run_dir.logs)
-    if launcher.hang is not None and all(failure.is_collateral for failure in failures):
-        hang, ranks = launcher.hang, launcher.ranks or len(launcher.exits)
-        return FailureReport(ranks, None, (), hang.cause, hang.headline, hang, collectives=collectives)
-    if not launcher.error and all(failure.ended_by_launcher for failure in failures):
+    if launcher.hang is not None and all(rank.is_collateral for rank in ranks):
+        hang, number = launcher.hang, launcher.ranks or len(launcher.exits)
+        return FailureReport(number, None, (), hang.cause, hang.headline, hang, collectives=collectives)
+    if not launcher.error and all(rank.ended_by_launcher for rank in ranks):
         return None
-    failures.sort(key=lambda failure: (failure.is_collateral, failure.blames_another, failure.time, failure.rank))
-    first = failures[0] if failures and not (launcher.error and failures[0].is_collateral) else None
-    cause, memory = _cause(first, launcher), ""
-    if first is not None:
-        cause, memory = _with_memory(cause, run_dir, launcher.memory, launcher.machine, errors, first.evaluating)
-    return FailureReport(
-        ranks=launcher.ranks or len(failures),
-        first=first,
-        others=tuple(failure for failure in failures if failure is not first),
-        cause=cause,
-        launcher_error=launcher.error,
-        memory=memory,
-        collectives=collectives,
-    )
-
-
-def _last_lines(run_dir: RunDir, rank: int) -> tuple[str, ...]:
-    return last_lines(log_file(run_dir.logs, rank))
-
-
-def _cause(first: RankFailure | None, launcher: records.LauncherLog) -> Cause | None:
-    if first is None:
-        return find_cause(launcher.error)
-    if first.signal == "SIGKILL" and launcher.machine.kills:
-        return OOM_KILLED
-    return find_cause(f"{first.type}: {first.message}" if first.type else "\n".join(first.last_lines), first.signal)
+    ranks.sort(key=lambda rank: (rank.is_collateral, rank.blames_another, rank.time, rank.rank))
+    first, memory = None, ""
+    if not ranks or (launcher.error and ranks[0].is_collateral):
+        cause = find_cause(launcher.error)
+    else:
+        first = ranks[0]
+        text = f"{first.type}: {first.message}" if first.type else "\n".join(first.last_lines)
+        oom_killed = first.signal == "SIGKILL" and launcher.machine.kills
+        cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
+        cause, memory = _with_memory(cause, run_dir, launcher.memory, launcher.machine, failures, first.evaluating)
+    others = tuple(rank for rank in ranks if rank is not first)
+    how = {"launcher_error": launcher.error, "memory": memory, "collectives": collectives}
+    return FailureReport(launcher.ranks or len(ranks), first, others, cause, **how)
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
@@ -254,7 +185,7 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
     machine = MachineMemory(total=total, free=free)
     cause = find_cause(f"{own.type}: {own.message}")
     cause, memory = _with_memory(cause, run_dir, {}, machine, {0: own}, own.evaluating)
-    report = FailureReport(1, RankFailure(**dict(own)), (), cause, memory=memory)
+    report = FailureReport(1, own, (), cause, memory=memory)
     _keep(run_dir, report.format())
     return report
 
@@ -295,7 +226,7 @@ def _with_memory(
     run_dir: RunDir,
     measured: Mapping[int, RankMemory],
     machine: MachineMemory,
-    errors: Mapping[int, records.RankError],
+    errors: Mapping[int, RankError],
     evaluating: bool,
 ) -> tuple[Cause | None, str]:
     """For a cause that is lack of memory: with what needs less of it, and a table of each rank's memory.

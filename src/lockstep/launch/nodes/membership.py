@@ -77,9 +77,7 @@ class Team:
     def together(self, body: Callable[[], T], *, here: bool = True) -> T | None:
         """``body()`` on the ranks where ``here``; when it fails on one of them, every rank ends. Collective.
 
-        Raises:
-            LockstepError: the first one, with its node's name; on the first rank of each node, which prints it.
-            SystemExit: on the others, with its exit code.
+        The first rank of each node raises the error, with its node's name, and prints it; the others raise SystemExit.
         """
         result, error = None, None
         try:
@@ -110,11 +108,7 @@ def _prints(world: World) -> bool:
 
 @contextmanager
 def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | None]]:
-    """Join a gloo group of all ranks; its store is for a group of another backend later on.
-
-    Raises:
-        RankFailed: a rank did not join in time. ConfigError: the ranks' settings differ.
-    """
+    """Join a gloo group of all ranks, with the same settings; its store is for a group of another backend later on."""
     timeout_s = config.distributed.timeout_s
     compared = {name: version for name, version in versions().items() if name in _COMPARED_VERSIONS}
     compared |= {f"setting {key}": value for key, value in compared_settings(config).items()}

@@ -28,11 +28,9 @@ from lockstep.telemetry.sinks import check_sinks
 class Request:
     """What the user asked for on this node.
 
-    Attributes:
-        resume: resume the unfinished run in ``save_dir``, if there is one.
-        given: the settings that differ from the defaults.
-        as_given: the task is the caller's object, not made from a name or class.
-        accept_data: resume on other training data of the same length, too.
+    ``resume``: the unfinished run in ``save_dir``, if there is one. ``given``: the settings that differ from the
+    defaults. ``as_given``: the task is the caller's object, not made from a name or class. ``accept_data``: resume on
+    other training data of the same length, too.
     """
 
     resume: bool
@@ -55,9 +53,7 @@ class Planned(NamedTuple):
 class Start:
     """What a rank trains: the same on all of them, except the folder, the devices and where the data are.
 
-    Attributes:
-        step: of the checkpoint that the attempt resumes; 0 without one.
-        keeps: whether this rank writes the run folder that it sees.
+    ``step``: of the checkpoint that the attempt resumes; 0 without one. ``keeps``: whether this rank writes its folder.
     """
 
     keeping: Keeping
@@ -72,11 +68,7 @@ class Start:
 def prepare_together(
     team: Team, world: World, task: Task, config: RunConfig, request: Request, claim: contextlib.ExitStack
 ) -> Start:
-    """Agree on the run and its plan, which rank 0 makes. Collective; raises as :meth:`.Team.together`.
-
-    Args:
-        claim: holds the claim on a run that is resumed.
-    """
+    """Agree on the run and its plan, which rank 0 makes. Collective. ``claim`` holds that on a run that is resumed."""
     keeping, run, keeps = _agreed(team, config, request.resume)
     found = bool(keeping.found)
     if found:
@@ -119,8 +111,7 @@ def agreed_folder(
 ) -> tuple[RunDir, bool, bool]:
     """The folder of a run before its plan is made; whether it was found, and whether this rank writes it. Collective.
 
-    Args:
-        create: makes the folder of a new run with this id.
+    ``create`` makes the folder of a new run with this id.
     """
     keeping, run, keeps = _agreed(team, config, resume)
     found = bool(keeping.found)
@@ -142,10 +133,8 @@ def plan_together(
 ) -> tuple[Plan, int, int]:
     """The plan, which rank 0 makes, the number of the attempt, and the step that it resumes. Collective.
 
-    Args:
-        begin: records the attempt in this rank's run folder, where it ``keeps`` one; returns its number.
-        change: of the plan.
-        found: whether the run has been trained before.
+    ``begin`` records the attempt in this rank's run folder, where it ``keeps`` one; returns its number. ``found``:
+    whether the run has been trained before.
     """
 
     def plan_it() -> tuple[Plan, int, int]:

@@ -166,44 +166,42 @@ def share_run(team: Team, keeping: Keeping, config: RunConfig) -> None:
     needy = [other for other, needs in enumerate(team.collectives.all_gather(behind)) if needs]
     if not needy:
         return
-    history = team.collectives.broadcast(team.together(lambda: _history(run), here=rank == source), source) or {}
-    team.together(lambda: _take_history(run, keeping, config, history), here=rank in needy)
-    to_send = team.together(lambda: _steps_to_send(run, newest.step), here=rank == source)
-    steps = team.collectives.broadcast(to_send, source) or {}
+    sends, takes = rank == source, rank in needy
     store = CheckpointStore(run.checkpoints)
+    building = store.folder / temporary_name("copy")
+
+    def prepare() -> None:
+        if not run.run_file.exists():
+            create_folder(config, keeping.run_id)
+        store.clean_temporary()
+        with storing(building):
+            building.mkdir(parents=True)
+
+    def take() -> None:
+        with storing(run.path):
+            shutil.rmtree(run.attempts, ignore_errors=True)
+            for name in history:
+                (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (building / name).replace(run.path / name)
+            for folder, pointers in checkpoints.items():
+                store.adopt(building / folder, pointers)  # by the hashes in its manifest
+            shutil.rmtree(building)
+        store.set_aside_after(newest.step)
+
+    content = team.collectives.broadcast(team.together(lambda: _to_send(run, newest.step), here=sends), source)
+    history, checkpoints, files = content or ([], {}, [])
+    team.together(prepare, here=takes)
     timeout = timedelta(seconds=config.distributed.timeout_s)
     group = dist.new_group(sorted({source, *needy}), backend="gloo", timeout=timeout)
-    try:
-        for step, pointers in steps.items():
-            _share_checkpoint(team, store, step, pointers, source, group)
-    finally:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    team.together(lambda: store.set_aside_after(newest.step), here=rank in needy)
+    if sends or takes:
+        for name in [*history, *files]:
+            _share_file((run.path if sends else building) / name, source, group, sends=sends)
+        dist.destroy_process_group(group)
+    team.together(take, here=takes)
 
 
-def _history(run: RunDir) -> dict[str, bytes]:
-    files = [path for pattern in _HISTORY for path in run.path.glob(pattern)]
-    with storing(run.path):
-        return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
-
-
-def _take_history(run: RunDir, keeping: Keeping, config: RunConfig, history: dict[str, bytes]) -> None:
-    if not run.run_file.exists():
-        create_folder(config, keeping.run_id)
-    with storing(run.path):
-        shutil.rmtree(run.attempts, ignore_errors=True)
-        for name, content in history.items():
-            path = run.path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(temporary_name(path.name))
-            temporary.write_bytes(content)
-            temporary.replace(path)
-    CheckpointStore(run.checkpoints).clean_temporary()
-
-
-def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
-    """The newest checkpoint and the best, with the pointers that mean them."""
+def _to_send(run: RunDir, newest: int) -> tuple[list[str], dict[str, list[Pointer]], list[str]]:
+    """The history's files; the newest checkpoint and the best, with the pointers that mean them; their files."""
     store = CheckpointStore(run.checkpoints)
     steps: dict[int, list[Pointer]] = {}
     best = store.step_of("best")
@@ -217,42 +215,32 @@ def _steps_to_send(run: RunDir, newest: int) -> dict[int, list[Pointer]]:
             pass  # damaged: the run continues without it
     if newest >= 0:
         steps.setdefault(newest, []).append("last")
-    return steps
+    folders = {store.path_of(step): pointers for step, pointers in steps.items()}
+    history = [path for pattern in _HISTORY for path in run.path.glob(pattern)]
+    files = [path for folder in folders for path in folder.iterdir()]
+    names = {str(folder.relative_to(run.path)): pointers for folder, pointers in folders.items()}
+    return _names(history, run), names, _names(files, run)
 
 
-def _share_checkpoint(
-    team: Team, store: CheckpointStore, step: int, pointers: list[Pointer], source: int, group: Any
-) -> None:
-    """Send a checkpoint from ``source`` to the others of ``group``. Collective. Its manifest has the files' hashes."""
-    sends, takes_part = team.me.rank == source, group is not dist.GroupMember.NON_GROUP_MEMBER
-    receives = takes_part and not sends
-    there = store.path_of(step)
-    names = team.collectives.broadcast(sorted(path.name for path in there.iterdir()) if sends else [], source)
-    building = store.folder / temporary_name(there.name)
-
-    def make() -> None:
-        with storing(building):
-            building.mkdir(parents=True)
-
-    team.together(make, here=receives)
-    if takes_part:
-        for name in names:
-            _share_file((there if sends else building) / name, source, group, sends=sends)
-    team.together(lambda: store.adopt(building, pointers), here=receives)
+def _names(files: list[Path], run: RunDir) -> list[str]:
+    return [str(path.relative_to(run.path)) for path in files]
 
 
 def _share_file(path: Path, source: int, group: Any, *, sends: bool) -> None:
     """Send ``path``, or write what arrives to it, durably. Collective in ``group``: a rank that cannot ends all."""
-    with storing(path), path.open("rb" if sends else "xb") as file:
-        piece = [b"first"]
-        while piece[0]:
-            piece = [file.read(CHUNK_BYTES) if sends else b""]
-            dist.broadcast_object_list(piece, src=source, group=group)
-            if not sends:
-                file.write(piece[0])
+    with storing(path):
         if not sends:
-            file.flush()
-            os.fsync(file.fileno())
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb" if sends else "xb") as file:
+            piece = [b"first"]
+            while piece[0]:
+                piece = [file.read(CHUNK_BYTES) if sends else b""]
+                dist.broadcast_object_list(piece, src=source, group=group)
+                if not sends:
+                    file.write(piece[0])
+            if not sends:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def gather_logs(team: Team, keeping: Keeping) -> None:

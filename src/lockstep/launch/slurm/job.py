@@ -66,11 +66,7 @@ class Request:
 
 
 def batch_script(request: Request, run: Path, command: Sequence[str], folder: Path) -> str:
-    """The script that trains in ``run``: every rank executes ``command`` in ``folder``.
-
-    Raises:
-        UsageError: a value that sbatch cannot read.
-    """
+    """The script that trains in ``run``: every rank executes ``command`` in ``folder``."""
     options = "\n".join(f"#SBATCH --{option}" for option in _options(request, run, folder))
     return TEMPLATE.format(run=_one_line(run), options=options, notice_s=NOTICE_S, command=shlex.join(command))
 

@@ -42,12 +42,7 @@ _PREEMPTED_LOOKS = 15
 def prepare_script(task: str, settings: Mapping[str, Any], resources: Mapping[str, Any]) -> tuple[str, RunConfig]:
     """The batch script for a new run, and the run's configuration.
 
-    Args:
-        settings: those that differ from the defaults; ``launch.nodes``: on how many nodes.
-        resources: fields of :class:`Request` that are not in the settings.
-
-    Raises:
-        UsageError: settings or resources that SLURM cannot run.
+    ``settings``: those that differ from the defaults. ``resources``: fields of :class:`Request` that are not in them.
     """
     _, config = settle(task, settings)
     nodes = config.launch.nodes or "1"
@@ -79,12 +74,7 @@ def _ranks(config: RunConfig, gpus_per_node: str | None) -> int:
 
 
 def submit(script: str, config: RunConfig) -> tuple[RunDir, Job]:
-    """Make the run's folder, with the script in it, and submit it.
-
-    Raises:
-        UsageError: there is no SLURM here, or it refuses the job; no folder is left then.
-        RunFolderError: the folder cannot be made.
-    """
+    """Make the run's folder, with the script in it, and submit it. Where SLURM refuses the job, no folder is left."""
     check_sinks(config, config.save_dir)
     _ask("sbatch", "--test-only", stdin=script)
     run = create_folder(config)
@@ -100,11 +90,7 @@ def submit(script: str, config: RunConfig) -> tuple[RunDir, Job]:
 
 
 def state(job: Job) -> str | None:
-    """The job's state and, while it waits, the reason, in SLURM's terms; ``None`` when SLURM no longer knows it.
-
-    Raises:
-        UsageError: SLURM does not answer.
-    """
+    """The job's state and, while it waits, the reason, in SLURM's terms; ``None`` when SLURM no longer knows it."""
     try:
         answer = _ask("squeue", "--noheader", "--jobs", str(job.id), "--states", "all", "--format", "%T %r")
     except UsageError as error:
@@ -169,12 +155,7 @@ class _Log:
 
 
 def stop(run: RunDir, job: Job, timeout: float) -> str:
-    """End a submitted run: out of the queue, or with a checkpoint when it runs; the status that it then has.
-
-    Raises:
-        RunFolderError: the job is over already, or is still there after ``timeout`` seconds.
-        UsageError: SLURM does not answer.
-    """
+    """End a submitted run: out of the queue, or with a checkpoint when it runs; the status that it then has."""
     now = state(job)
     if now is None or _OVER.match(now):
         fix = f"see `lockstep show {run.path}`"
