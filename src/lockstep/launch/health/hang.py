@@ -49,43 +49,26 @@ class Standstill(FileContent):
     node: str = ""
     workers: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        sign: Sign,
-        *,
-        silent_s: float,
-        state: str = "running",
-        stack: Stack = (),
-        workers: tuple[str, ...] = (),
-        node: str = "",
-    ) -> Standstill:
-        return cls(
-            rank=rank,
-            step=sign.step,
-            doing=sign.activity.phrase(sign.step),
-            ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
-            waits_for_data=waits_for_data(sign, stack),
-            waits_for_save=sign.activity is Activity.AWAITING_SAVE,
-            silent_s=silent_s,
-            state=state,
-            place=place_of(stack),
-            in_framework=bool(stack) and stack[0].is_framework,
-            in_user_code=any(not frame.is_library for frame in stack),
-            stack=tuple(map(str, own_part(stack))),
-            workers=workers,
-            node=node,
-        )
-
-    @property
-    def where(self) -> str:
-        """The line that it is blocked on: that of its loader's first worker, if it waits for one."""
-        return self.workers[0] if self.workers else self.place
-
     @property
     def name(self) -> str:
         return f"{self.rank} on {self.node}" if self.node else f"{self.rank}"
+
+
+def standstill(rank: int, sign: Sign, stack: Stack, **known: Any) -> Standstill:
+    """From a rank's newest sign and the stack of its main thread; ``known``: the other fields."""
+    return Standstill(
+        rank=rank,
+        step=sign.step,
+        doing=sign.activity.phrase(sign.step),
+        ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
+        waits_for_data=waits_for_data(sign, stack),
+        waits_for_save=sign.activity is Activity.AWAITING_SAVE,
+        place=place_of(stack),
+        in_framework=bool(stack) and stack[0].is_framework,
+        in_user_code=any(not frame.is_library for frame in stack),
+        stack=tuple(map(str, own_part(stack))),
+        **known,
+    )
 
 
 class HangReport(FileContent):
@@ -119,7 +102,8 @@ class HangReport(FileContent):
         who = f"rank {first.name} has" if len(behind) == 1 else f"ranks {', '.join(r.name for r in behind)} have"
         if first.state == "stopped":
             return f"{who} sent no heartbeat for {silent}, in {first.doing}"
-        return f"{who} made no progress for {silent}, in {first.doing}{first.where and f': {first.where}'}"
+        where = first.workers[0] if first.workers else first.place
+        return f"{who} made no progress for {silent}, in {first.doing}{where and f': {where}'}"
 
     @property
     def cause(self) -> Cause:
@@ -236,8 +220,7 @@ class HangWatch:
             stack, workers = stacks.get(rank, ()), tuple[str, ...]()
             if stack and waits_for_data(sign, stack):
                 workers = ask_workers(self._pids[rank], rank, self._logs)
-            how: dict[str, Any] = {"silent_s": silent_s[rank], "state": states[rank]}
-            places.append(Standstill.of(rank, sign, stack=stack, workers=workers, **how))
+            places.append(standstill(rank, sign, stack, silent_s=silent_s[rank], state=states[rank], workers=workers))
         return HangReport(timeout_s=self._timeout_s, ranks=tuple(places))
 
 

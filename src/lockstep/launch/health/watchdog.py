@@ -126,9 +126,9 @@ class Watchdog(threading.Thread):
         elif self._workers is None:
             self._workers = self._ask_workers() if hang.waits_for_data(sign, stack) else ()
         self._sent += 1
-        where: dict[str, Any] = {"stack": stack, "workers": self._workers or ()}
-        where["node"] = self._host if self._world.nodes > 1 else ""
-        at = hang.Standstill.of(self._world.rank, sign, silent_s=silent_s, **where)
+        node = self._host if self._world.nodes > 1 else ""
+        known = {"silent_s": silent_s, "workers": self._workers or (), "node": node}
+        at = hang.standstill(self._world.rank, sign, stack, **known)
         untimed = sign.activity.is_untimed
         return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
 
