@@ -46,7 +46,7 @@ def go_on(rank: int, size: int, folders: list[Path]) -> dict[str, Any]:
     run_owner.CHUNK_BYTES = 100  # so that every file travels in several pieces
     team, config = team_of(rank), config_at(folders[rank])
     try:
-        keeping = agree(team, config, resume=True, job=None)
+        keeping = agree(team, config, resume=True)
     except ConfigError as error:
         return {"error": str(error)}
     share_run(team, keeping, config)

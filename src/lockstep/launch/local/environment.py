@@ -15,8 +15,6 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 #: Marks every descendant of one launch.
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
-#: One start of several nodes, restarts included (see :mod:`lockstep.launch.nodes.run_owner`).
-JOB = "LOCKSTEP_JOB"
 #: The caller's ``sys.path``, as JSON: a folder's name may have a colon.
 SYS_PATH = "LOCKSTEP_SYS_PATH"
 #: Intra-op threads of each rank.
@@ -25,7 +23,7 @@ THREADS = "LOCKSTEP_THREADS"
 #: What an outer launcher set for the caller does not apply to the caller's ranks.
 _OTHER_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", LAUNCHER_PID, JOB),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", LAUNCHER_PID),
 )
 
 

@@ -30,11 +30,10 @@ from torch.distributed.elastic.utils.store import barrier
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local import environment, signals
+from lockstep.launch.local import signals
 from lockstep.launch.local.launcher import MONITOR_INTERVAL_S, Launch, Supervisor, start_ranks
 from lockstep.launch.nodes import liveness
 from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
-from lockstep.telemetry.rundir import new_run_id
 
 #: With fewer nodes than the maximum, how long a start waits for one more.
 LAST_CALL_S = 5.0
@@ -45,7 +44,7 @@ MAKE_ROOM_S = 3.0
 #: How long the nodes wait for each other at the end: one of them serves the store.
 _EXIT_BARRIER_S = 30.0
 _REASON_S = 5.0
-_JOB, _FAILURE = "lockstep/job", "lockstep/failure"
+_FAILURE = "lockstep/failure"
 
 
 class LostContact(Exception):
@@ -94,8 +93,6 @@ class _Node:
         launch.stop.notify(self._interrupt)
         while True:
             store = self._connect()
-            job = os.environ.setdefault(environment.JOB, new_run_id())
-            os.environ[environment.JOB] = store.compare_set(_JOB, "", job).decode()
             self._prepare(store)
             try:
                 return self._run_ranks(store)

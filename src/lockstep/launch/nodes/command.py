@@ -127,7 +127,8 @@ def train_as_node_rank(rank: Rank) -> int:
         if rank.world.local_rank == 0:
             write_json(folder.path / _BEGUN, {"run": start.run.path, "keeps": start.keeps})
 
-    request = Request(**read_json(folder.path / _REQUEST))
+    last = _read(folder, _BEGUN)
+    request = Request(**{**read_json(folder.path / _REQUEST), "begun": last and last["run"]})
     result = train_as_rank(load_task(folder, config), config, rank.world, request, rank, begun)
     if rank.world.local_rank == 0:
         write_json(folder.path / _RESULT, {**asdict(result), "run_dir": str(result.run_dir)})

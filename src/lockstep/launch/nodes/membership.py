@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -99,6 +99,13 @@ class Team:
                     raise SystemExit(error.exit_code)
                 what = error.what if len(self.leads) == 1 else f"node {self.node_of(rank)}: {error.what}"
                 raise type(error)(what, why=error.why, fix=error.fix)
+
+    def refuse_different(self, values: Mapping[int, str], what: str, *, why: str, fix: str) -> None:
+        """End every rank if ``values``, by rank, are not the same; every rank has the same ``values``."""
+        nodes = {value: self.node_of(rank) for rank, value in reversed(values.items())}
+        if len(nodes) > 1:
+            listed = ", ".join(f"{value} on {node}" for value, node in nodes.items())
+            self.end_if([ConfigError(f"the nodes {what}: {listed}", why=why, fix=fix)])
 
 
 def _prints(world: World) -> bool:

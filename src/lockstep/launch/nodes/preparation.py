@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,12 +11,10 @@ from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
-from lockstep.errors import ConfigError
 from lockstep.hardware import Placement, World
 from lockstep.launch import run_claim
-from lockstep.launch.local.environment import JOB
 from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
-from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, mark_job, share_run
+from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, share_run
 from lockstep.launch.prepare import place, plan_for
 from lockstep.planning import Plan
 from lockstep.telemetry.rundir import RunDir
@@ -30,13 +27,14 @@ class Request:
 
     ``resume``: the unfinished run in ``save_dir``, if there is one. ``given``: the settings that differ from the
     defaults. ``as_given``: the task is the caller's object, not made from a name or class. ``accept_data``: resume on
-    other training data of the same length, too.
+    other training data of the same length, too. ``begun``: the run that the ranks of this node trained before.
     """
 
     resume: bool
     given: Mapping[str, Any]
     as_given: bool
     accept_data: bool = False
+    begun: str | None = None
 
 
 class Planned(NamedTuple):
@@ -69,7 +67,7 @@ def prepare_together(
     team: Team, world: World, task: Task, config: RunConfig, request: Request, claim: contextlib.ExitStack
 ) -> Start:
     """Agree on the run and its plan, which rank 0 makes. Collective. ``claim`` holds that on a run that is resumed."""
-    keeping, run, keeps = _agreed(team, config, request.resume)
+    keeping, run, keeps = _agreed(team, config, request.resume, request.begun)
     found = bool(keeping.found)
     if found:
         whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.me.rank == 0)
@@ -87,16 +85,15 @@ def prepare_together(
     def begin(plan: Plan, step: int) -> int:
         if not found:
             run_claim.create_folder(config, keeping.run_id)
-        mark_job(run, os.environ.get(JOB))
         return record_attempt(run, config, plan, step)
 
     what = Planned(task, config, placement, datasets, request.accept_data)
     return Start(keeping, run, what, *plan_together(team, run, what, begin, found=found, keeps=keeps), keeps)
 
 
-def _agreed(team: Team, config: RunConfig, resume: bool) -> tuple[Keeping, RunDir, bool]:
+def _agreed(team: Team, config: RunConfig, resume: bool, begun: str | None = None) -> tuple[Keeping, RunDir, bool]:
     """Which run all ranks train, its folder here, and whether this rank writes it. Collective."""
-    keeping = agree(team, config, resume=resume, job=os.environ.get(JOB))
+    keeping = agree(team, config, resume=resume, begun=begun)
     share_run(team, keeping, config)
     return keeping, RunDir(keeping.path), team.me.rank in keeping.keepers
 
@@ -117,7 +114,6 @@ def agreed_folder(
     found = bool(keeping.found)
     team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=found and keeps)
     team.together(lambda: create(config, keeping.run_id), here=keeps and not found)
-    team.together(lambda: mark_job(run, os.environ.get(JOB)), here=keeps)
     return run, found, keeps
 
 
@@ -177,14 +173,12 @@ def place_together(team: Team, config: RunConfig, world: World) -> Placement:
         return placement
     everywhere = team.collectives.all_gather(placement)
     for what in ("accelerator", "strategy", "backend", "precision"):
-        values = {getattr(other, what): team.node_of(rank) for rank, other in reversed(list(enumerate(everywhere)))}
-        if len(values) > 1:
-            error = ConfigError(
-                f"the nodes differ in {what}: {', '.join(f'{value} on {node}' for value, node in values.items())}",
-                why="one step computes on all of them, in the same way",
-                fix="name the devices on each node with --devices, of one kind",
-            )
-            team.end_if([error])
+        team.refuse_different(
+            {rank: getattr(other, what) for rank, other in enumerate(everywhere)},
+            f"differ in {what}",
+            why="one step computes on all of them, in the same way",
+            fix="name the devices on each node with --devices, of one kind",
+        )
     return replace(placement, by_node={team.node_of(lead): everywhere[lead].devices for lead in team.leads})
 
 

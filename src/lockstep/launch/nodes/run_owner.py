@@ -20,15 +20,13 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.store import CheckpointStore, Pointer
 from lockstep.config import RunConfig
-from lockstep.errors import CheckpointError, ConfigError, RunFolderError, UnreadableError
+from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.launch.local.rank_log import log_file
 from lockstep.launch.nodes.membership import Member, Team
 from lockstep.launch.run_claim import create_folder, existing_run, warn
 from lockstep.telemetry.files import absolute, storing, temporary_name
-from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, write_json
+from lockstep.telemetry.rundir import RunDir, new_run_id
 
-#: In a run folder: the start of several nodes that it belongs to, their restarts included.
-JOB_FILE = "job.json"
 #: How much of a checkpoint travels in one piece.
 CHUNK_BYTES = 32 << 20
 #: Of a longer log only the end is gathered.
@@ -73,54 +71,34 @@ class Keeping:
         return max(self.found, key=lambda rank: (self.found[rank].step, -rank), default=None)
 
 
-def agree(team: Team, config: RunConfig, *, resume: bool, job: str | None) -> Keeping:
-    """Find the run to resume, or name a new one. Collective.
+def agree(team: Team, config: RunConfig, *, resume: bool, begun: str | None = None) -> Keeping:
+    """Find the run to resume, or name a new one. Collective. ``begun``: the run that this node's ranks trained before.
 
-    ``job`` names this start of several nodes, restarts included; a run of it is resumed in any case. Raises
-    :class:`UsageError`: the folders hold different runs, one that is still running, or cannot be written.
+    Raises :class:`UsageError`: the folders hold different runs, one that is still running, or cannot be written.
     """
-    everywhere = team.collectives.all_gather(team.together(lambda: _look(config, resume, job), here=team.is_lead))
+    everywhere = team.collectives.all_gather(team.together(lambda: _look(config, resume, begun), here=team.is_lead))
     known = {rank: one for rank, one in enumerate(everywhere) if one is not None}
-    ids = {found.run_id: team.node_of(rank) for rank, found in reversed(known.items())}
-    if len(ids) > 1:
-        error = ConfigError(
-            f"the nodes have different runs: {', '.join(f'{run} on {node}' for run, node in ids.items())}",
-            why="the ranks can resume only one",
-            fix="name another --save-dir, or move the folder away on the nodes that shall get the run from the others",
-        )
-        team.end_if([error])
-    run_id = next(iter(ids), None) or team.collectives.broadcast(job or new_run_id(config.save_dir))
+    team.refuse_different(
+        {rank: found.run_id for rank, found in known.items()},
+        "have different runs",
+        why="the ranks can resume only one",
+        fix="name another --save-dir, or move the folder away on the nodes that shall get the run from the others",
+    )
+    new_id = team.collectives.broadcast(new_run_id(config.save_dir))
+    run_id = next((found.run_id for found in known.values()), new_id)
     path = absolute(config.save_dir or config.runs_dir / run_id)
     keeper = lowest_sharing(team, path)
     keepers = tuple(sorted(set(team.collectives.all_gather(keeper))))
     return Keeping(run_id, path, keepers, keeper, {rank: one for rank, one in known.items() if rank in keepers})
 
 
-def _look(config: RunConfig, resume: bool, job: str | None) -> Found | None:
+def _look(config: RunConfig, resume: bool, begun: str | None) -> Found | None:
     """The run that this node could resume."""
-    path = config.save_dir or (config.runs_dir / job if job else None)
-    if path is not None and job is not None and _job_of(path) == job:
-        run: RunDir | None = RunDir.open(path)  # the start before this one, whose processes have ended
-    else:
-        run = existing_run(config, resume)
+    run = RunDir.open(Path(begun)) if begun is not None else existing_run(config, resume)
     if run is None:
         return None
     record, step = run.read(), CheckpointStore(run.checkpoints).newest_verified(warn)
     return Found(record.id, record.attempt, -1 if step is None else step)
-
-
-def _job_of(path: Path) -> str | None:
-    """The job that the run folder ``path`` was last written by."""
-    with contextlib.suppress(RunFolderError):
-        content = read_json(path / JOB_FILE)
-        return str(content.get("job")) if isinstance(content, dict) else None
-    return None
-
-
-def mark_job(run: RunDir, job: str | None) -> None:
-    """Let the next start of ``job`` find its run."""
-    if job is not None:
-        write_json(run.path / JOB_FILE, {"job": job})
 
 
 def lowest_sharing(team: Team, path: Path) -> int:
