@@ -168,8 +168,8 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
         cause, memory = _with_memory(cause, run_dir, launcher.memory, launcher.machine, failures, first.evaluating)
     others = tuple(rank for rank in ranks if rank is not first)
-    how = {"launcher_error": launcher.error, "memory": memory, "collectives": collectives}
-    return FailureReport(launcher.ranks or len(ranks), first, others, cause, **how)
+    number = launcher.ranks or len(ranks)
+    return FailureReport(number, first, others, cause, launcher.error, memory=memory, collectives=collectives)
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:

@@ -102,7 +102,7 @@ class Team:
 
     def refuse_different(self, values: Mapping[int, str], what: str, *, why: str, fix: str) -> None:
         """End every rank if ``values``, by rank, are not the same; every rank has the same ``values``."""
-        nodes = {value: self.node_of(rank) for rank, value in reversed(values.items())}
+        nodes = {value: self.node_of(rank) for rank, value in sorted(values.items(), reverse=True)}
         if len(nodes) > 1:
             listed = ", ".join(f"{value} on {node}" for value, node in nodes.items())
             self.end_if([ConfigError(f"the nodes {what}: {listed}", why=why, fix=fix)])
