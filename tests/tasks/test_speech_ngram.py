@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError
-from lockstep.tasks.speech.decoding import decode_beam
-from lockstep.tasks.speech.ngram import START, Ngram, count, read_texts
+from lockstep.tasks.speech.decoding import START, Ngram, count, decode_beam, read_texts
 from lockstep.tasks.speech.vocabulary import BLANK, ENGLISH
 from tests.tasks.speech_files import write_lines
 from tests.tasks.test_speech_decoding import every_alignment, random_log_probs, row

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tasks.speech.resample import _filters, resample, resampled_length
+from lockstep.tasks.speech.audio import _filters, resample, resampled_length
 
 TARGET = 16_000
 

@@ -24,10 +24,20 @@ from lockstep.data.download import hash_file
 from lockstep.data.files import cache_folder
 from lockstep.errors import DataError
 from lockstep.tasks.speech import espeak, synthesis
+from lockstep.tasks.speech.espeak import Line
 from lockstep.tasks.speech.features import log_mel
-from lockstep.tasks.speech.synthesis import SPLITS, Recipe, synthesise, synthesised, synthesised_folder
+from lockstep.tasks.speech.synthesis import (
+    ACCENTS,
+    SPLITS,
+    VOICES,
+    Recipe,
+    draw_sentence,
+    split_of,
+    synthesise,
+    synthesised,
+    synthesised_folder,
+)
 from lockstep.tasks.speech.vocabulary import ENGLISH, alignment_frames
-from lockstep.tasks.speech.voices import ACCENTS, VOICES, Line, draw_sentence, split_of
 from tests.gloo import ROOT, clean_environment
 
 SMALL, TINY = Recipe(train=20, val=6, test=6), Recipe(train=1, val=1, test=1)

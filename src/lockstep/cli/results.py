@@ -164,7 +164,7 @@ def transcribe(
         raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
-    from lockstep.tasks.speech.transcribe import transcribe as transcripts_of
+    from lockstep.tasks.speech.task import transcribe as transcripts_of
 
     transcripts = transcripts_of(*load_model(found, chosen), files)
     if as_json:

@@ -1,8 +1,12 @@
-"""Recordings on disk: WAV, FLAC, OGG and whatever else libsndfile reads, as 16 kHz mono."""
+"""Recordings on disk: WAV, FLAC, OGG and whatever else libsndfile reads, as 16 kHz mono; and other sample rates."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,15 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.tasks.speech.resample import resample, resampled_length
 
 #: Samples a second of everything behind this module.
 RATE_HZ = 16_000
 
 Waveform = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
 
-#: What libsndfile raises (its errors are RuntimeErrors), and what paths that are none do.
-_UNREADABLE = (OSError, RuntimeError, ValueError)
+#: Of the resampling filter: zero crossings of the sinc on each side of its centre; where it cuts off, as a share of the
+#: lower of the two Nyquist frequencies (room for its slope); and the Kaiser window's (1974), for about 80 dB.
+ZERO_CROSSINGS, ROLLOFF, KAISER_BETA = 40, 0.95, 8.0
+#: Coefficients are multiples of this, so that sums over 16-bit samples are exact in 64-bit floats, in any order
+#: and on any machine.
+COEFFICIENT_STEP = 2.0**-26
 
 
 class AudioInfo(NamedTuple):
@@ -33,17 +41,6 @@ class AudioInfo(NamedTuple):
         return resampled_length(self.frames, self.rate, RATE_HZ)
 
 
-def soundfile() -> Any:
-    """The library. Raises :class:`DataError` where it is not installed."""
-    try:
-        import soundfile
-    except ImportError as error:
-        raise DataError(
-            "reading recordings needs the package soundfile", why=str(error), fix="pip install 'lockstep-train[speech]'"
-        ) from None
-    return soundfile
-
-
 def read_info(path: Path | str) -> AudioInfo:
     """Length and rate from the header of a file that is whole.
 
@@ -52,22 +49,14 @@ def read_info(path: Path | str) -> AudioInfo:
     Raises:
         DataError: no file, or none that can be read to its end; a sample is not finite.
     """
-    library = soundfile()
-    _refuse_others(path)
-    try:
-        with library.SoundFile(path) as file:
-            info = AudioInfo(file.frames, file.samplerate)
-            if info.frames and file.subtype in ("FLOAT", "DOUBLE") and not np.isfinite(file.read(always_2d=True)).all():
-                raise _unreadable(path, "it has samples that are NaN or infinite")
-            if file.format == "WAV" and _is_cut(Path(path)):
-                raise _unreadable(path, "it ends before its header says")
-            if info.frames:
-                file.seek(info.frames - 1)
-                if len(file.read(1)) != 1:
-                    raise _unreadable(path, "it ends before its header says")
-            return info
-    except _UNREADABLE as error:
-        raise _unreadable(path, error) from None
+    with _opened(path) as file:
+        info = AudioInfo(file.frames, file.samplerate)
+        if info.frames and file.subtype in ("FLOAT", "DOUBLE") and not np.isfinite(file.read(always_2d=True)).all():
+            raise ValueError("it has samples that are NaN or infinite")
+        file.seek(max(0, info.frames - 1))
+        if (info.frames and len(file.read(1)) != 1) or (file.format == "WAV" and _is_cut(Path(path))):
+            raise ValueError("it ends before its header says")
+        return info
 
 
 def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = None) -> Waveform:
@@ -79,25 +68,38 @@ def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = N
     Raises:
         DataError: the file cannot be read, or is shorter than that.
     """
-    library = soundfile()
-    _refuse_others(path)
+    with _opened(path) as file:
+        rate = file.samplerate
+        file.seek(round(offset * rate))
+        # One frame more than enough: rounding must not make a resampled piece a sample short.
+        frames = -1 if duration is None else round(duration * rate) + 1
+        sound = file.read(frames, dtype="float32", always_2d=True)
+        mono = sound[:, 0] if sound.shape[1] == 1 else sound.mean(axis=1)
+        wave: Waveform = resample(mono, rate, RATE_HZ).astype(np.float32)
+        wanted = len(wave) if duration is None else round(duration * RATE_HZ)
+        if len(wave) < wanted:
+            raise ValueError(f"it has {len(wave) / RATE_HZ:.3f} s of the {duration:.3f} s from {offset:.3f} s on")
+        return wave[:wanted]
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str) -> Iterator[Any]:
+    """``path``, open in libsndfile; what cannot be read in the body is a :class:`DataError`."""
     try:
-        with library.SoundFile(path) as file:
-            rate = file.samplerate
-            file.seek(round(offset * rate))
-            # One frame more than enough: rounding must not make a resampled piece a sample short.
-            frames = -1 if duration is None else round(duration * rate) + 1
-            sound = file.read(frames, dtype="float32", always_2d=True)
-    except _UNREADABLE as error:
-        raise _unreadable(path, error) from None
-    mono = sound[:, 0] if sound.shape[1] == 1 else sound.mean(axis=1)
-    wave: Waveform = resample(mono, rate, RATE_HZ).astype(np.float32)
-    if duration is None:
-        return wave
-    wanted = round(duration * RATE_HZ)
-    if len(wave) < wanted:
-        raise _unreadable(path, f"it has {len(wave) / RATE_HZ:.3f} s of the {duration:.3f} s from {offset:.3f} s on")
-    return wave[:wanted]
+        import soundfile
+    except ImportError as error:
+        raise DataError(
+            "reading recordings needs the package soundfile", why=str(error), fix="pip install 'lockstep-train[speech]'"
+        ) from None
+    # A named pipe would be waited for, a device read for ever. (Path.is_file raises where a path is too long.)
+    if not os.path.isfile(path):  # noqa: PTH113
+        raise DataError(f"there is no file {path}", fix="check the path")
+    try:
+        with soundfile.SoundFile(path) as file:
+            yield file
+    except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
+        fix = "restore the file, or convert it to WAV or FLAC"
+        raise DataError(f"cannot read {path}", why=str(error), fix=fix) from None
 
 
 def _is_cut(wav: Path) -> bool:
@@ -113,11 +115,46 @@ def _is_cut(wav: Path) -> bool:
     return False
 
 
-def _refuse_others(path: Path | str) -> None:
-    """A named pipe would be waited for, a device read for ever."""
-    if not os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises where a path is too long)
-        raise DataError(f"there is no file {path}", fix="check the path")
+def resampled_length(samples: int, rate: int, target: int) -> int:
+    """Samples that :func:`resample` returns: the instants of the new grid within the recording."""
+    return -(-samples * target // rate)
 
 
-def _unreadable(path: Path | str, why: object) -> DataError:
-    return DataError(f"cannot read {path}", why=str(why), fix="restore the file, or convert it to WAV or FLAC")
+def resample(waveform: npt.NDArray[Any], rate: int, target: int) -> Floats:
+    """``waveform`` (samples,) at ``rate`` Hz as it would have been recorded at ``target`` Hz.
+
+    Output sample n stands at the time of input sample n·rate/target; beyond its ends the recording is silent. A
+    polyphase windowed-sinc filter: Smith, "Digital Audio Resampling", 'Theory of ideal bandlimited interpolation'.
+
+    Returns:
+        float64, shape [ceil(samples · target / rate)].
+    """
+    common = math.gcd(rate, target)
+    up, down = target // common, rate // common
+    wave = np.asarray(waveform, dtype=np.float64)
+    if up == down:
+        return wave
+    filters = _filters(up, down)
+    half = filters.shape[1] // 2
+    length = resampled_length(len(wave), rate, target)
+    padded = np.pad(wave, (half - 1, half + down))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, filters.shape[1])
+    result = np.empty(length)
+    for phase in range(min(up, length)):
+        first = phase * down // up
+        rows = len(range(phase, length, up))
+        result[phase::up] = windows[first : first + (rows - 1) * down + 1 : down] @ filters[phase]
+    return result
+
+
+@lru_cache(maxsize=8)
+def _filters(up: int, down: int) -> Floats:
+    """One filter a phase, shape (up, taps): row p weighs the inputs around an output that lies p/up after an input."""
+    cutoff = ROLLOFF * min(1.0, up / down)
+    half = math.ceil(ZERO_CROSSINGS / cutoff)
+    fractions = (np.arange(up) * down % up) / up
+    times = np.arange(1 - half, half + 1) - fractions[:, None]
+    window = np.i0(KAISER_BETA * np.sqrt(np.clip(1 - (times / half) ** 2, 0, None))) / np.i0(KAISER_BETA)
+    ideal = cutoff * np.sinc(cutoff * times) * window
+    ideal /= ideal.sum(axis=1, keepdims=True)  # a constant stays what it is, in every phase
+    return np.round(ideal / COEFFICIENT_STEP) * COEFFICIENT_STEP

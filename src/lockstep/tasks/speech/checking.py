@@ -15,10 +15,9 @@ from typing import NamedTuple
 from lockstep.data.files import cache_folder
 from lockstep.errors import DataError, RunFolderError, StorageError
 from lockstep.models.recogniser import output_lengths
-from lockstep.tasks.speech.audio import RATE_HZ, AudioInfo, read_info
+from lockstep.tasks.speech.audio import RATE_HZ, read_info, resampled_length
 from lockstep.tasks.speech.features import feature_frames
 from lockstep.tasks.speech.manifest import MAX_MANIFEST_BYTES, Row, Utterance
-from lockstep.tasks.speech.resample import resampled_length
 from lockstep.tasks.speech.vocabulary import ENGLISH, Vocabulary, alignment_frames
 from lockstep.telemetry.files import read_json, write_json
 
@@ -65,45 +64,52 @@ def open_rows(
     Args:
         name: what the rows are, for people: the manifest's path.
         downsampling: by how much the recogniser shortens the features; CTC needs a frame for every symbol.
-        longest_s: seconds of the longest utterance that is accepted.
         skip_bad: leave out what cannot be used, with a warning that says how many.
         recheck: look again, whatever was found before (once per node: ``prepare()``).
-        vocabulary: what transcripts may contain.
 
     Raises:
         DataError: some lines cannot be used, each of them listed, or none is left.
     """
-    key = _key(rows, downsampling, longest_s, vocabulary)
-    checked = None if recheck else _recall(key)
+    content = json.dumps([VERSION, downsampling, longest_s, vocabulary.symbols, rows])
+    cache = cache_folder() / "checked" / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+    checked = None if recheck else _recall(cache)
     is_new = checked is None
     if checked is None:
         checked = check_rows(rows, downsampling, longest_s, vocabulary)
-        _remember(key, checked)
-    if checked.faults and not skip_bad:
+        with contextlib.suppress(OSError, StorageError):  # a cache that cannot be written costs time, not the run
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache, checked._asdict(), durable=False)
+    utterances, faults = checked
+    if faults and not skip_bad:
         raise DataError(
-            f"{name}: {len(checked.faults)} of {len(rows)} lines cannot be used",
-            why=_told(checked.faults),
+            f"{name}: {len(faults)} of {len(rows)} lines cannot be used",
+            why=_told(faults),
             fix="fix or remove these lines, or train without them: --set task.skip_bad=true",
         )
-    if not checked.utterances:
-        raise DataError(
-            f"{name} has no usable line",
-            why=_told(checked.faults) or "it is empty",
-            fix="check that it is the right file",
-        )
-    if checked.faults and is_new:  # reported once, not by every rank
-        _log.warning("%s: %d of %d lines are left out\n%s", name, len(checked.faults), len(rows), _told(checked.faults))
-    return checked.utterances
+    if not utterances:
+        why, fix = _told(faults) or "it is empty", "check that it is the right file"
+        raise DataError(f"{name} has no usable line", why=why, fix=fix)
+    if faults and is_new:  # reported once, not by every rank
+        _log.warning("%s: %d of %d lines are left out\n%s", name, len(faults), len(rows), _told(faults))
+    return utterances
+
+
+def _recall(cache: Path) -> Checked | None:
+    """What an earlier check found."""
+    try:
+        found = read_json(cache, max_bytes=MAX_MANIFEST_BYTES)
+        return Checked([Utterance(*u) for u in found["utterances"]], [Fault(*f) for f in found["faults"]])
+    except (RunFolderError, KeyError, TypeError):
+        return None
 
 
 def report_repeats(splits: Mapping[str, Sequence[Utterance]]) -> None:
     """Warn about utterances that occur twice in a split, or in training and in another split too."""
     seen = {split: Counter((u.audio_path, u.offset, u.text) for u in found) for split, found in splits.items()}
     for split, found in seen.items():
-        repeats = {one: count for one, count in found.items() if count > 1}
+        repeats = [place for (place, *_), count in found.items() if count > 1]
         if repeats:
-            first = next(iter(repeats))[0]
-            _log.warning("%s: %d utterances occur more than once, the first is %s", split, len(repeats), first)
+            _log.warning("%s: %d utterances occur more than once, the first is %s", split, len(repeats), repeats[0])
         shared = found.keys() & seen["train"].keys() if split != "train" else set()
         if shared:
             share = "all" if len(shared) == len(found) else str(len(shared))
@@ -127,10 +133,12 @@ def check_rows(
     """Look at every row and, by its header, at every file."""
     checked = Checked([], [])
     for row in rows:
-        faults = list(row.faults)
-        text = vocabulary.normalise(row.text)
-        if not faults:
-            faults += _text_faults(text, vocabulary)
+        faults, text = list(row.faults), vocabulary.normalise(row.text)
+        unknown = vocabulary.unknown(text)
+        if not faults and not text:
+            faults.append("the text is empty")
+        elif not faults and unknown:
+            faults.append(f"symbols outside the vocabulary: {' '.join(map(repr, unknown))}")
         samples = _samples(row, faults) if row.audio_path else 0
         if not faults:
             ids, frames = vocabulary.encode(text), output_lengths(feature_frames(samples), downsampling)
@@ -151,13 +159,6 @@ def check_rows(
     return checked
 
 
-def _text_faults(text: str, vocabulary: Vocabulary) -> list[str]:
-    if not text:
-        return ["the text is empty"]
-    unknown = vocabulary.unknown(text)
-    return [f"symbols outside the vocabulary: {' '.join(map(repr, unknown))}"] if unknown else []
-
-
 def _samples(row: Row, faults: list[str]) -> int:
     """Samples at 16 kHz of the row's utterance; adds to ``faults`` what is wrong with its audio."""
     try:
@@ -172,48 +173,20 @@ def _samples(row: Row, faults: list[str]) -> int:
         faults.append(f"low sample rate: recorded at {info.rate} Hz, speech needs {LOWEST_RATE_HZ}")
     if row.rate is not None and row.rate != info.rate:
         faults.append(f"wrong sample_rate: sample_rate says {row.rate:g} Hz, the file has {info.rate}")
-    return _whole(row, info, faults) if row.offset is None else _part(row, row.offset, info, faults)
-
-
-def _whole(row: Row, info: AudioInfo, faults: list[str]) -> int:
     seconds = info.frames / info.rate
-    if row.duration is not None and abs(row.duration - seconds) > max(TOLERANCE_S, TOLERANCE_SHARE * seconds):
-        there = f"the file has {seconds:.3f} s at {info.rate} Hz"
-        faults.append(f"wrong duration: duration says {row.duration:g} s, {there} (a part needs an offset)")
-    return info.samples
-
-
-def _part(row: Row, offset: float, info: AudioInfo, faults: list[str]) -> int:
-    seconds = info.frames / info.rate
-    duration = seconds - offset if row.duration is None else row.duration
-    if offset >= seconds or offset + duration > seconds + TOLERANCE_S:
-        faults.append(f"outside the recording: ends at {offset + max(duration, 0):.3f} s, the file at {seconds:.3f} s")
+    if row.offset is None:
+        if row.duration is not None and abs(row.duration - seconds) > max(TOLERANCE_S, TOLERANCE_SHARE * seconds):
+            there = f"the file has {seconds:.3f} s at {info.rate} Hz"
+            faults.append(f"wrong duration: duration says {row.duration:g} s, {there} (a part needs an offset)")
+        return info.samples
+    duration = seconds - row.offset if row.duration is None else row.duration
+    end = row.offset + duration
+    if row.offset >= seconds or end > seconds + TOLERANCE_S:
+        ends = f"ends at {max(row.offset, end):.3f} s, the file at {seconds:.3f} s"
+        faults.append(f"outside the recording: {ends}")
         return 0
-    there = resampled_length(info.frames - round(offset * info.rate), info.rate, RATE_HZ)
-    samples = min(round(duration * RATE_HZ), there)
+    present = resampled_length(info.frames - round(row.offset * info.rate), info.rate, RATE_HZ)
+    samples = min(round(duration * RATE_HZ), present)
     if samples == 0:
         faults.append("the part has no samples")
     return samples
-
-
-# What an earlier check found
-
-
-def _key(rows: Sequence[Row], downsampling: int, longest_s: float, vocabulary: Vocabulary) -> Path:
-    content = json.dumps([VERSION, downsampling, longest_s, vocabulary.symbols, rows])
-    return cache_folder() / "checked" / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
-
-
-def _recall(path: Path) -> Checked | None:
-    try:
-        found = read_json(path, max_bytes=MAX_MANIFEST_BYTES)
-        return Checked([Utterance(*u) for u in found["utterances"]], [Fault(*f) for f in found["faults"]])
-    except (RunFolderError, KeyError, TypeError):
-        return None
-
-
-def _remember(path: Path, checked: Checked) -> None:
-    # A cache that cannot be written costs time, not the run.
-    with contextlib.suppress(OSError, StorageError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, checked._asdict(), durable=False)

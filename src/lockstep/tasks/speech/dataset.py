@@ -76,10 +76,8 @@ class Recordings:
 
     def fingerprint(self) -> str:
         """A hash of what is said and for how long: the same wherever the files lie and whatever machine reads them."""
-        digest = hashlib.sha256()
-        for utterance in self.utterances:
-            digest.update(f"{utterance.text}\t{utterance.duration}\t{utterance.offset}\n".encode())
-        return digest.hexdigest()[:16]
+        said = "".join(f"{utterance.text}\t{utterance.duration}\t{utterance.offset}\n" for utterance in self.utterances)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,10 @@ class Perturbation:
         return limited
 
 
-class AugmentedRecordings:
-    """Utterances for training, changed in a new way in each epoch.
+class AugmentedRecordings(Recordings):
+    """Utterances for training, changed in a new way in each epoch: draws depend on seed, epoch and sample alone.
 
-    Every draw comes from the generator of (seed, epoch, sample), so ranks and workers do not matter.
-
-    Args:
-        downsampling: by how much the recogniser shortens the features, since CTC needs a frame for every symbol.
+    ``downsampling`` is by how much the recogniser shortens the features: CTC needs a frame for every symbol.
     """
 
     def __init__(
@@ -126,25 +121,13 @@ class AugmentedRecordings:
         perturb: Perturbation | None = None,
         downsampling: int = 1,
     ) -> None:
-        self._recordings, self._mask, self._perturb = recordings, mask, perturb
-        self._downsampling = downsampling
-
-    def __len__(self) -> int:
-        return len(self._recordings)
+        super().__init__(recordings.utterances, recordings.vocabulary)
+        self._mask, self._perturb, self._downsampling = mask, perturb, downsampling
 
     def sample(self, index: int, rng: np.random.Generator) -> Sample:
         """Utterance ``index``, changed by draws from ``rng``."""
-        if self._perturb is None:
-            features, symbols = self._recordings[index]
-        else:
-            ids = self._recordings.symbols(index)
-            shortest = alignment_frames(ids) * self._downsampling * HOP
-            wave = self._perturb(self._recordings.waveform(index), rng, shortest)
-            features, symbols = extract(torch.from_numpy(wave)), torch.tensor(ids)
-        return Sample(features if self._mask is None else self._mask(features, rng), symbols)
-
-    def lengths(self) -> npt.NDArray[np.int64]:
-        return self._recordings.lengths()
-
-    def fingerprint(self) -> str:
-        return self._recordings.fingerprint()
+        wave, symbols = self.waveform(index), self.symbols(index)
+        if self._perturb is not None:
+            wave = self._perturb(wave, rng, alignment_frames(symbols) * self._downsampling * HOP)
+        features = extract(torch.from_numpy(wave))
+        return Sample(features if self._mask is None else self._mask(features, rng), torch.tensor(symbols))

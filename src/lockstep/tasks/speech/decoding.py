@@ -1,17 +1,28 @@
-"""From frame-wise log-probabilities to symbols, by best path or a beam search, both in batch; and their error rates."""
+"""From frame-wise log-probabilities to symbols, by best path or a beam search with an n-gram, and their error rates."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.tasks.speech.ngram import START, Ngram, indifferent
+from lockstep.errors import DataError, RunFolderError
+from lockstep.tasks.speech.manifest import read_rows
 from lockstep.tasks.speech.vocabulary import BLANK, ENGLISH, Vocabulary
+from lockstep.telemetry.files import read_bytes
 
-#: Multiplier and increment of Knuth's MMIX generator: prefixes are distinguished by a hash of 64 bits.
-_MULTIPLY, _ADD = 6364136223846793005, 1442695040888963407
+#: Symbols of the longest n-gram: the next one and a history of five.
+ORDER = 6
+#: The first history that is counted: of nothing but the beginning.
+START = 1
+#: A table row for each history takes memory: about 1 GB for a text of this size.
+MAX_BYTES = 16 << 20
+
 _NEVER = float("-inf")
 
 
@@ -38,9 +49,7 @@ def texts(ids: Tensor, lengths: Tensor, vocabulary: Vocabulary = ENGLISH) -> lis
 def decode_greedy(log_probs: Tensor, lengths: Tensor) -> Hypotheses:
     """The most probable symbol of each frame, repeats and then blanks taken out (Graves 2006, best path decoding).
 
-    Args:
-        log_probs: [n, frames, symbols]; what stands after an utterance's end has no influence.
-        lengths: frames of each utterance [n].
+    ``log_probs``: [n, frames, symbols], of which ``lengths`` [n] frames count.
     """
     best, path = log_probs.max(dim=2)
     inside = _inside(log_probs, lengths)
@@ -60,6 +69,81 @@ def _pack(path: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 def _inside(log_probs: Tensor, lengths: Tensor) -> Tensor:
     """Which frames belong to their utterance: [n, frames]."""
     return torch.arange(log_probs.shape[1], device=log_probs.device) < lengths.to(log_probs.device)[:, None]
+
+
+class Ngram(NamedTuple):
+    """An n-gram of symbols: an automaton whose states are histories; :data:`START` is that before the first symbol.
+
+    ``scores`` float64 [states, symbols] are what each next symbol adds to the score of a text, the blank's what the end
+    of the text adds; ``following`` int64 [states, symbols] are the states after each symbol.
+    """
+
+    scores: Tensor
+    following: Tensor
+
+    def weighted(self, weight: float, bonus: float) -> Ngram:
+        """Of log-probabilities, the scores ``weight`` · log-probability + ``bonus``: longer texts would else lose."""
+        return Ngram(weight * self.scores + bonus, self.following)
+
+
+def count(texts: Iterable[Sequence[int]], symbols: int, order: int = ORDER) -> Ngram:
+    """Natural log-probabilities by Witten and Bell's interpolation (Chen and Goodman 1998, section 2.5).
+
+    A history h that occurs N times before T different symbols has P(c|h) = (n(hc) + T P(c|h')) / (N + T), where h' is h
+    without its oldest symbol; below the shortest, empty one, all symbols are equally probable.
+
+    ``symbols`` is the size of the vocabulary, ``order`` at least 2. The blank marks both ends of a text.
+    """
+    stream = np.array([BLANK, *itertools.chain.from_iterable((*ids, BLANK) for ids in texts if len(ids))])
+    places = np.arange(1, len(stream))  # of the symbols that have a history of the length in question
+    states = np.zeros(len(stream), dtype=np.int64)  # of the history before each place
+    probabilities = _interpolated(states[places], stream[places], np.full((1, symbols), 1 / symbols))
+    following = np.zeros((1, symbols), dtype=np.int64)
+    for length in range(1, order):
+        # A history is one of a symbol less, at the place before, and the symbol there. None reaches over a text's end.
+        if length > 1:
+            places = np.intersect1d(places, places + 1)
+            places = places[stream[places - 1] != BLANK]
+        keys = states[places - 1] * symbols + stream[places - 1]
+        histories, first, row = np.unique(keys, return_index=True, return_inverse=True)
+        shorter, known = states[places[first]], len(following)
+        following.reshape(-1)[histories] = known + np.arange(len(histories))
+        following = np.concatenate([following, following[shorter]])
+        probabilities = np.concatenate([probabilities, _interpolated(row, stream[places], probabilities[shorter])])
+        states[places] = known + row
+    return Ngram(torch.from_numpy(np.log(probabilities)), torch.from_numpy(following))
+
+
+def _interpolated(rows: np.ndarray, seen: np.ndarray, shorter: np.ndarray) -> np.ndarray:
+    """P [histories, symbols]: symbol ``seen[i]`` follows history ``rows[i]``; ``shorter`` are those of h'."""
+    counts = np.zeros(shorter.shape)
+    np.add.at(counts, (rows, seen), 1)
+    kinds = np.count_nonzero(counts, axis=1)[:, None]
+    found: np.ndarray = (counts + kinds * shorter) / (counts.sum(axis=1)[:, None] + kinds)
+    return found
+
+
+def read_texts(path: Path, vocabulary: Vocabulary) -> list[list[int]]:
+    """The symbols of each line of a text, or of each transcript of a manifest (``.jsonl``), to be counted.
+
+    What the vocabulary lacks separates words. Raises :class:`DataError`: a file too large, or without a symbol of it.
+    """
+    try:
+        lines = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8", errors="replace").splitlines()
+    except RunFolderError as error:
+        raise DataError(f"cannot read the text {path}", why=error.what, fix="check task.lm_text") from None
+    if path.suffix == ".jsonl":
+        lines = [row.text for row in read_rows(path)]
+    found = []
+    for line in lines:
+        text = vocabulary.normalise(line)
+        text = text.translate({ord(symbol): " " for symbol in vocabulary.unknown(text)})
+        if words := text.split():
+            found.append(vocabulary.encode(" ".join(words)))
+    if not found:
+        why = "no line has a letter of task.alphabet"
+        raise DataError(f"{path} has no words to count", why=why, fix="check task.lm_text")
+    return found
 
 
 class _Beams(NamedTuple):
@@ -86,21 +170,20 @@ def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16, ngram: Ngra
     """The most probable text, by a search over prefixes that adds up all paths to the same one.
 
     After Hannun et al. 2014, "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional
-    Recurrent DNNs", algorithm 1, with an n-gram of symbols in place of one of words. Exact when ``width`` is at least
-    the number of prefixes.
-
-    Args:
-        log_probs: [n, frames, symbols]; what stands after an utterance's end has no influence.
-        lengths: frames of each utterance [n].
-        width: prefixes kept after each frame.
-        ngram: what it adds to the score of a prefix counts in the search, not in :attr:`Hypotheses.scores`.
+    Recurrent DNNs", algorithm 1, with an n-gram of symbols in place of one of words. Exact when ``width``, the prefixes
+    kept after each frame, is at least the number of prefixes. ``log_probs``: [n, frames, symbols], of which ``lengths``
+    [n] frames count. What ``ngram`` adds counts in the search, not in :attr:`Hypotheses.scores`.
     """
-    ngram = indifferent(log_probs.shape[2]) if ngram is None else ngram
-    ngram = ngram.to(log_probs.device)
     # In 64 bits a sum over very many paths keeps its digits.
-    log_probs = log_probs.double()
-    beams = _start(log_probs, width)
+    log_probs, symbols = log_probs.double(), log_probs.shape[2]
+    if ngram is None:  # one that adds 0 to the score of any text
+        ngram = Ngram(log_probs.new_zeros(START + 1, symbols), torch.full((START + 1, symbols), START))
+    ngram = Ngram(*(table.to(log_probs.device) for table in ngram))
     places = torch.arange(width, device=log_probs.device).expand(len(log_probs), width)
+    never, nobody = log_probs.new_full(places.shape, _NEVER), _nobody(width, log_probs.device).expand(places.shape)
+    # The empty prefix with probability 1, and places that no prefix has taken yet.
+    empty, last, start = never.where(places > 0, 0), torch.full_like(places, BLANK), torch.full_like(places, START)
+    beams = _Beams(last, nobody, nobody, empty, never, start, torch.zeros_like(never))
     steps = []
     for frame, inside in enumerate(_inside(log_probs, lengths).unbind(dim=1)):
         after, source, grown = _advance(beams, log_probs[:, frame], ngram)
@@ -114,18 +197,8 @@ def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16, ngram: Ngra
     for source, grown in reversed(steps):
         path.append(grown.gather(1, best))
         best = source.gather(1, best)
-    symbols = torch.cat(path[::-1], dim=1)
-    return Hypotheses(*_pack(symbols, symbols != BLANK), scores[:, 0])
-
-
-def _start(log_probs: Tensor, width: int) -> _Beams:
-    """The empty prefix with probability 1, and places that no prefix has taken yet."""
-    never = log_probs.new_full((len(log_probs), width), _NEVER)
-    blank = never.clone()
-    blank[:, 0] = 0
-    nobody = _nobody(width, log_probs.device).expand(never.shape)
-    start = torch.full_like(nobody, START)
-    return _Beams(torch.full_like(nobody, BLANK), nobody, nobody, blank, never, start, torch.zeros_like(never))
+    text = torch.cat(path[::-1], dim=1)
+    return Hypotheses(*_pack(text, text != BLANK), scores[:, 0])
 
 
 def _nobody(width: int, device: torch.device) -> Tensor:
@@ -134,11 +207,7 @@ def _nobody(width: int, device: torch.device) -> Tensor:
 
 
 def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Tensor, Tensor]:
-    """One more frame, whose log-probabilities are [n, symbols].
-
-    Returns:
-        The beams after it; from which place each of them comes, and by which symbol it grew there (the blank: by none).
-    """
+    """The beams after a frame of ``log_probs`` [n, symbols], where each comes from, and by which symbol it grew."""
     rows, symbols = log_probs.shape
     width = beams.key.shape[1]
     score = beams.score()
@@ -166,11 +235,13 @@ def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Te
     source = torch.where(stays, choice, (choice - width) // symbols)
     grown = torch.where(stays, BLANK, (choice - width) % symbols)
     key, state = beams.key.gather(1, source), beams.state.gather(1, source)
+    # A hash of 64 bits by which prefixes are distinguished (multiplier and increment of Knuth's MMIX generator).
+    mixed = ((key ^ (key >> 29)) + grown + 1) * 6364136223846793005 + 1442695040888963407
     # A candidate without any probability must not be taken for a prefix later.
     nobody, real = _nobody(width, value.device), value > _NEVER
     after = _Beams(
         torch.where(stays, beams.last.gather(1, source), grown),
-        torch.where(real, torch.where(stays, key, _hash(key, grown)), nobody),
+        torch.where(real, torch.where(stays, key, mixed), nobody),
         torch.where(real, torch.where(stays, beams.parent.gather(1, source), key), nobody),
         torch.where(stays, stay_blank.gather(1, source), _NEVER),
         torch.where(stays, stay_symbol.gather(1, source), value),
@@ -178,12 +249,6 @@ def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Te
         priors.gather(1, choice),
     )
     return after, source, grown
-
-
-def _hash(key: Tensor, symbol: Tensor) -> Tensor:
-    """Of a prefix grown by ``symbol``: a different number for each, but for an accident of about 1 in 2^64."""
-    mixed = (key ^ (key >> 29)) + symbol + 1
-    return mixed * _MULTIPLY + _ADD
 
 
 class ErrorRates:
@@ -203,12 +268,13 @@ class ErrorRates:
         import jiwer
 
         said, heard = (texts(*row, self._vocabulary) for row in ((reference_ids, reference_lengths), (ids, lengths)))
-        self._add("wer", jiwer.process_words(said, heard))
-        self._add("cer", jiwer.process_characters(said, heard))
-
-    def _add(self, name: str, found: Any) -> None:
-        wrong = found.substitutions + found.deletions
-        self._sums[name] += torch.tensor([wrong + found.insertions, wrong + found.hits])
+        alignments: dict[str, Any] = {
+            "wer": jiwer.process_words(said, heard),
+            "cer": jiwer.process_characters(said, heard),
+        }
+        for name, found in alignments.items():
+            wrong = found.substitutions + found.deletions
+            self._sums[name] += torch.tensor([wrong + found.insertions, wrong + found.hits])
 
     def compute(self) -> dict[str, Tensor]:
         """Shares, not per cent; NaN before the first reference."""

@@ -14,23 +14,34 @@ import json
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
 from lockstep.hardware.parent_death import watch_pipe
-from lockstep.tasks.speech.audio import RATE_HZ
-from lockstep.tasks.speech.resample import resample
-from lockstep.tasks.speech.voices import Line
+from lockstep.tasks.speech.audio import RATE_HZ, resample
 
 PACKAGE = "espeakng-loader"
+REINSTALL = f"reinstall {PACKAGE}: pip install --force-reinstall {PACKAGE}"
 
 _SYNCHRONOUS, _DONT_EXIT = 2, 0x8000  # AUDIO_OUTPUT_SYNCHRONOUS: no thread, no sound card; espeakINITIALIZE_DONT_EXIT
 _RATE, _PITCH, _RANGE = 1, 3, 4  # espeak_PARAMETER
 _CHARACTERS, _UTF8 = 1, 1  # POS_CHARACTER, espeakCHARS_UTF8
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+
+
+class Line(NamedTuple):
+    """One sentence and how it is said: by a variant of eSpeak NG, with its pitch and range in hundredths."""
+
+    text: str
+    voice: str
+    accent: str
+    words_per_minute: int
+    pitch: int
+    pitch_range: int
+    seed: int
 
 
 def engine_version() -> str:
@@ -46,13 +57,10 @@ def engine_version() -> str:
 
 
 class Synthesiser:
-    """The library, set up; at most one in a process.
+    """The library, set up; at most one in a process. Raises :class:`DataError`: it is not installed, or does not start.
 
-    What it says depends on what it said before. The same lines in the same order, first thing in a process, give the
+    What it says depends on what it said before: the same lines in the same order, first thing in a process, give the
     same samples.
-
-    Raises:
-        DataError: the library is not installed, or does not start.
     """
 
     def __init__(self) -> None:
@@ -64,11 +72,8 @@ class Synthesiser:
         self._variants = Path(data) / "voices" / "!v"
         self.rate: int = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data.encode(), _DONT_EXIT)
         if self.rate <= 0:
-            raise DataError(
-                "eSpeak NG does not start",
-                why=f"espeak_Initialize returns {self.rate} for {data}",
-                fix=f"reinstall {PACKAGE}: pip install --force-reinstall {PACKAGE}",
-            )
+            why = f"espeak_Initialize returns {self.rate} for {data}"
+            raise DataError("eSpeak NG does not start", why=why, fix=REINSTALL)
         self._library.espeak_Synth.argtypes = (
             *(ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.c_uint),
             *(ctypes.c_void_p, ctypes.c_void_p),
@@ -99,19 +104,15 @@ class Synthesiser:
 
     def _check(self, status: int, what: str) -> None:
         if status != 0:
-            raise DataError(f"eSpeak NG {what}", why=f"it returns {status}", fix=f"reinstall {PACKAGE}")
+            raise DataError(f"eSpeak NG {what}", why=f"it returns {status}", fix=REINSTALL)
 
 
 def speak(lines: list[Line], target: Path) -> None:
     """Write ``samples`` (int16, 16 kHz, one utterance after another) and ``lengths`` (samples of each) as ``.npz``."""
-    synthesiser = Synthesiser()
-    waves = [_as_16_bit(resample(synthesiser.say(line), synthesiser.rate, RATE_HZ)) for line in lines]
+    synthesiser, limits = Synthesiser(), np.iinfo(np.int16)
+    sounds = [resample(synthesiser.say(line), synthesiser.rate, RATE_HZ) for line in lines]
+    waves = [np.clip(np.round(sound), limits.min, limits.max).astype(np.int16) for sound in sounds]
     np.savez(target, samples=np.concatenate(waves), lengths=np.array([len(wave) for wave in waves]))
-
-
-def _as_16_bit(wave: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
-    limits = np.iinfo(np.int16)
-    return np.clip(np.round(wave), limits.min, limits.max).astype(np.int16)
 
 
 if __name__ == "__main__":

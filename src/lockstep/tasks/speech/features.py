@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,25 +29,12 @@ def feature_frames(samples: int) -> int:
 def log_mel(waveform: Tensor) -> Tensor:
     """Natural logarithm of the power in 80 mel bands. Frame t is centred on sample 160 t; beyond the ends is silence.
 
-    Args:
-        waveform: float32 samples at 16 kHz in [-1, 1], shape [samples], at least one.
-
-    Returns:
-        Shape [feature_frames(samples), 80].
+    float32 [samples] at 16 kHz, in [-1, 1] → [feature_frames(samples), 80].
     """
     window, bands = _constants()
     # In 64 bits, for twice the time of 32, where the rounding of loud bins drowns quiet ones (2e-3 in the logarithm).
-    spectrum = torch.stft(
-        waveform.double(),
-        FFT,
-        HOP,
-        WINDOW,
-        window,
-        center=True,
-        pad_mode="constant",
-        onesided=True,
-        return_complex=True,
-    )
+    how: Any = {"center": True, "pad_mode": "constant", "onesided": True, "return_complex": True}
+    spectrum = torch.stft(waveform.double(), FFT, HOP, WINDOW, window, **how)
     power = spectrum.real.square() + spectrum.imag.square()
     return (bands @ power).clamp_min(FLOOR).log().T.to(waveform.dtype, memory_format=torch.contiguous_format)
 
@@ -67,13 +55,8 @@ class SpecAugment:
     """Random masks over bands and frames (Park et al. 2019, "SpecAugment"), without its time warp.
 
     A mask's width is uniform from 0 to the largest allowed; its place is uniform too. What is masked becomes 0, the
-    mean of normalised features.
-
-    Args:
-        frequency_masks, frequency_width: how many, and bands of the widest.
-        time_masks, time_width: how many, and frames of the widest.
-        time_share: no time mask is wider than this share of the utterance (p in the paper's section 3), so that
-            short ones keep most of their words.
+    mean of normalised features. No time mask is wider than ``time_share`` of the utterance (p in the paper's section
+    3), so that short ones keep most of their words.
     """
 
     frequency_masks: int = 2
@@ -108,25 +91,16 @@ def _constants() -> tuple[Tensor, Tensor]:
 def _mel_filters() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Triangles of height 1 whose corners are evenly spaced in mel from 0 to 8 kHz.
 
-    The scale is that of Slaney's Auditory Toolbox (1998): linear up to 1 kHz, logarithmic above. Unlike on the
-    formula 2595 log10(1 + f/700), its low bands are wide enough for every filter to cover a bin of 31 Hz.
+    The scale is that of Slaney's Auditory Toolbox (1998): 3 mel are 200 Hz up to 1 kHz (15 mel); from there 27 mel are
+    a factor of 6.4. Unlike on the formula 2595 log10(1 + f/700), its low bands are wide enough for every filter to
+    cover a bin of 31 Hz.
     """
-    corners = _to_hz(np.linspace(0.0, _to_mel(RATE_HZ / 2), MELS + 2))
+    step = np.log(6.4) / 27
+    mel = np.linspace(0.0, 15.0 + np.log(RATE_HZ / 2 / 1000.0) / step, MELS + 2)
+    corners = np.where(mel < 15.0, mel * (200 / 3), 1000.0 * np.exp((mel - 15.0) * step))
     frequencies = np.fft.rfftfreq(FFT, 1 / RATE_HZ)
     left, centre, right = corners[:-2, None], corners[1:-1, None], corners[2:, None]
     rising = (frequencies - left) / (centre - left)
     falling = (right - frequencies) / (right - centre)
     filters: np.ndarray[tuple[int, int], np.dtype[np.float64]] = np.clip(np.minimum(rising, falling), 0, None)
     return filters
-
-
-#: Slaney's scale: 3 mel are 200 Hz up to 1 kHz (15 mel); from there 27 mel are a factor of 6.4.
-_LINEAR_HZ, _KNEE_HZ, _KNEE_MEL, _LOG_STEP = 200 / 3, 1000.0, 15.0, np.log(6.4) / 27
-
-
-def _to_mel(hz: float) -> float:
-    return hz / _LINEAR_HZ if hz < _KNEE_HZ else _KNEE_MEL + float(np.log(hz / _KNEE_HZ)) / _LOG_STEP
-
-
-def _to_hz(mel: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.where(mel < _KNEE_MEL, mel * _LINEAR_HZ, _KNEE_HZ * np.exp((mel - _KNEE_MEL) * _LOG_STEP))

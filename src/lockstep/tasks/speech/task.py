@@ -1,37 +1,50 @@
-"""The speech task: settings, sources of data, the recogniser, CTC and scores."""
+"""The speech task: settings, sources of data, the recogniser, CTC, scores, and the transcripts of recordings."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.events import Sound
 from lockstep.models.recogniser import Recogniser, output_lengths
-from lockstep.tasks.speech.audio import RATE_HZ
+from lockstep.tasks.speech.audio import RATE_HZ, read_audio
 from lockstep.tasks.speech.checking import open_rows, report_repeats
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, SpeechBatch, collate
-from lockstep.tasks.speech.decoding import ErrorRates, Hypotheses, decode_beam, decode_greedy, texts
-from lockstep.tasks.speech.features import MELS, SpecAugment
-from lockstep.tasks.speech.librispeech import fetch_librispeech, find_librispeech, librispeech_rows
-from lockstep.tasks.speech.manifest import Row, Utterance, read_rows
-from lockstep.tasks.speech.ngram import Ngram, count, read_texts
-from lockstep.tasks.speech.synthesis import SET_PREFIX, Recipe, synthesise, synthesised, synthesised_folder
+from lockstep.tasks.speech.decoding import (
+    ErrorRates,
+    Hypotheses,
+    Ngram,
+    count,
+    decode_beam,
+    decode_greedy,
+    read_texts,
+    texts,
+)
+from lockstep.tasks.speech.features import MELS, SpecAugment, extract
+from lockstep.tasks.speech.manifest import (
+    Row,
+    Utterance,
+    fetch_librispeech,
+    find_librispeech,
+    librispeech_rows,
+    read_rows,
+)
+from lockstep.tasks.speech.synthesis import SET_PREFIX, SPLITS, Recipe, synthesise, synthesised, synthesised_folder
 from lockstep.tasks.speech.vocabulary import BLANK, LETTERS, Vocabulary
 from lockstep.telemetry.files import names_in
 
-Split = Literal["train", "val", "test"]
-SPLITS: tuple[Split, ...] = ("train", "val", "test")
 #: Pairs of what was said and what was heard, shown after a validation.
 EXAMPLES = 3
 #: The settings that name data, by the source that they are for.
@@ -148,31 +161,22 @@ class SpeechTask(Task):
 
     @cached_property
     def source(self) -> Literal["synthesised", "manifest", "librispeech"]:
-        """Where the utterances come from, decided.
-
-        Raises:
-            DataError: ``data.data_dir`` holds other things.
-        """
-        config = self.config
+        """Where the utterances come from, decided. Raises :class:`DataError`: ``data.data_dir`` holds other things."""
+        config, folder = self.config, self.data.data_dir
         if config.source != "auto":
             return config.source
         if config.train_manifest is not None:
             return "manifest"
-        folder = None if self.data.data_dir is None else Path(self.data.data_dir)
-        if self.data.download or (folder is not None and find_librispeech(folder)):
+        if self.data.download or (folder is not None and find_librispeech(Path(folder))):
             return "librispeech"
         if folder is not None:
-            _refuse_foreign_folder(folder)
+            _refuse_foreign_folder(Path(folder))
         return "synthesised"
 
     def _refuse_foreign_settings(self) -> None:
-        source, fields = self.source, type(self.config).model_fields
-        foreign = [
-            f"task.{name}"
-            for owner, names in DATA_SETTINGS.items()
-            for name in names
-            if owner != source and getattr(self.config, name) != fields[name].default
-        ]
+        source, fields = self.source, SpeechConfig.model_fields
+        others = [name for owner, names in DATA_SETTINGS.items() if owner != source for name in names]
+        foreign = [f"task.{name}" for name in others if getattr(self.config, name) != fields[name].default]
         if source == "synthesised" and self.config.alphabet != LETTERS:
             foreign.append("task.alphabet")
         if self.data.download and source != "librispeech":
@@ -202,18 +206,16 @@ class SpeechTask(Task):
         return Recipe(train=self.config.utterances)
 
     @cached_property
-    def _recordings(self) -> dict[Split, Recordings]:
+    def _recordings(self) -> dict[str, Recordings]:
         if self.source == "synthesised":
             folder = synthesised_folder(self._recipe, self.data.data_dir)
             return {split: Recordings(synthesised(folder, split), self.vocabulary) for split in SPLITS}
         opened = {split: self._open(split) for split in SPLITS}
         return {split: Recordings(found, self.vocabulary) for split, found in opened.items() if found}
 
-    def _open(self, split: Split, *, recheck: bool = False) -> list[Utterance]:
+    def _open(self, split: str, *, recheck: bool = False) -> list[Utterance]:
         rows, name = self._rows(split)
-        if not rows and split != "train":
-            return []
-        return self._checked(rows, name, recheck=recheck)
+        return self._checked(rows, name, recheck=recheck) if rows or split == "train" else []
 
     def _checked(self, rows: list[Row], name: str, *, recheck: bool) -> list[Utterance]:
         return open_rows(
@@ -226,7 +228,7 @@ class SpeechTask(Task):
             vocabulary=self.vocabulary,
         )
 
-    def _rows(self, split: Split) -> tuple[list[Row], str]:
+    def _rows(self, split: str) -> tuple[list[Row], str]:
         """Lines of a split, and what they are for people."""
         if self.source == "librispeech":
             found, wanted = find_librispeech(self._folder()), self._librispeech_of(split)
@@ -239,15 +241,12 @@ class SpeechTask(Task):
                 )
             return [row for name in wanted for row in librispeech_rows(found[name])], f"LibriSpeech {' '.join(wanted)}"
         manifest: Path | None = getattr(self.config, f"{split}_manifest")
-        if manifest is None:
-            if split == "train":
-                raise ConfigError(
-                    "task.source=manifest needs a manifest to train on", fix="set task.train_manifest=my.jsonl"
-                )
-            return [], ""
-        return read_rows(manifest), str(manifest)
+        if manifest is None and split == "train":
+            what = "task.source=manifest needs a manifest to train on"
+            raise ConfigError(what, fix="set task.train_manifest=my.jsonl")
+        return ([], "") if manifest is None else (read_rows(manifest), str(manifest))
 
-    def _librispeech_of(self, split: Split) -> tuple[str, ...]:
+    def _librispeech_of(self, split: str) -> tuple[str, ...]:
         names: tuple[str, ...] = getattr(self.config, f"librispeech_{split}")
         return names
 
@@ -257,9 +256,8 @@ class SpeechTask(Task):
         return Path(self.data.data_dir)
 
     def datasets(self) -> Datasets:
-        found = self._recordings
-        train: Any = found["train"]
-        config = self.config
+        found, config = self._recordings, self.config
+        train = found["train"]
         if config.augment or config.perturb:
             mask, perturb = MASKS[config.size] if config.augment else None, Perturbation() if config.perturb else None
             train = AugmentedRecordings(train, mask, perturb, self.downsample)
@@ -312,7 +310,8 @@ class SpeechTask(Task):
     # Evaluation: rows of what was heard and what was said.
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> Hypotheses:
-        """Symbols from the model's output [n, frames, symbols], of which ``lengths`` [n] frames count."""
+        """Symbols from the model's output [n, frames, symbols] for ``lengths`` [n] frames of features."""
+        lengths = output_lengths(lengths, self.downsample)
         if self.config.decoder == "beam":
             return decode_beam(log_probs, lengths, self.config.beam_width, self._ngram)
         return decode_greedy(log_probs, lengths)
@@ -329,7 +328,7 @@ class SpeechTask(Task):
         return self._rows_of(model(batch.features, batch.lengths), batch)
 
     def _rows_of(self, log_probs: Tensor, batch: SpeechBatch) -> tuple[Tensor, ...]:
-        heard = self.decode(log_probs, output_lengths(batch.lengths, self.downsample))
+        heard = self.decode(log_probs, batch.lengths)
         rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
         if not self._examples:
             said, read = texts(*rows[2:], self.vocabulary), texts(*rows[:2], self.vocabulary)
@@ -343,19 +342,17 @@ class SpeechTask(Task):
     def remarks(self) -> list[str | Sound]:
         """The first utterances of the last evaluation, as they were said and heard, with their recordings."""
         examples, self._examples = self._examples, ()
-        return [self._heard(at, *example) for at, example in enumerate(examples)]
-
-    def _heard(self, index: int, said: str, heard: str) -> str | Sound:
-        text = f"said: {said!r}  heard: {heard!r}"
-        found = self._recordings.get("val")
-        # Evaluations of other data, and of a part on each rank, begin with other utterances.
-        if found is None or index >= len(found) or found.symbols(index) != self.vocabulary.encode(said):
-            return text
-        return Sound(text, found.waveform(index), RATE_HZ)
+        found, remarks = self._recordings.get("val"), list[str | Sound]()
+        for index, (said, heard) in enumerate(examples):
+            text = f"said: {said!r}  heard: {heard!r}"
+            # Evaluations of other data, and of a part on each rank, begin with other utterances.
+            known = found is not None and index < len(found) and found.symbols(index) == self.vocabulary.encode(said)
+            remarks.append(Sound(text, found.waveform(index), RATE_HZ) if found and known else text)
+        return remarks
 
     def predict(self, model: nn.Module, batch: SpeechBatch) -> dict[str, Any]:
         """The text of each utterance."""
-        heard = self.decode(model(batch.features, batch.lengths), output_lengths(batch.lengths, self.downsample))
+        heard = self.decode(model(batch.features, batch.lengths), batch.lengths)
         return {"text": heard.texts(self.vocabulary), "log_probability": heard.scores.float()}
 
     def metrics(self) -> Metrics:
@@ -364,11 +361,7 @@ class SpeechTask(Task):
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    """Refuse a missing folder, and one with other files, as the place of synthesised speech.
-
-    Raises:
-        DataError: ``folder`` is missing, or holds things and no set of :func:`synthesise` among them.
-    """
+    """Raise :class:`DataError` where ``folder`` is missing, or holds things and no set of synthesised speech."""
     what = f"there is no folder {folder}"
     if folder.is_dir():
         names = [name for name in names_in(folder) if not name.startswith(".")]
@@ -381,3 +374,37 @@ def _refuse_foreign_folder(folder: Path) -> None:
         fix="check --data-dir; recordings of your own need task.train_manifest=FILE, LibriSpeech needs --download, "
         "and task.source=synthesised makes speech there",
     )
+
+
+class Transcript(NamedTuple):
+    """``log_probability`` is natural, of the path (greedy) or of the text (beam); ``duration`` in seconds."""
+
+    file: str
+    text: str
+    duration: float
+    log_probability: float
+
+
+def transcribe(task: object, model: nn.Module, files: Iterable[Path]) -> Iterator[Transcript]:
+    """One transcript a file, in order.
+
+    Args:
+        task: the run's; a :class:`SpeechTask`.
+        model: in evaluation mode, with its weights.
+
+    Raises:
+        UnsupportedError: another task. DataError: a file that cannot be read, or has no samples.
+    """
+    if not isinstance(task, SpeechTask):
+        raise UnsupportedError(
+            "this run recognises no speech", why=f"its task is {type(task).__name__}", fix="name a run of `speech`"
+        )
+    for file in files:
+        wave = read_audio(file)
+        if not len(wave):
+            raise DataError(f"{file} has no samples", fix="check the recording")
+        features = extract(torch.from_numpy(wave))
+        lengths = torch.tensor([len(features)])
+        with torch.inference_mode():
+            heard = task.decode(model(features[None], lengths), lengths)
+        yield Transcript(str(file), heard.texts(task.vocabulary)[0], len(wave) / RATE_HZ, float(heard.scores[0]))

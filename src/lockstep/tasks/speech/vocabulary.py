@@ -25,14 +25,10 @@ _NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)(?:\.(\d+)|(ST|ND|RD|TH)\b)?")
 
 
 class Vocabulary:
-    """What a recogniser can write.
+    """What a recogniser can write: ``symbols`` by index, of which the blank has no text.
 
-    Args:
-        letters: each once, in upper or in lower case, or in both if texts keep their case. Transcripts are folded to
-            that case. Accents that no letter has are removed. Numbers and signs are written out for English only.
-
-    Attributes:
-        symbols: by index; the blank has no text.
+    Each of ``letters`` comes once, in upper or in lower case, or in both if texts keep their case. Transcripts are
+    folded to that case. Accents that no letter has are removed. Numbers and signs are written out for English only.
     """
 
     def __init__(self, letters: str = LETTERS) -> None:
