@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,17 @@ from lockstep.verification import diagnose
 from lockstep.verification.diagnose import Cause
 from lockstep.verification.experiments import Comparison, Lab, Variant
 from lockstep.verification.report import BLIND, Outcome, VerifyReport
-from lockstep.verification.trajectory import FACTOR, ROUNDING, Floor, Gap, Trajectory, floor_of, gap_between
+from lockstep.verification.trajectory import (
+    FACTOR,
+    NOT_ROUNDING,
+    ROUNDING,
+    Floor,
+    Gap,
+    floor_of,
+    gap_between,
+)
 
 __all__ = ["VerifyReport", "verify"]
-
-#: With a larger difference in its first loss, a rearranged batch did not change by rounding alone.
-NOT_ROUNDING = 1e-3
 
 
 def verify(
@@ -73,44 +78,49 @@ def verify(
 
 def _report(lab: Lab) -> VerifyReport:
     """The order of the runs, each decided by the results of those before."""
-    compared = configured = lab.compare()
+    configured = lab.compare()
     one, many = configured.one, configured.many
+
+    def different(compared: Comparison, floor: Floor, *causes: Cause) -> VerifyReport:
+        return _conclude(lab, compared, floor, configured.gap, causes, "different")
+
+    def same(compared: Comparison, floor: Floor, outcome: Outcome) -> VerifyReport:
+        """Unless a run that is interrupted and resumed shows otherwise."""
+        cause = diagnose.interrupted(lab, Variant("many", compared.off, precision=compared.precision), floor)
+        as_configured = lab.compare(compared.off).gap if outcome == "equal in float32" else configured.gap
+        return _conclude(lab, compared, floor, as_configured, () if cause is None else (cause,), outcome)
+
     # What is wrong whatever the losses are; then nothing can be said about rounding.
     cause = diagnose.other_samples(lab, one, many) or diagnose.diverged(many) or diagnose.not_finite(one, many)
+    nothing = floor_of([], one)
     if cause is not None:
-        return _conclude(lab, configured, floor_of([], one), configured.gap, [cause])
-    if _identical(one, many):
-        return _resumed(lab, configured, floor_of([], one), configured.gap, "identical")
+        return different(configured, nothing, cause)
+    same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
+    if same_weights and not configured.gap["validation loss"].max(initial=0) > ROUNDING:
+        return same(configured, nothing, "identical")
     again = lab.run(Variant("one", repeat=1))
     cause = diagnose.unseeded(one, again)
     if cause is not None:
-        return _conclude(lab, configured, floor_of([], one), configured.gap, [cause])
+        return different(configured, nothing, cause)
     quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
-    floor = _floor(lab, quiet, gap_between(one, again))
+    floor, compared = _floor(lab, quiet, gap_between(one, again)), configured
     if lab.plan.reproducibility == "fast":
         if floor.parting(compared.gap) is None:
-            return _resumed(lab, compared, floor, configured.gap, "equal")
+            return same(compared, floor, "equal")
         if quiet:
             compared = lab.compare(quiet)
             if floor.parting(compared.gap) is None:
-                return _resumed(lab, compared, floor, configured.gap, "equal without dropout")
+                return same(compared, floor, "equal without dropout")
         if diagnose.rounds_more(lab.plan) and diagnose.is_rounding(compared.gap, lab.plan):
             in_float32 = lab.compare(quiet, "32")
             if floor.parting(in_float32.gap) is None:
-                return _resumed(lab, in_float32, floor, compared.gap, "equal in float32")
-    return _conclude(lab, compared, floor, configured.gap, _causes(lab, compared, floor, quiet))
-
-
-def _resumed(lab: Lab, compared: Comparison, floor: Floor, as_configured: Gap, outcome: Outcome) -> VerifyReport:
-    """The outcome, unless a run that is interrupted and resumed shows otherwise."""
-    cause = diagnose.interrupted(lab, Variant("many", compared.off, precision=compared.precision), floor)
-    return _conclude(lab, compared, floor, as_configured, [] if cause is None else [cause], outcome)
+                return same(in_float32, floor, "equal in float32")
+    return different(compared, floor, *_causes(lab, compared, floor, quiet))
 
 
 def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
     """What rounding does: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
-    base = lab.run(Variant("one", quiet))
-    gaps = [repeated]
+    base, gaps = lab.run(Variant("one", quiet)), [repeated]
     if set(base.draws) - {"dropout"}:
         lab.notes.append(
             f"the forward pass draws random numbers ({', '.join(base.draws)}), so the noise floor could not be "
@@ -119,16 +129,16 @@ def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
         return floor_of(gaps, base)
     for arrangement in ("reversed", "shuffled"):
         arranged = lab.run(Variant("one", quiet, trace=arrangement))
-        gap = gap_between(base, arranged)
+        gap, when = gap_between(base, arranged), f"with the samples of each batch {arrangement}"
         if base.first_other_samples(arranged) is not None:
             lab.notes.append(
-                f"with the samples of each batch {arrangement} the data set returns other samples: each depends "
-                "on those read before it, so that run says nothing about rounding"
+                f"{when} the data set returns other samples: each depends on those read before it, so that run says "
+                "nothing about rounding"
             )
         elif gap["loss"][0] > NOT_ROUNDING:
             lab.notes.append(
-                f"with the samples of each batch {arrangement} the first loss differs by {gap['loss'][0]:.1e}: it "
-                "depends on their order, so that run says nothing about rounding"
+                f"{when} the first loss differs by {gap['loss'][0]:.1e}: it depends on their order, so that run says "
+                "nothing about rounding"
             )
         else:
             gaps.append(gap)
@@ -152,12 +162,7 @@ def _causes(lab: Lab, compared: Comparison, floor: Floor, quiet: tuple[str, ...]
 
 
 def _conclude(
-    lab: Lab,
-    comparison: Comparison,
-    floor: Floor,
-    as_configured: Gap,
-    causes: list[Cause],
-    outcome: Outcome = "different",
+    lab: Lab, comparison: Comparison, floor: Floor, as_configured: Gap, causes: Sequence[Cause], outcome: Outcome
 ) -> VerifyReport:
     plan = lab.plan
     if causes:
@@ -185,8 +190,3 @@ def _conclude(
         floor=floor,
         as_configured=as_configured,
     )
-
-
-def _identical(one: Trajectory, many: Trajectory) -> bool:
-    same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
-    return same_weights and not gap_between(one, many)["validation loss"].max(initial=0) > ROUNDING

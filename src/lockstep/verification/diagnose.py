@@ -14,13 +14,8 @@ from lockstep.planning.order import OWN
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
-#: Half the distance from 1 to the next number.
-EPSILON = {
-    "bf16-mixed": 2.0**-8,
-    "bf16-true": 2.0**-8,
-    "16-mixed": 2.0**-11,
-    "32": 2.0**-11,
-}  # 32: as TF32, see rounds_more()
+#: Half the distance from 1 to the next number; of 32 as TF32, see :func:`rounds_more`.
+EPSILON = {"bf16-mixed": 2.0**-8, "bf16-true": 2.0**-8, "16-mixed": 2.0**-11, "32": 2.0**-11}
 #: A repeated run whose first loss differs by more than this does not differ by rounding in another order.
 UNSEEDED = 1e-4
 
@@ -56,6 +51,9 @@ class Cause:
     fix: str
 
 
+_SAME_MODEL = "build the same model on every rank, from torch's, NumPy's or Python's global generators"
+
+
 def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
     """Why the two runs were given other samples, if they were. Runs one device again, up to twice."""
     if one.first_other_samples(many) is None:
@@ -64,21 +62,19 @@ def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
         "draw from `random`, `numpy.random` or torch's global generator, which Lockstep seeds for each sample, or in "
         "`sample(index, rng)` from the generator that is passed in"
     )
-    if lab.plan.task.streams:
-        keyed = OWN
+    keyed = OWN if lab.plan.task.streams else keyed
     if one.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
         return Cause(
             "unseeded-data",
-            "one device that repeats its run gets other samples too: the data set returns something else "
-            "each time, for example random draws in `__getitem__` from an unseeded generator, or the time",
+            "one device that repeats its run gets other samples too: the data set returns something else each time, as "
+            "by random draws in `__getitem__` from an unseeded generator, or by the time",
             keyed,
         )
     if one.first_other_samples(lab.run(Variant("one", trace="reversed"))) is not None:
         return Cause(
             "stateful-data",
-            "one device that reads the samples of each batch in reverse order gets other samples too: a sample "
-            "depends on those read before it, for example random draws in `__getitem__` from a generator that the data "
-            "set keeps",
+            "one device that reads the samples of each batch in reverse order gets other samples too: a sample depends "
+            "on those read before it, as by random draws in `__getitem__` from a generator that the data set keeps",
             keyed,
         )
     return Cause(
@@ -99,7 +95,7 @@ def diverged(many: Trajectory) -> Cause | None:
             "initial-weights",
             f"rank {found.rank} starts from other weights than rank 0, first in {found.parameter}: model() depends on "
             "the rank or draws random numbers without a seed",
-            "build the same model on every rank, from torch's, NumPy's or Python's global generators",
+            _SAME_MODEL,
         )
     if found.by == "merge":
         return Cause(
@@ -128,25 +124,11 @@ def not_finite(one: Trajectory, many: Trajectory) -> Cause | None:
     lost = np.flatnonzero(~np.isfinite(one.loss[:steps]) & ~np.isfinite(many.loss[:steps]) & (one.count[:steps] > 0))
     if not lost.size:
         return None
-    step = int(lost[0]) + 1
     return Cause(
         "not-finite",
-        f"the loss is NaN or infinite at step {step}, on one device too, so from there on nothing can be compared",
+        f"the loss is NaN or infinite at step {int(lost[0]) + 1}, on one device too, so from there on nothing can be "
+        "compared",
         "lower the learning rate, or find the operator with --set debug.detect_anomaly=true; then verify again",
-    )
-
-
-def unmerged(one: Trajectory, quantity: str, place: int) -> Cause | None:
-    """When a buffer is the first to differ."""
-    if not quantity.startswith(BUFFER):
-        return None
-    name = quantity.removeprefix(BUFFER)
-    return Cause(
-        "buffers",
-        f"the buffer {name} differs after step {one.merged[place + 1]}, though losses, gradients and weights agree: "
-        "ranks change it, and merging it does not give what one device has",
-        "declare how ranks merge it: `buffer_reduction` of its module ('mean', 'sum', 'max' or 'same'), or compute it "
-        "from values that do not depend on how the batch is split",
     )
 
 
@@ -156,24 +138,23 @@ def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
     try:
         found = lab.resumed(variant)
     except LockstepError as error:
-        return Cause(
-            "resume", f"the run cannot be resumed: {error.what}" + f" ({error.why})" * bool(error.why), error.fix
-        )
+        what = f"the run cannot be resumed: {error.what}" + f" ({error.why})" * bool(error.why)
+        return Cause("resume", what, error.fix)
     if found is None:
         return None
     step, resumed = found
     both = whole.then(step, resumed)
-    parting = floor.parting(gap_between(whole, both))
+    parting, other = floor.parting(gap_between(whole, both)), whole.first_other_samples(both)
     exact = lab.plan.reproducibility == "exact" and whole.fingerprint != both.fingerprint
-    if parting is None and not exact and whole.first_other_samples(both) is None:
+    if parting is None and not exact and other is None:
         return None
-    first = _first_after_resume(whole, resumed, both, step, parting)
     fix = (
         "let the checkpoint restore it: values that training changes belong into the optimizer's state, into buffers "
         "or into Task.state_dict(), and random numbers come from torch's global generator"
     )
-    if lab.plan.task.streams and whole.first_other_samples(both) is not None:
+    if lab.plan.task.streams and other is not None:
         fix = "give the training stream state_dict() and load_state_dict(), which restore its position"
+    first = _first_after_resume(whole, resumed, both, step, parting)
     return Cause("resume", f"stopped after step {step} and resumed on one device, {first}", fix)
 
 
@@ -219,11 +200,8 @@ def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
             "draw in `sample(index, rng)` from the generator that is passed in",
         )
     if not np.array_equal(one.weights[0], again.weights[0]):
-        return Cause(
-            "initial-weights",
-            "a repeated run starts from other weights: model() draws random numbers without a seed",
-            "draw from torch's, NumPy's or Python's global generators, which are seeded before model() is called",
-        )
+        what = "a repeated run starts from other weights: model() draws random numbers without a seed"
+        return Cause("initial-weights", what, _SAME_MODEL)
     if gap_between(one, again)["loss"][:1].max(initial=0) > UNSEEDED:
         return Cause(
             "unseeded-forward",
@@ -238,26 +216,20 @@ def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]
     """What the two runs were given that should be the same and is not, beside the samples."""
     steps = min(len(one), len(many))
     if not np.array_equal(one.weights[0], many.weights[0]):
-        yield Cause(
-            "initial-weights",
-            "the runs start from other weights: model() depends on the rank or on something without a seed",
-            "build the same model on every rank, from torch's, NumPy's or Python's global generators",
-        )
+        what = "the runs start from other weights: model() depends on the rank or on something without a seed"
+        yield Cause("initial-weights", what, _SAME_MODEL)
     these, those = one.count[:steps], many.count[:steps]
     # A count that is a sum of weights is rounded, differently in other groups of samples.
     whole = (these == these.round()) & (those == those.round())
-    counts = np.flatnonzero(np.where(whole, these != those, ~np.isclose(these, those, rtol=1e-5, atol=0)))
-    if counts.size:
-        step = int(counts[0])
+    for step in np.flatnonzero(np.where(whole, these != those, ~np.isclose(these, those, rtol=1e-5, atol=0)))[:1]:
         yield Cause(
             "denominator",
             f"at step {step + 1} the loss counts {one.count[step]:g} on one device and {many.count[step]:g} on "
             f"{devices}, for the same samples: a mean over each micro-batch, averaged again over ranks",
             "return Loss(sum, count): reduction='sum' and the number of items that were summed",
         )
-    rates = np.flatnonzero(np.any(~np.isclose(one.lr[:steps], many.lr[:steps], rtol=1e-9, atol=0), axis=1))
-    if rates.size:
-        step = int(rates[0])
+    apart = ~np.isclose(one.lr[:steps], many.lr[:steps], rtol=1e-9, atol=0)
+    for step in np.flatnonzero(np.any(apart, axis=1))[:1]:
         yield Cause(
             "learning-rate",
             f"at step {step + 1} the optimizer's learning rate is {one.lr[step].tolist()} on one device and "
@@ -323,6 +295,20 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
     )
 
 
+def unmerged(one: Trajectory, quantity: str, place: int) -> Cause | None:
+    """When a buffer is the first to differ."""
+    if not quantity.startswith(BUFFER):
+        return None
+    name = quantity.removeprefix(BUFFER)
+    return Cause(
+        "buffers",
+        f"the buffer {name} differs after step {one.merged[place + 1]}, though losses, gradients and weights agree: "
+        "ranks change it, and merging it does not give what one device has",
+        "declare how ranks merge it: `buffer_reduction` of its module ('mean', 'sum', 'max' or 'same'), or compute it "
+        "from values that do not depend on how the batch is split",
+    )
+
+
 def unknown(one: Trajectory, many: Trajectory, quantity: str, place: int) -> Cause:
     """When nothing explains it: what differs first says where to look."""
     if quantity == "validation loss":
@@ -340,6 +326,5 @@ def unknown(one: Trajectory, many: Trajectory, quantity: str, place: int) -> Cau
         f"changes parameters that have no gradient, or a hook changes weights; furthest is "
         f"{one.furthest_parameter(many, place + 1)}",
     }
-    return Cause(
-        "unknown", f"{where[quantity]} (step {place + 1})", "look there for RANK, WORLD_SIZE and torch.distributed"
-    )
+    fix = "look there for RANK, WORLD_SIZE and torch.distributed"
+    return Cause("unknown", f"{where[quantity]} (step {place + 1})", fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,14 +26,10 @@ MOST_KEPT = 3
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the steps.
+    """One way to run the steps: on ``one`` device, on ``many``, or on one that takes the ``parts`` of these in turn.
 
-    Args:
-        where: on ``one`` device, on ``many`` (as chosen), or on one that takes the ``parts`` of the many in turn.
-        off: what is switched off (``debug.switch_off``).
-        trace: how each micro-batch is arranged (``debug.trace``).
-        precision: another precision than the configured one.
-        repeat: distinguishes runs that should be equal.
+    ``off`` is switched off (``debug.switch_off``), ``trace`` is how each micro-batch is arranged (``debug.trace``), and
+    ``repeat`` distinguishes runs that should be equal.
     """
 
     where: Literal["one", "many", "parts"] = "one"
@@ -67,13 +63,10 @@ class Comparison:
 
 @dataclass
 class Lab:
-    """Runs variants of one training and keeps their trajectories.
+    """Runs variants of one training in ``folder`` and keeps their trajectories.
 
-    Args:
-        config: complete; ``plan`` is its plan on the chosen devices.
-        folder: where the runs go.
-        say: called with a description of each run before it starts.
-        notes: what the report says beside its verdict.
+    ``plan`` is that of ``config``, which is complete, on the chosen devices; ``say`` is called with a description of
+    each run before it starts; ``notes`` are what the report says beside its verdict.
     """
 
     task: Task | type[Task] | str
@@ -91,11 +84,7 @@ class Lab:
         return len(self.plan.placement["devices"])
 
     def run(self, variant: Variant) -> Trajectory:
-        """The trajectory of ``variant``; each is run once.
-
-        Raises:
-            LockstepError: the run failed. KeyboardInterrupt: it was stopped.
-        """
+        """The trajectory of ``variant``; each is run once. Raises :class:`LockstepError`: the run failed."""
         if variant not in self._done:
             path = self.folder / f"run-{len(self._done) + 1:02}"
             self._train(variant.describe(self.devices), self._settings(variant, path))
@@ -110,11 +99,7 @@ class Lab:
     def resumed(self, variant: Variant) -> tuple[int, Trajectory] | None:
         """The run of ``variant``, resumed on one device from a checkpoint in mid-epoch; it is lost by that.
 
-        Returns:
-            How many steps were finished then, and the steps that followed; ``None``: there is no such checkpoint.
-
-        Raises:
-            LockstepError: the run cannot be resumed, or failed. KeyboardInterrupt: it was stopped.
+        Returns how many steps were finished then, and the steps that followed; ``None``: there is no such checkpoint.
         """
         self.run(variant)
         path, _ = self._done[variant]
@@ -124,11 +109,7 @@ class Lab:
             return None
         step = min(steps, key=lambda step: abs(step - self.steps / 2))
         store.set_aside_after(step)
-        settings = {
-            "save_dir": str(path),
-            "hardware": self._one_device(),
-            "training": dict(self._batch(Variant("one"))),
-        }
+        settings = {"save_dir": str(path), "hardware": self._one_device(), "training": self._batch(Variant("one"))}
         self._train(f"{self.devices} devices until step {step}, resumed on 1 device", settings, resume=True)
         return step, read_trajectory(path)
 
@@ -203,7 +184,7 @@ class Lab:
             settings.pop("task", None)  # the object has its settings
         return settings
 
-    def _batch(self, variant: Variant) -> Mapping[str, Any]:
+    def _batch(self, variant: Variant) -> dict[str, Any]:
         """One device takes the samples of all devices in one micro-batch, or part by part."""
         batch = self.plan.batch
         if variant.where == "many":

@@ -120,17 +120,13 @@ class VerifyReport:
 
     def rows(self) -> list[list[str]]:
         gap, one, many = self.comparison.gap, self.comparison.one, self.comparison.many
-        noise = self.floor["loss"]
+        apart = gap["loss"], self.floor["loss"], gap["gradient norm"], gap["weights"]
         return [
             [
                 str(index + 1),
                 str(one.samples[index]),
-                f"{one.loss[index]:.6f}",
-                f"{many.loss[index]:.6f}",
-                f"{gap['loss'][index]:.1e}",
-                f"{noise[index]:.1e}",
-                f"{gap['gradient norm'][index]:.1e}",
-                f"{gap['weights'][index]:.1e}",
+                *(f"{run.loss[index]:.6f}" for run in (one, many)),
+                *(f"{values[index]:.1e}" for values in apart),
             ]
             for index in range(len(gap["loss"]))
         ]

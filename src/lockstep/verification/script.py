@@ -19,22 +19,23 @@ from lockstep.launch.session.script import run_script, several_devices
 from lockstep.telemetry.files import make_folders, write_json
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.tables import say
-from lockstep.verification.trajectory import FACTOR, ROUNDING, Gap, floor_over, relative
+from lockstep.verification.trajectory import FACTOR, NOT_ROUNDING, ROUNDING, Gap, floor_over, relative
 
-#: With a larger difference in its first loss, another run on one device did not change by rounding alone.
-NOT_ROUNDING = 1e-3
+#: By the ``debug.trace`` of another run on one device: what it is, and what it shows where not only rounding differs.
+_DEPENDS = "it depends on their order, so that run says nothing about rounding"
+_REPEATS = {
+    "off": ("again", "the loop draws random numbers that no seed determines"),
+    "reversed": ("samples reversed", _DEPENDS),
+    "shuffled": ("samples shuffled", _DEPENDS),
+}
 
 
 @dataclass(frozen=True)
 class ScriptReport:
-    """How far two runs of a script are apart.
+    """How far two runs of a script are apart, over the ``steps`` that both have taken.
 
-    Attributes:
-        steps: that both have taken.
-        differences: the largest relative difference of losses, gradient norms and weights.
-        noise: the same, between runs on one device that differ by rounding alone.
-        first_step: the first step that differs by more than ``factor`` times the noise until then, if any.
-        notes: what the noise could not be measured by, and why.
+    ``differences`` are the largest relative ones of losses, gradient norms and weights; ``noise`` those between runs on
+    one device that differ by rounding alone. ``first_step`` differs by more than ``factor`` times the noise until then.
     """
 
     script: str
@@ -93,26 +94,18 @@ def verify_script(
         one, many = run(names[:1], "off", ""), run(names, "off", "")
         gap, notes, gaps = _gap(one, many), [], list[Gap]()
         if any(values.any() for values in gap.values()):
-            for trace, what in (("off", "again"), ("reversed", "samples reversed"), ("shuffled", "samples shuffled")):
+            for trace, (what, reason) in _REPEATS.items():
                 other = _gap(one, run(names[:1], trace, f", {what}"))
                 if other["loss"][:1].max(initial=0) <= NOT_ROUNDING:
                     gaps.append(other)
                 else:
-                    notes.append(f"{what}, the first loss differs by {other['loss'][0]:.1e}: {_REASONS[trace]}")
+                    notes.append(f"{what}, the first loss differs by {other['loss'][0]:.1e}: {reason}")
     floor = floor_over(gaps, {name: np.full(len(values), ROUNDING) for name, values in gap.items()})
     parting = floor.parting(gap)
     first = min(len(one.rows), len(many.rows)) + 1 if len(one.rows) != len(many.rows) else None
     differences, noise = ({name: float(v.max(initial=0)) for name, v in of.items()} for of in (gap, floor))
     place = first if parting is None else parting[1] + 1
     return ScriptReport(path.name, tuple(names), len(gap["loss"]), differences, noise, place, tuple(notes))
-
-
-#: By the ``debug.trace`` of the run.
-_REASONS = {
-    "off": "the loop draws random numbers that no seed determines",
-    "reversed": "it depends on their order, so that run says nothing about rounding",
-}
-_REASONS["shuffled"] = _REASONS["reversed"]
 
 
 def _measured(run: RunDir) -> _Run:
@@ -152,12 +145,12 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     for note in report.notes:
         say(note, stream)
     if report.exit_code:
-        hint = "draws random numbers of a sample inside the data set or from session.generator"
-        say(f"check that the loop {hint}, that losses are sums with their counts, and that the session", stream)
         say(
-            "is made before the models. Dropout and other draws of a model differ between ranks: set dropout to 0 for",
+            "check that the loop draws random numbers of a sample inside the data set or from session.generator, that\n"
+            "losses are sums with their counts, and that the session is made before the models. Dropout and other\n"
+            "draws of a model differ between ranks: set dropout to 0 for this check, or add --reproducibility exact,\n"
+            "which gives every rank the draws of one device",
             stream,
         )
-        say("this check, or add --reproducibility exact, which gives every rank the draws of one device", stream)
         if (report.first_step or 1) > 1:
             say("The first steps agree, so it may be rounding that grew: a smaller learning rate shows it", stream)

@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 
 #: Rounding of a float32 sum, with room for its length: what two runs may differ by even where no noise was seen.
 ROUNDING = 8 * 2.0**-23
+#: With a larger difference in its first loss, another run on one device did not change by rounding alone.
+NOT_ROUNDING = 1e-3
 #: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
 #: real faults are larger by orders of magnitude.
 FACTOR = 30.0
@@ -75,11 +77,12 @@ class Trajectory:
             name: np.concatenate([getattr(self, name)[:step], getattr(other, name)])
             for name in ("loss", "count", "grad_norm", "digest", "samples")
         }
-        width = max(self.lr.shape[1], other.lr.shape[1])
+        rates, width = (self.lr[:step], other.lr), max(self.lr.shape[1], other.lr.shape[1])
+        wide = [np.pad(lr, ((0, 0), (0, width - lr.shape[1])), constant_values=math.nan) for lr in rates]
         return replace(
             other,
             **rows,
-            lr=np.concatenate([_wide(self.lr[:step], width), _wide(other.lr, width)]),
+            lr=np.concatenate(wide),
             weights=np.concatenate([self.weights[: step + 1], other.weights[1:]]),
             merged=(*self.merged[: len(kept)], *other.merged[1:]),
             buffers={name: np.concatenate([self.buffers[name][kept], other.buffers[name][1:]]) for name in shared},
@@ -107,7 +110,10 @@ class Trajectory:
 def read_trajectory(path: Path) -> Trajectory:
     """The trajectory of a finished run that was trained with ``debug.trace``."""
     run = RunDir.open(path)
-    ranks = [_columns(trace_file(path, rank)) for rank in range(run.plan()["batch"]["ranks"])]
+    ranks: list[dict[str, NDArray[Any]]] = []
+    for rank in range(run.plan()["batch"]["ranks"]):
+        with np.load(trace_file(path, rank), allow_pickle=False) as columns:
+            ranks.append(dict(columns))
     main = ranks[0]
     weights = sorted((run.checkpoints / "last").glob("*.safetensors"))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -125,28 +131,22 @@ def read_trajectory(path: Path) -> Trajectory:
         fingerprint=hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest(),
         sizes=dict(zip(main["names"].tolist(), main["sizes"].tolist(), strict=True)),
         merged=tuple(main["merged"].tolist()),
-        buffers=_named("buffer:", main),
-        settings=_named("group:", main),
+        buffers={name.removeprefix("buffer:"): v for name, v in main.items() if name.startswith("buffer:")},
+        settings={name.removeprefix("group:"): v for name, v in main.items() if name.startswith("group:")},
         divergence=divergence(ranks),
     )
 
 
-def _named(prefix: str, columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    return {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
-
-
 def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None:
     """Where ranks with a replica of the model each first have other weights than rank 0, from the columns of each."""
-    main, weights = ranks[0], _first_apart(ranks, "sums")
-    if not weights:
-        merged = _first_apart(ranks, "buffer_sums")
-        if not merged:
-            return None
+    main, weights, merged = ranks[0], _first_apart(ranks, "sums"), _first_apart(ranks, "buffer_sums")
+    if not weights and merged:
         row, rank, buffer = merged
         return Divergence(rank, int(main["merged"][row]), str(main["shared"][buffer]), "merge")
+    if not weights:
+        return None
     row, rank, parameter = weights
-    step = (row + 1) // 2
-    name = str(main["names"][parameter])
+    step, name = (row + 1) // 2, str(main["names"][parameter])
     if step == 0:
         return Divergence(rank, step, name, "start")
     if row % 2 == 0:
@@ -161,15 +161,6 @@ def _first_apart(ranks: Sequence[Mapping[str, NDArray[Any]]], name: str) -> tupl
     main, *others = ranks
     rows = [np.argwhere(main[name] != other[name]).tolist() for other in others]  # in the order of rows
     return min(((apart[0][0], rank, apart[0][1]) for rank, apart in enumerate(rows, start=1) if apart), default=None)
-
-
-def _wide(rates: Floats, width: int) -> Floats:
-    return np.pad(rates, ((0, 0), (0, width - rates.shape[1])), constant_values=math.nan)
-
-
-def _columns(file: Path) -> dict[str, NDArray[Any]]:
-    with np.load(file, allow_pickle=False) as columns:
-        return dict(columns)
 
 
 #: How far two runs are apart, as relative differences by quantity: ``loss``, ``gradient norm`` and ``weights`` after
