@@ -55,8 +55,7 @@ def wanted_on(
 ) -> Evaluation:
     """What to evaluate, with the run's configuration and plan on ``devices``.
 
-    Args:
-        whole: every rank has the whole model, also of a run with ``strategy: fsdp``.
+    ``whole``: every rank has the whole model, also of a run with ``strategy: fsdp``.
     """
     plan = plan_of(run)
     config = _config_on(run.config(), devices, "auto")
@@ -66,38 +65,12 @@ def wanted_on(
         placement = place(config, World())
     for note in placement.notes:
         warn(note.text)
-    cores = usable_cores() // placement.world_size
-    loader = plan.loader
+    cores, loader = usable_cores() // placement.world_size, plan.loader
     most = {"num_workers": min(loader.num_workers, cores), "most_workers": min(loader.most_workers, cores)}
     loader = loader.model_copy(update={**most, "persistent_workers": loader.persistent_workers and cores > 0})
     threads = replace(plan.decisions["threads"], value=min(plan.threads, max(1, cores)))
     changed = {"decisions": {**plan.decisions, "threads": threads}, "placement": placement.as_dict(), "loader": loader}
     return Evaluation(run, config, plan.model_copy(update=changed), split, step, data)
-
-
-def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
-    """``function`` on a rank for each device: on one device in this process.
-
-    Raises:
-        LockstepError: that of the rank that failed. KeyboardInterrupt: a stop was requested.
-    """
-    if int(wanted.plan.placement["world_size"]) == 1:
-        return function(reopen(wanted, task, World(), Collectives(World())))
-    config, plan = wanted.config, wanted.plan
-    refuse_several(task, plan.placement["devices"])
-    with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
-        folder = RunDir.create(Path(path, "ranks"), config, run_id=wanted.run.read().id, command=sys.argv)
-        pack_task(folder, task, config)
-        found: list[dict[str, Any]] = run_on_ranks(
-            _on_rank,
-            function,
-            wanted,
-            folder=folder,
-            ranks=int(plan.placement["world_size"]),
-            settings=LaunchConfig(stop_grace_s=STOP_GRACE_S, hang_timeout_s=config.launch.hang_timeout_s),
-            threads=plan.threads,
-        )
-        return found[0]
 
 
 def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
@@ -109,11 +82,30 @@ def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConf
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 
+def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
+    """``function`` on a rank for each device: on one device in this process.
+
+    Raises:
+        LockstepError: that of the rank that failed. KeyboardInterrupt: a stop was requested.
+    """
+    config, plan = wanted.config, wanted.plan
+    ranks = int(plan.placement["world_size"])
+    if ranks == 1:
+        return function(reopen(wanted, task, World(), Collectives(World())))
+    refuse_several(task, plan.placement["devices"])
+    with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
+        folder = RunDir.create(Path(path, "ranks"), config, run_id=wanted.run.read().id, command=sys.argv)
+        pack_task(folder, task, config)
+        settings = LaunchConfig(stop_grace_s=STOP_GRACE_S, hang_timeout_s=config.launch.hang_timeout_s)
+        how: dict[str, Any] = {"folder": folder, "ranks": ranks, "settings": settings, "threads": plan.threads}
+        found: list[dict[str, Any]] = run_on_ranks(_on_rank, function, wanted, **how)
+        return found[0]
+
+
 def _on_rank(rank: Rank, function: Compute, wanted: Evaluation) -> dict[str, Any]:
     """Evaluate as one of the ranks; the result is the same on all of them."""
     config, plan, world = wanted.config, wanted.plan, rank.world
     task, timeout_s = load_task(rank.folder, config), config.distributed.timeout_s
     device = rank_device(tuple(plan.placement["devices"]), world)
     with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
-        collectives = Collectives(world, timeout_s=timeout_s)
-        return function(reopen(wanted, task, world, collectives))
+        return function(reopen(wanted, task, world, Collectives(world, timeout_s=timeout_s)))

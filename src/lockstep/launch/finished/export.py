@@ -5,9 +5,17 @@ from __future__ import annotations
 import inspect
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lockstep._compat.torch import tree_map
+from lockstep.checkpoint.content import by_file
 from lockstep.checkpoint.store import Snapshot
+from lockstep.data.requests import fetch
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
@@ -17,9 +25,6 @@ from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restor
 from lockstep.launch.run_claim import task_again
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.rundir import RunDir
-
-if TYPE_CHECKING:
-    from torch import nn
 
 EXAMPLE = '''"""Loads what `lockstep export` wrote; needs torch{extra}, not Lockstep."""
 from pathlib import Path
@@ -69,11 +74,6 @@ def export(
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
-        import torch
-        from safetensors.torch import save_file
-
-        from lockstep.checkpoint.content import by_file
-
         tensors, others = by_file(snapshot.model)
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, building / "weights.safetensors")
         for name, state in others.items():
@@ -121,25 +121,27 @@ def _listed(state: Any) -> Any:
 
 def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
     """Whether one was written. ``wanted``: a model without one is an error."""
-    import torch
-
-    config = run.config()
-    whole = build_model(task)
+    config, whole = run.config(), build_model(task)
     model = bare(whole)
     if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
         return False
     restore(task, whole, snapshot, run.path)
     args, kwargs = _model_inputs(task, model.eval(), as_restored(task, config, open_data(task, config)))
-    # A program that returned a library's own type (transformers' ModelOutput) could be loaded only beside that library.
-    model.register_forward_hook(
-        lambda _model, _args, output: (
-            {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
-            if isinstance(output, dict) and type(output) is not dict
-            else None
-        )
-    )
+
+    def plain(_model: nn.Module, _args: Any, output: Any) -> Any:
+        """A program that returned a library's own type (transformers' ModelOutput) would need that library."""
+        if not isinstance(output, dict) or type(output) is dict:
+            return None
+        return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+
+    def first(value: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
+
+    model.register_forward_hook(plain)
     try:
-        shapes = _dynamic_shapes(model, args, kwargs)
+        # Any size of each tensor's first dimension, by the names of forward's arguments.
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        shapes = {name: tree_map(first, value) for name, value in bound.arguments.items()}
         exported = torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has many error types
         raise UnsupportedError(
@@ -152,19 +154,6 @@ def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *,
     return True
 
 
-def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What torch.export is to take as any size: each tensor's first dimension, by the names of forward's arguments."""
-    import torch
-
-    from lockstep._compat.torch import tree_map
-
-    def first(value: Any) -> Any:
-        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
-
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    return {name: tree_map(first, value) for name, value in bound.arguments.items()}
-
-
 def _model_inputs(task: Task, model: nn.Module, datasets: Datasets) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the task passes to ``model.forward`` for a small batch, found by watching it.
 
@@ -174,20 +163,9 @@ def _model_inputs(task: Task, model: nn.Module, datasets: Datasets) -> tuple[tup
     """
     if isinstance(task, ModuleTask):
         return _example_of(model)
-    import numpy as np
-    import torch
-
-    from lockstep._compat.torch import tree_map
-    from lockstep.data.requests import fetch
-
     batch = fetch(datasets.train, task.collate, 0, 0, np.arange(min(2, len(datasets.train)), dtype=np.int64))
-
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args, kwargs))
-
-    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    handle = model.register_forward_pre_hook(lambda _, *inputs: seen.append(inputs), with_kwargs=True)
     try:
         with torch.inference_mode():
             task.evaluate(model.eval(), batch)

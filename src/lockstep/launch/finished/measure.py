@@ -1,4 +1,4 @@
-"""The metrics of a checkpoint, computed by one rank with the others."""
+"""What one rank computes of a checkpoint, with the others: its metrics, from a model that is as it was trained."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from lockstep.engine.trained import Callbacks, build_model
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.launch.finished.reopen import Reopened, as_restored, restore
 
+#: What each rank computes: the same on all of them.
+Compute = Callable[[Reopened], dict[str, Any]]
+
 
 def refuse_several(task: Task, devices: Sequence[str]) -> None:
     """Raise :class:`UnsupportedError` for a ``LightningModule`` on several devices."""
@@ -34,18 +37,14 @@ def refuse_several(task: Task, devices: Sequence[str]) -> None:
         )
 
 
-#: What each rank computes: the same on all of them.
-Compute = Callable[[Reopened], dict[str, Any]]
-
-
 def measure(reopened: Reopened) -> dict[str, Any]:
     """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
-    task, snapshot, run = reopened.task, reopened.snapshot, reopened.wanted.run
-    config, plan, split = reopened.wanted.config, reopened.wanted.plan, reopened.wanted.split
+    task, wanted = reopened.task, reopened.wanted
+    config, plan, split = wanted.config, wanted.plan, wanted.split
     if isinstance(task, ModuleTask) and reopened.datasets is not None:
         from lockstep.engine.lightning.module_fit import evaluate_module
 
-        load_weights(task.module, snapshot.model, run.path)
+        load_weights(task.module, reopened.snapshot.model, wanted.run.path)
         precision, seed = plan.placement["precision"], config.training.seed
         metrics, samples = evaluate_module(task, split, reopened.device, precision, seed)
         return {"samples": samples, "metrics": metrics}
@@ -82,28 +81,21 @@ class Subject(NamedTuple):
 
 
 def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
-    """What to evaluate. Collective where the model is divided.
-
-    Args:
-        read: opens ``wanted.data``, where that is given instead of data sets.
-    """
-    wanted, task, snapshot, datasets = reopened.wanted, reopened.task, reopened.snapshot, reopened.datasets
+    """What to evaluate; ``read`` opens ``wanted.data``, where that is given. Collective where the model is divided."""
+    wanted, task, datasets, snapshot, world, collectives, device = reopened
     config, plan, split = wanted.config, wanted.plan, wanted.split
     data = datasets or Datasets(None, test=read(Path(str(wanted.data))))
     if getattr(data, split, None) is None:
         raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
-    precision = Precision(plan.placement["precision"], reopened.device, 1.0)
+    precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = cast(build_model(task), precision.kind), task
     if plan.sharded:
-        divided = divide(
-            Undivided(task, model, config, plan, data, reopened.device, reopened.world, reopened.collectives)
-        )
-        evaluated = divided.strategy(task, precision, plan, reopened.world).evaluating(task)
+        divided = divide(Undivided(task, model, config, plan, data, device, world, collectives))
+        evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
     else:
-        model = model.to(reopened.device)
+        model = model.to(device)
     restore(task, model, snapshot, wanted.run.path)
     dataset = getattr(as_restored(task, config, data) if datasets is not None else data, split)
-    evaluator = Evaluator.of_plan(plan, reopened.collectives, reopened.device, precision, snapshot.step)
-    return Subject(model, evaluated, dataset, evaluator)
+    return Subject(model, evaluated, dataset, Evaluator.of_plan(plan, collectives, device, precision, snapshot.step))

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,16 +105,15 @@ def _write(reopened: Reopened) -> dict[str, Any]:
     out = wanted.out
     assert out is not None
     subject = opened(reopened, reopened.task.prediction_data)
-    size = wanted.plan.eval_batch_size
+    samples = len(subject.dataset)
     key = {"run": wanted.run.read().id, "step": wanted.step, "split": wanted.split, "data": str(wanted.data)}
-    key |= {"samples": len(subject.dataset), "batch_size": size}
-    done, length = _resumed(out, key) if collectives.is_main else (0, 0)
-    done = collectives.broadcast(done)
+    key |= {"samples": samples, "batch_size": wanted.plan.eval_batch_size}
+    done, length = collectives.broadcast(_resumed(out, key) if collectives.is_main else (0, 0))
     chunks = predictions(subject.evaluator, reopened.task, subject.model, subject.dataset, first=done)
     if not collectives.is_main:
         for _ in chunks:
             pass
-        return {"rows": len(subject.dataset)}
+        return {"rows": samples}
     with _partial(out).open("r+b" if done else "wb") as file:
         file.truncate(length)
         file.seek(length)
@@ -124,64 +124,47 @@ def _write(reopened: Reopened) -> dict[str, Any]:
             file.flush()
             os.fsync(file.fileno())
             write_json(_progress(out), {"key": key, "chunks": done, "bytes": file.tell()})
-    return {"rows": len(subject.dataset)}
+    return {"rows": samples}
 
 
 def _resumed(out: Path, key: dict[str, Any]) -> tuple[int, int]:
     """Chunks and bytes that an interrupted prediction of the same has left."""
-    if not (_partial(out).is_file() and _progress(out).is_file()):
-        return 0, 0
     try:
         state = read_json(_progress(out))
         same = state["key"] == key and _partial(out).stat().st_size >= state["bytes"]
         return (int(state["chunks"]), int(state["bytes"])) if same else (0, 0)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, RunFolderError, ValueError, KeyError, TypeError):
         return 0, 0
 
 
 def _convert(source: Path, out: Path, kind: Format) -> None:
-    building = out.with_name(out.name + ".new")
     if kind == "jsonl":
         source.replace(out)
         return
-    {"csv": _write_csv, "parquet": _write_parquet}[kind](source, building)
+    building = out.with_name(out.name + ".new")
+    with source.open(encoding="utf-8") as file:
+        rows: Iterator[Row] = map(json.loads, file)
+        (_write_csv if kind == "csv" else _write_parquet)(rows, building)
     building.replace(out)
 
 
-def _read(source: Path) -> Iterator[Row]:
-    with source.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
-
-
-def _write_csv(source: Path, out: Path) -> None:
+def _write_csv(rows: Iterator[Row], out: Path) -> None:
+    first = next(rows, {})
     with out.open("w", newline="", encoding="utf-8") as file:
-        writer: Any = None
-        for row in _read(source):
-            if writer is None:
-                writer = csv.DictWriter(file, list(row), lineterminator="\n")
-                writer.writeheader()
+        writer = csv.DictWriter(file, list(first), lineterminator="\n")
+        if first:
+            writer.writeheader()
+        for row in chain([first] if first else [], rows):
             writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
 
 
-def _write_parquet(source: Path, out: Path) -> None:
+def _write_parquet(rows: Iterator[Row], out: Path) -> None:
     arrow, parquet = _arrow()
-    writer: Any = None
-    rows: list[Row] = []
-
-    def write() -> None:
-        nonlocal writer
-        table = arrow.Table.from_pylist(rows, schema=writer and writer.schema)
-        writer = writer or parquet.ParquetWriter(out, table.schema)
-        writer.write_table(table)
-        rows.clear()
-
-    for row in _read(source):
-        rows.append(row)
-        if len(rows) == _ROWS:
-            write()
-    if rows or writer is None:
-        write()
-    writer.close()
+    first = arrow.Table.from_pylist(list(islice(rows, _ROWS)))
+    with parquet.ParquetWriter(out, first.schema) as writer:
+        writer.write_table(first)
+        while more := list(islice(rows, _ROWS)):
+            writer.write_table(arrow.Table.from_pylist(more, schema=first.schema))
 
 
 def _arrow() -> tuple[Any, Any]:

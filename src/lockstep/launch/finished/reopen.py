@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
@@ -44,13 +46,8 @@ class Evaluation:
     out: Path | None = None
 
 
-@dataclass(frozen=True)
-class Reopened:
-    """What one rank evaluates with, among the others.
-
-    Attributes:
-        datasets: the run's; ``None``: the file ``wanted.data``.
-    """
+class Reopened(NamedTuple):
+    """What one rank evaluates with, among the others. ``datasets``: the run's; ``None``: the file ``wanted.data``."""
 
     wanted: Evaluation
     task: Task
@@ -58,11 +55,7 @@ class Reopened:
     snapshot: Snapshot
     world: World
     collectives: Collectives
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank."""
-        return rank_device(tuple(self.wanted.plan.placement["devices"]), self.world)
+    device: torch.device
 
 
 def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collectives) -> Reopened:
@@ -70,10 +63,11 @@ def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collective
     store = CheckpointStore(wanted.run.checkpoints)
     snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
     datasets = None if wanted.data else open_data(task, wanted.config, collectives)
-    return Reopened(wanted, task, datasets, snapshot, world, collectives)
+    device = rank_device(tuple(wanted.plan.placement["devices"]), world)
+    return Reopened(wanted, task, datasets, snapshot, world, collectives, device)
 
 
-def restore(task: Task, model: torch.nn.Module, snapshot: Snapshot, source: Path) -> None:
+def restore(task: Task, model: nn.Module, snapshot: Snapshot, source: Path) -> None:
     """The weights, then the task's own state, as a resumed training restores them: both after ``task.model()``."""
     load_weights(model, snapshot.model, source)
     with restoring(f"the checkpoint of step {snapshot.step}"):
@@ -87,7 +81,7 @@ def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:
 
 def load_model(
     run: RunDir, checkpoint: str | int = "best", *, task: Task | type[Task] | None = None
-) -> tuple[Task, torch.nn.Module]:
+) -> tuple[Task, nn.Module]:
     """A run's task and its model in evaluation mode; see :meth:`lockstep.Run.load_model`. Opens no data."""
     built = task_again(run, run.config(), task)
     snapshot = find_checkpoint(run, checkpoint)
@@ -103,16 +97,14 @@ def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
 
 def find_step(run: RunDir, checkpoint: str | int) -> int:
     """The step that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`: there is none."""
-    store = CheckpointStore(run.checkpoints)
-    text = str(checkpoint)
-    step = int(text) if text.isdigit() else store.step_of(text)
+    store, text = CheckpointStore(run.checkpoints), str(checkpoint)
+    step, steps = int(text) if text.isdigit() else store.step_of(text), store.steps()
     if step is None and text == "best":
         step = store.step_of("last")
-    if step is None or step not in store.steps():
-        have = ", ".join(str(s) for s in store.steps())
-        state = run.read()
+    if step is None or step not in steps:
+        have, state = ", ".join(map(str, steps)), run.read()
         raise CheckpointError(
-            f"run {state.id} has no checkpoint {checkpoint!r}" if have else f"run {state.id} has no checkpoint",
+            f"run {state.id} has no checkpoint" + f" {checkpoint!r}" * bool(steps),
             why=f"its steps are: {have}" if have else f"its status is {state.status}, and it saved none",
             fix="name one, or best, or last" if have else f"`lockstep show {state.id}` shows how far it came",
         )
