@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.engine.session.made import Made
+from lockstep.engine.session.saving import Made
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 from lockstep.hardware import World
 from lockstep.launch.local.signals import StopRequest
@@ -73,16 +73,20 @@ def test_accumulation_is_the_same_step(tmp_path: Path) -> None:
 
 def test_mean_with_weight_penalty_with_count_0_and_reduce_before_step(session: lockstep.Session) -> None:
     model, optimizer = prepared(session)
+    losses = 0.0
     for x, y in batches(session):
         twin = nn.Linear(4, 1)
         twin.load_state_dict(model.state_dict())
-        (F.mse_loss(twin(x).squeeze(1), y) + 0.5 * twin.weight.square().sum() / len(y)).backward()
+        loss = F.mse_loss(twin(x).squeeze(1), y) + 0.5 * twin.weight.square().sum() / len(y)
+        loss.backward()
+        losses += loss.item() * len(y)
         session.backward(F.mse_loss(model(x).squeeze(1), y), weight=len(y))
         session.backward(0.5 * model.weight.square().sum(), count=0)
         assert session.reduce(optimizer)
         torch.testing.assert_close(model.weight.grad, twin.weight.grad)
         session.step(optimizer)
         torch.testing.assert_close(model.weight, twin.weight - 0.1 * twin.weight.grad)  # type: ignore[operator]
+    assert RunDir.open(session.folder).epochs()[0]["train_loss"] == pytest.approx(losses / 33, rel=1e-5)
 
 
 def test_sharpness_aware_steps_are_those_of_any_accumulation(tmp_path: Path) -> None:
@@ -662,7 +666,7 @@ def test_settings_of_the_launcher_are_refused_in_a_script_that_it_has_started(
     given = {"launch": {"stop_grace_s": 5.0}}
     rank = Started(RunDir(tmp_path), World(), StopRequest(), given, resumes=False)
     assert with_settings_of_launch({"launch": {"hang_timeout_s": 9}}) == {"launch": {"hang_timeout_s": 9}}
-    monkeypatch.setattr(join, "_started", [rank])
+    monkeypatch.setattr(join, "started", [rank])
     script = {"launch": {"stop_grace_s": 9.0, "hang_timeout_s": 60}}
     assert with_settings_of_launch(script)["launch"] == {"stop_grace_s": 5.0, "hang_timeout_s": 60}
     with pytest.raises(ConfigError, match=r"launch\.hang_timeout_s = 9 has no effect") as caught:

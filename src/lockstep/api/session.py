@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
@@ -68,24 +68,20 @@ class Session:
     ) -> None:
         from lockstep._compat import script_frame
         from lockstep.engine.process.runtime import rank_device, seed_everything
-        from lockstep.engine.session.current import close_open_session, opened
-        from lockstep.launch.session.join import join_session, with_settings_of_launch
+        from lockstep.launch.session import join
         from lockstep.launch.session.loop import Loop
 
-        close_open_session(None)
-        given = with_settings_of_launch(mapping_of(config, settings))
+        join.close_open_session(None)
+        given = join.with_settings_of_launch(mapping_of(config, settings))
         given = merge(given, {"task": {"name": Path(sys.argv[0]).name or "session"}})
         whole = resolve(_DEFAULTS, given)
-        self._ending = ExitStack()
-        try:
-            joined = join_session(whole, resume=resume, ending=self._ending)
-            device = rank_device(joined.placement.devices, joined.world)
-        except BaseException:
-            self._ending.close()
-            raise
+        with ExitStack() as ending:
+            self._joined = join.join_session(whole, resume=resume, ending=ending)
+            device = rank_device(self._joined.placement.devices, self._joined.world)
+            self._ending = ending.pop_all()
         seed_everything(whole.training.seed)
-        self._joined, self._loop = joined, Loop(joined, whole, given, device, self._ending)
-        opened(self)
+        self._loop = Loop(self._joined, whole, given, device, self._ending)
+        join.open_sessions.append(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
@@ -93,8 +89,6 @@ class Session:
         self._exits: BaseException | None = None
         self._script = script_frame()
         self._most_gathered: dict[Any, int] = {}
-
-    # Who this is.
 
     @property
     def rank(self) -> int:
@@ -124,12 +118,6 @@ class Session:
         """Finished steps of the run: global batches, earlier attempts included."""
         return self._loop.state.step
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close(error)
-
     # What is trained.
 
     @overload
@@ -154,13 +142,13 @@ class Session:
         Raises:
             TaskError: something else, such as a ``DataLoader``; or the loop has begun.
         """
+        from lockstep._compat.torch import broadcast_module, check_shapes
+
         if self._loop.training is not None:
             raise TaskError("prepare() was called after the first batch", fix="call it before the loop")
         for name, thing in [*((None, thing) for thing in things), *named.items()]:
             module = self._loop.prepared.add(thing, name)
             if module is not None and self.size > 1:
-                from lockstep._compat.torch import broadcast_module, check_shapes
-
                 check_shapes(list(module.parameters()))
                 broadcast_module(module)
         found = (*things, *named.values())
@@ -169,14 +157,13 @@ class Session:
     def checkpoint(self, **things: Stateful) -> None:
         """Keep the state of ``things`` in every checkpoint, too: an average of weights, a scheduler, a replay buffer.
 
-        Args:
-            things: by name, with ``state_dict`` and ``load_state_dict``; when the run resumes, they are restored by
-                :meth:`epochs`, or here if it has been called.
+        When the run resumes, they are restored by :meth:`epochs`, or here if it has been called.
 
         Raises:
-            TaskError: one has no such methods. CheckpointError: the checkpoint has none of that name, or another form.
+            TaskError: one has no ``state_dict`` and ``load_state_dict``. CheckpointError: the checkpoint has none of
+                that name, or another form.
         """
-        self._loop.register(things)
+        self._loop.resumed.register(things)
 
     # The loop.
 
@@ -202,9 +189,6 @@ class Session:
         Args:
             make: returns the same on every rank: tensors, NumPy arrays, numbers, text, and tuples, lists and dicts of
                 them.
-
-        Raises:
-            TaskError: outside :meth:`epochs`.
         """
         return cast(T, self._loop.once(make, arguments))
 
@@ -261,11 +245,8 @@ class Session:
         Raises:
             TaskError: ``total`` is a mean; neither or both of ``count`` and ``weight``; outside :meth:`batches`.
         """
-        from lockstep.engine.session.losses import checked_loss
-
-        training = self._loop.running("backward()")
-        total, items = checked_loss(total, count, weight, training.samples, checks=training.checks_losses)
-        training.backward(total, items, models, retain_graph=retain_graph, create_graph=create_graph)
+        how = {"retain_graph": retain_graph, "create_graph": create_graph}
+        self._loop.running("backward").backward(total, count, weight, models, **how)
 
     def step(self, optimizer: Optimizer, *, max_norm: float | None = None) -> bool:
         """Sum the gradients over ranks, divide, clip, step the optimizer and its prepared scheduler, clear. Collective.
@@ -281,7 +262,7 @@ class Session:
         Raises:
             TaskError: without a :meth:`backward` before it, or for an optimizer that was not prepared.
         """
-        return self._loop.running("step()").step(optimizer, max_norm)
+        return self._loop.running("step").step(optimizer, max_norm)
 
     def reduce(self, optimizer: Optimizer) -> bool:
         """Make ``p.grad`` the gradient of the mean loss over all ranks, without a step. Collective.
@@ -289,14 +270,13 @@ class Session:
         For algorithms that look at the gradient first, such as SAM; clear it with ``optimizer.zero_grad()``, or take
         the step. Returns as :meth:`step`.
         """
-        return self._loop.running("reduce()").reduce_only(optimizer)
+        return self._loop.running("reduce").reduce_only(optimizer)
 
     def again(self) -> Iterator[Any]:
         """The micro-batches of this step once more, in the body of the last one, for algorithms with two passes.
 
         SAM with ``accumulate``::
 
-            session.backward(loss(x, y), count=len(y))
             if session.reduce(optimizer):
                 climb()  # by p.grad
                 optimizer.zero_grad()
@@ -371,7 +351,7 @@ class Session:
         self._loop.refuse_exact("gather")
         if self.size == 1:
             return rows
-        look = self._look(f"gather() of {_kind(rows, 1)}" if self._loop.checks else "gather()")
+        look = self._loop.look("gather()", rows, 1)
         counts = self._loop.training is None or not self._loop.training.is_ghost
         return gather_rows(rows, counts=counts, most=self._most_gathered, look=look)
 
@@ -387,30 +367,19 @@ class Session:
 
         from lockstep.engine.session.between_ranks import reduce_tensor
 
-        if isinstance(value, Tensor):
-            if self.size == 1:
-                return value
-            look = self._look(f"all_reduce() of {_kind(value, 0)}" if self._loop.checks else "all_reduce()")
-            return reduce_tensor(value, operation, look)
-        return getattr(self._loop.ranks, operation)(float(value))[0]
+        if not isinstance(value, Tensor):
+            return getattr(self._loop.ranks, operation)(float(value))[0]
+        if self.size == 1:
+            return value
+        return reduce_tensor(value, operation, self._loop.look("all_reduce()", value, 0))
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """``source``'s value on every rank: anything that can be pickled. Collective."""
         return cast(T, self._loop.ranks.broadcast(value, source))
 
-    @contextmanager
-    def main_first(self, *, per_node: bool = False) -> Iterator[None]:
+    def main_first(self, *, per_node: bool = False) -> AbstractContextManager[None]:
         """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
-        with self._loop.ranks.main_first(per_node=per_node):
-            yield
-
-    def _look(self, call: str) -> Callable[[], None]:
-        """What finds out where the other ranks are while ``call`` waits; it is compared now, in the first steps."""
-        training, ranks = self._loop.training, self._loop.ranks
-        if self._loop.checks:
-            ranks.check(call)
-        ranks.begin(call)
-        return ranks.look if training is None else training.look_around
+        return cast(AbstractContextManager[None], self._loop.ranks.main_first(per_node=per_node))
 
     def print(self, *values: Any, **how: Any) -> None:
         """``print`` on rank 0 alone."""
@@ -445,6 +414,12 @@ class Session:
 
         return cast(T, call_on_ranks(function, arguments, mapping_of(config, settings), resume=resume))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error)
+
     def _on_exit(self, status: Any = None, /) -> NoReturn:
         """``sys.exit()``, whose status is not known when Python ends."""
         if threading.current_thread() is threading.main_thread():
@@ -464,15 +439,15 @@ class Session:
         self._hook(kind, error, trace)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: save, and record how it ended. Called at the end of the script. Collective without ``error``.
+        """End the run: save, and record how it ended, by ``error`` if it failed. Called at the end of the script.
 
-        Args:
-            error: what ended the loop, if it failed.
+        Collective without ``error``.
         """
-        from lockstep.engine.session.current import closed
+        from lockstep.launch.session.join import open_sessions
 
-        if not closed(self):
+        if self not in open_sessions:
             return
+        open_sessions.remove(self)
         sys.excepthook, sys.exit = self._hook, self._exit
         error = None if isinstance(error, SystemExit) and not error.code else error
         try:
@@ -480,12 +455,4 @@ class Session:
         finally:
             # The contexts see the error; nothing else is raised after it.
             with contextlib.nullcontext() if error is None else contextlib.suppress(BaseException):
-                self._ending.__exit__(
-                    None if error is None else type(error), error, None if error is None else error.__traceback__
-                )
-
-
-def _kind(tensor: Tensor, first: int) -> str:
-    """What must agree between ranks: type and shape, from the dimension ``first`` on."""
-    kind, sizes = str(tensor.dtype).removeprefix("torch."), ["*"] * first + [str(size) for size in tensor.shape[first:]]
-    return f"{kind} [{', '.join(sizes)}]"
+                self._ending.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)

@@ -141,7 +141,7 @@ def by_row(dataset: Any) -> Any:
 
         return FrameRows(as_arrays(dataset), len(dataset))
     if isinstance(dataset, DataLoader):
-        fix = "give loader.dataset; training.batch_size and Task.collate do the rest"
+        fix = "give loader.dataset; training.batch_size and Task.collate (or session.batches(collate=)) do the rest"
         raise is_loader(f"the data set is a {name}", dataset, fix)
     if isinstance(dataset, str | bytes):
         fix = "open it, for example with lockstep.data.JsonLines"

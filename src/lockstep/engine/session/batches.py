@@ -7,9 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from lockstep.data.arrays import by_row, is_loader
+from lockstep.data.arrays import by_row
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
 from lockstep.data.requests import Request, Source, Window, readable, windows
@@ -22,45 +20,7 @@ from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import collate_of, data_settings, training_source
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.planning import BatchPlan
 from lockstep.telemetry.files import JsonLines
-
-
-class ByRow:
-    """Data sets, frames by row; of a frame always the same rows, since a loop gives it in every epoch."""
-
-    def __init__(self) -> None:
-        self._frames: list[tuple[Any, Any]] = []
-
-    def __call__(self, dataset: Any) -> Any:
-        for given, rows in self._frames:
-            if given is dataset:
-                return rows
-        rows = dataset if isinstance(dataset, DataLoader) else by_row(dataset)  # check_data says more of it
-        self._frames += [(dataset, rows)] if rows is not dataset else []
-        return rows
-
-
-def check_data(dataset: Any, call: str, *, streams: bool | None = None) -> None:
-    """Raise :class:`LockstepError` where ``call`` cannot read ``dataset``.
-
-    Args:
-        streams: whether it may be iterable; ``None``: it is for evaluation.
-    """
-    if isinstance(dataset, DataLoader):
-        fix = (
-            "pass loader.dataset, with collate=loader.collate_fn if it has its own; the batch size is "
-            "Session(global_batch_size=...)"
-        )
-        raise is_loader(f"{call}() was given a DataLoader", dataset, fix, "session.batches(data")
-    if streams is None or not is_stream(dataset):
-        check_dataset(dataset, "val" if streams is None else "train")
-    elif not streams:
-        raise UnsupportedError(
-            "the data of this loop over batches are iterable, and not those of the first loop",
-            why="one stream is read in a run, and every epoch continues it",
-            fix="give the loop the same object in every epoch, or data with __len__ and __getitem__",
-        )
 
 
 def length(dataset: Any) -> int | None:
@@ -71,6 +31,36 @@ def length(dataset: Any) -> int | None:
 def fingerprint(dataset: Any, *, skips: bool) -> str:
     """Length and a hash of some samples; ``skips``: one that cannot be read is not an error."""
     return examined(dataset, skips=skips)[0]
+
+
+class ByRow:
+    """Data sets, frames by row; of a frame always the same rows, since a loop gives it in every epoch."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, dataset: Any) -> Any:
+        if id(dataset) in self._frames:
+            return self._frames[id(dataset)][1]
+        rows = by_row(dataset)
+        if rows is not dataset:
+            self._frames[id(dataset)] = dataset, rows
+        return rows
+
+
+def check_data(dataset: Any, *, streams: bool | None) -> None:
+    """Raise :class:`LockstepError` where a loop cannot read ``dataset``.
+
+    ``streams``: whether it may be iterable; ``None``: it is for evaluation.
+    """
+    if streams is None or not is_stream(dataset):
+        check_dataset(dataset, "val" if streams is None else "train")
+    elif not streams:
+        raise UnsupportedError(
+            "the data of this loop over batches are iterable, and not those of the first loop",
+            why="one stream is read in a run, and every epoch continues it",
+            fix="give the loop the same object in every epoch, or data with __len__ and __getitem__",
+        )
 
 
 def check_alike(own: str, collectives: Collectives, call: str = "batches") -> None:
@@ -88,60 +78,45 @@ def check_alike(own: str, collectives: Collectives, call: str = "batches") -> No
 
 
 class DataFeed:
-    """Batches of one data set in the order of the run, for one rank.
+    """Batches of ``datasets.train`` in the order of the run, for one rank; ``accumulate``: as the plan, or otherwise.
 
-    Args:
-        batch: sizes of its windows, and its samples.
-        source: of indices and batches.
+    Each loop of an epoch, by its ``number``, has another order. ``planned``: the plan was made with these data.
     """
 
-    def __init__(self, training: Training, source: Source, batch: BatchPlan) -> None:
-        arrangement = training.rank.config.debug.trace
-        if arrangement != "off":
-            source = replace(source, arrangement=arrangement)
-        self._training, self.source, self.batch = training, source, batch
-        self._loader: Any = None
-        self._batches: TimedBatches | None = None
-        self._next = (-1, -1)
-        rank = training.rank
-        records = rank.config.telemetry.record_samples
-        self._samples = JsonLines(rank.run_dir.samples_file(rank.world.rank)) if records else None
-        self._arrive = arrival(training.rank.device)
-
-    @classmethod
-    def of(
-        cls, training: Training, task: Task, datasets: Datasets, accumulate: int | None, number: int, *, planned: bool
-    ) -> DataFeed:
-        """Batches of ``datasets.train``.
-
-        Args:
-            accumulate: micro-batches of a step; ``None``: as the plan has them.
-            number: of the loop in its epoch; each has another order.
-            planned: the plan was made with these data; others are shuffled.
-        """
-        plan, train = training.rank.plan, datasets.train
-        task.data = data_settings(training.rank.config)
+    def __init__(
+        self, training: Training, task: Task, datasets: Datasets, accumulate: int | None, number: int, *, planned: bool
+    ) -> None:
+        rank, train = training.rank, datasets.train
+        plan = rank.plan
+        task.data = data_settings(rank.config)
         if number and training.reshuffles:
             plan = plan.model_copy(update={"seed": derive_key("loop", plan.seed, number)})
         batch = plan.batch if planned else plan.batch.model_copy(update={"samples": len(train)})
         if batch.lanes is None and accumulate not in (None, batch.accumulate):
             share = -(-batch.global_batch // batch.ranks)
             batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
-        skipped = training.rank.run_dir.path / f"skipped-rank{training.rank.world.rank}.jsonl"
+        skipped = rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl"
         if planned:
-            return cls(training, training_source(task, datasets, plan, skipped), batch)
-        order, given = Order(len(train), plan.seed), (train, collate_of(task), plan.seed)
-        return cls(training, Source(*given, order, plan.order.lanes, skipped if training.skips else None), batch)
+            source = training_source(task, datasets, plan, skipped)
+        else:
+            order, left_out = Order(len(train), plan.seed), skipped if training.skips else None
+            source = Source(train, collate_of(task), plan.seed, order, plan.order.lanes, left_out)
+        arrangement = rank.config.debug.trace
+        self.source = source if arrangement == "off" else replace(source, arrangement=arrangement)
+        self._training, self._batch = training, batch
+        self.steps_per_epoch = batch.steps_per_epoch
+        self._loader: Any = None
+        self._batches = TimedBatches(iter(()))
+        self._next = (-1, -1)
+        records = rank.config.telemetry.record_samples
+        self._samples = JsonLines(rank.run_dir.samples_file(rank.world.rank)) if records else None
+        self._arrive = arrival(rank.device)
 
     def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
-        return windows(
-            self.batch,
-            rank=self._training.rank.world.rank,
-            epoch=epoch,
-            position=position,
-            epochs=epochs,
-            ghosts=self._training.rank.collectives.size > 1 or self.batch.lanes is not None,
-        )
+        rank = self._training.rank
+        ghosts = rank.collectives.size > 1 or self._batch.lanes is not None
+        place = {"rank": rank.world.rank, "epoch": epoch, "position": position, "epochs": epochs}
+        return windows(self._batch, **place, ghosts=ghosts)
 
     def walk(self, epoch: int, position: int) -> Iterator[Any]:
         """This rank's micro-batches from ``position`` to the end of ``epoch``, on its device.
@@ -151,29 +126,25 @@ class DataFeed:
         training = self._training
         batches = self._at(epoch, position)
         for window in self._windows(epoch, position, epoch + 1):
-            training.begin_window(window, self.batch.split)
+            training.begin_window(window, self._batch.split)
             if self._samples is not None:
                 self._record(window, self._samples)
             is_done = False
             try:
                 for place, request in enumerate(window.requests):
-                    request, batch = self._moved(request, next(batches))
+                    # In place of a batch without readable samples comes one that counts nothing.
+                    request, batch = readable(request, next(batches))
                     with training.micro_batch(request, place):
-                        yield batch
+                        yield self._arrive(batch)
                 is_done = True
             finally:
                 if is_done or training.has_stepped:  # the loop may be left after a step
-                    over = self.batch.window(window.stop) is None
+                    over = self._batch.window(window.stop) is None
                     self._next = (epoch + 1, 0) if over else (epoch, window.stop)
                     training.end_window(window, batches.waited_s(), epoch_over=over)
             if training.log.ended_by is not None:
                 training.is_cut = not over
                 return
-
-    def _moved(self, request: Request, batch: Any) -> tuple[Request, Any]:
-        """``batch`` on the rank's device; where none of its samples could be read, one that counts nothing."""
-        request, batch = readable(request, batch)
-        return request, self._arrive(batch)
 
     def again(self) -> Iterator[Any]:
         """The micro-batches of the current window once more. Raises :class:`LockstepError`."""
@@ -183,9 +154,9 @@ class DataFeed:
         requests = training.begin_again()
         try:
             for place, request in enumerate(requests):
-                request, batch = self._moved(request, self.source.batch(request))
+                request, batch = readable(request, self.source.batch(request))
                 with training.micro_batch(request, place, again=True):
-                    yield batch
+                    yield self._arrive(batch)
         finally:
             training.place = len(requests) - 1
 
@@ -196,14 +167,14 @@ class DataFeed:
         file.append({**place, "epoch": window.epoch + 1, "stage": self._training.stage, "indices": indices})
 
     def _at(self, epoch: int, position: int) -> TimedBatches:
-        """The batches of this loader; the previous loader ends."""
-        if self._batches is None or self._next != (epoch, position):
+        """The batches from there on; the loader before ends, unless it is there."""
+        if self._next != (epoch, position):
             self.close()
-            plan, rank = self._training.rank.plan, self._training.rank
-            requests = chain.from_iterable(w.requests for w in self._windows(epoch, position, plan.epochs))
-            self._loader = make_loader(
-                self.source, requests, plan.loader, rank.world.rank, largest=self.batch.batch_size
+            plan, me = self._training.rank.plan, self._training.rank.world.rank
+            requests: Iterator[Request] = chain.from_iterable(
+                window.requests for window in self._windows(epoch, position, plan.epochs)
             )
+            self._loader = make_loader(self.source, requests, plan.loader, me, largest=self._batch.batch_size)
             self._batches = TimedBatches(self._loader)
         self._next = (-1, -1)
         return self._batches
@@ -211,4 +182,4 @@ class DataFeed:
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
-        self._loader = self._batches = None
+        self._loader = None

@@ -31,8 +31,7 @@ def gather_rows(tensor: Tensor, *, counts: bool, most: dict[Any, int], look: Loo
     """
     if tensor.dim() == 0:
         raise CollectiveError("gather() was given a number", fix="give it rows: tensor.unsqueeze(0), or all_reduce()")
-    gathered: Tensor = cast(Any, _Gather.apply)(tensor, counts, most, look)
-    return gathered
+    return cast(Tensor, cast(Any, _Gather.apply)(tensor, counts, most, look))
 
 
 class _Gather(torch.autograd.Function):
@@ -89,6 +88,6 @@ class _Sum(torch.autograd.Function):
 def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"], look: Look) -> Tensor:
     """The reduction of every rank's ``tensor``; ``sum`` and ``mean`` have a gradient. Collective."""
     if operation in ("sum", "mean"):
-        total: Tensor = cast(Any, _Sum.apply)(tensor, look)
+        total = cast(Tensor, cast(Any, _Sum.apply)(tensor, look))
         return total / dist.get_world_size() if operation == "mean" else total
     return all_reduce(tensor.detach().clone(), None, getattr(dist.ReduceOp, operation.upper()), look)

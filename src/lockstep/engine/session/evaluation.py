@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from lockstep.data.reader import Collate
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_host
 from lockstep.engine.evaluate import Evaluator, check_rows
-from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.precision import Precision, autocast
 from lockstep.planning import LoaderPlan, Plan
 from lockstep.telemetry.progress_board import Activity, pulse
 
@@ -27,23 +26,18 @@ def evaluator_of(plan: Plan | None, collectives: Collectives, device: torch.devi
 
 
 def predicted_rows(
-    evaluator: Evaluator,
-    dataset: Any,
-    collate: Collate,
-    predict: Callable[[Any], Any],
-    model: nn.Module,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    evaluator: Evaluator, model: nn.Module, data: tuple[Any, Collate], predict: Callable[[Any], Any], precision: str
 ) -> Iterator[tuple[Any, ...]]:
-    """What ``predict(batch)`` returns for each batch of ``dataset``, in index order, on every rank. Collective.
+    """What ``predict(batch)`` returns for each batch of ``data``, in index order, on every rank. Collective.
 
     The batches are the same for any number of ranks. Modules are in evaluation mode, and random generators, gradients
     and modes are afterwards as they were.
     """
-    with evaluator.walk(model, dataset, collate) as batches:
+    with evaluator.walk(model, *data) as batches:
         for request, batch in batches:
             found = None
             if request.size:
-                with torch.no_grad(), autocast():
+                with torch.no_grad(), autocast(precision, evaluator.device):
                     rows = predict(batch)
                 rows = rows if isinstance(rows, (tuple, list)) else (rows,)
                 check_rows(rows, request.size, "predict(batch)")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep._compat.torch import (
@@ -25,13 +24,13 @@ from lockstep._compat.torch import (
 )
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import cast
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained
 from lockstep.errors import TaskError, many
 
 if TYPE_CHECKING:
-    from lockstep.engine.rank_context import RankContext
     from lockstep.engine.session.sharding import Shards
 
 
@@ -52,15 +51,10 @@ class Owned(nn.Module):
 
     def __init__(self, models: nn.Module, optimizer: Optimizer) -> None:
         super().__init__()
-        self.models = models
-        self._known = {id(parameter) for parameter in parameters_of(optimizer)}
+        self.models, self._known = models, set(map(id, parameters_of(optimizer)))
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.models.named_parameters(prefix, recurse, remove_duplicate):
-            if id(parameter) in self._known:
-                yield name, parameter
+    def named_parameters(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return (item for item in self.models.named_parameters(*how, **more) if id(item[1]) in self._known)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -70,9 +64,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 class Prepared:
     """Modules, optimizers and schedulers by name: ``model``, ``optimizer``, ``scheduler``, the next ones ``model_2``.
 
-    Args:
-        device: of this rank; modules are moved there in place, so that optimizers keep their parameters.
-        precision: of the run; they are cast to it.
+    Modules are moved to ``device`` in place, so that optimizers keep their parameters, and cast to ``precision``.
     """
 
     def __init__(self, device: torch.device, precision: str) -> None:
@@ -93,36 +85,31 @@ class Prepared:
         kinds = {"model": nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
         kind = next((kind for kind, of in kinds.items() if isinstance(thing, of)), None)
         if kind is None:
-            _refuse(thing)
+            raise _not_trained(thing)
         if kind == "model":
             thing = compiled_in_place(within_wrapper(thing))  # the loop itself calls the wrapper
         known: dict[str, Any] = getattr(self, f"{kind}s")
         if any(thing is one for one in known.values()):
             return None
+        name = name or (f"{kind}_{len(known) + 1}" if known else kind)
+        if not name.isidentifier() or name in {*self.models, *self.optimizers, *self.schedulers}:
+            raise TaskError(
+                f"prepare() was given {name!r} as a name" + " twice" * name.isidentifier(),
+                why="it is part of the names in checkpoints and logs, as in generator.0.weight",
+                fix="use another keyword for each, of letters, digits and underscores, as in prepare(generator=model)",
+            )
+        if isinstance(thing, ReduceLROnPlateau):
+            raise TaskError(
+                f"{name} is a ReduceLROnPlateau, which steps by a metric",
+                fix="step it in the loop, and give it to session.checkpoint(scheduler=...) instead of prepare()",
+            )
         if kind == "model":
-            _refuse_unready(thing)
-            thing = cast(thing.to(self._device), self._precision)
-            self._container = None
+            thing, self._container = cast(thing.to(self._device), self._precision), None
         elif kind == "optimizer":
             refuse_closure(type(thing))
             note_step(thing)
-        known[self._name(kind, name)] = thing
+        known[name] = thing
         return thing if kind == "model" else None
-
-    def _name(self, kind: str, name: str | None) -> str:
-        """``name`` or the next one of ``kind``. Raises :class:`TaskError`."""
-        taken = {*self.models, *self.optimizers, *self.schedulers}
-        number = len(getattr(self, f"{kind}s")) + 1
-        name = name or (kind if number == 1 else f"{kind}_{number}")
-        if name in taken:
-            raise TaskError(f"prepare() was given {name!r} twice", fix="use a different keyword for each")
-        if not name.isidentifier():
-            raise TaskError(
-                f"prepare() was given {name!r} as a name",
-                why="it is part of the names in checkpoints and logs, as in generator.0.weight",
-                fix="use letters, digits and underscores, as in prepare(generator=model)",
-            )
-        return name
 
     def container(self) -> nn.Module:
         """The model, or all of them as one module."""
@@ -130,24 +117,15 @@ class Prepared:
             self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
         return self._container
 
-    @property
-    def prefix(self) -> str:
-        """Of a module's name in the container, for a name in the script."""
-        return f"{next(iter(self.models))}." if len(self.models) == 1 else ""
-
-    def recompute(self, rank: RankContext) -> None:
-        """Compute activations again in the backward pass, where that is asked for."""
+    def divided(self, rank: RankContext) -> Shards | None:
+        """Recompute activations, and divide the models among the ranks, where the plan asks for that. Collective."""
         if rank.config.training.activation_checkpointing:
             for model in self.models.values():
                 checkpoint_activations(model, blocks_of(Task(), model))
-
-    def divided(self, rank: RankContext) -> Shards | None:
-        """Divide the models among the ranks, where the plan's strategy does that. Collective."""
         if not rank.plan.strategy.divides:
             return None
         from lockstep.engine.session.sharding import Shards
 
-        self._chosen.clear()
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
 
     def check(self) -> None:
@@ -158,13 +136,13 @@ class Prepared:
                 why="its weights must be equal on all ranks, and are saved",
                 fix="call model, optimizer = session.prepare(model, optimizer) before the loop",
             )
-        known = {id(parameter) for parameter in self.container().parameters()}
+        known = set(map(id, self.container().parameters()))
         for name, optimizer in self.optimizers.items():
-            strange = [tuple(p.shape) for p in parameters_of(optimizer) if id(p) not in known]
+            strange = [str(tuple(p.shape)) for p in parameters_of(optimizer) if id(p) not in known]
             if strange:
                 raise TaskError(
                     f"{name} has {many(len(strange), 'parameter')} of no prepared model: shapes "
-                    + ", ".join(map(str, strange[:3])),
+                    + ", ".join(strange[:3]),
                     why="they would be neither reduced over ranks nor saved",
                     fix="give prepare() the modules that have them too, and make the optimizer from their parameters "
                     "before or after, but not from a copy",
@@ -201,7 +179,7 @@ class Prepared:
         chosen = [models] if isinstance(models, nn.Module) else list(models)
         key = tuple(map(id, chosen))
         if key not in self._chosen:
-            known = {id(p) for p in self.container().parameters()}
+            known = set(map(id, self.container().parameters()))
             parameters = [p for model in chosen for p in model.parameters()]
             self._chosen[key] = chosen, parameters if all(id(p) in known for p in parameters) else []
         found = [p for p in self._chosen[key][1] if p.requires_grad]
@@ -214,12 +192,21 @@ class Prepared:
         return found
 
 
-class Beside:
-    """In the variables of a loop: modules that no checkpoint keeps, since they are neither prepared nor registered.
+def _not_trained(thing: Any) -> TaskError:
+    inner = next((name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, Optimizer)), None)
+    fix = "give anything else with a state_dict to session.checkpoint(name=...)"
+    if isinstance(thing, DataLoader):
+        fix = "leave it out, and write `for batch in session.batches(loader.dataset, collate=loader.collate_fn)`"
+    elif inner is not None:
+        fix = f"give it the torch optimizer inside, its .{inner}, and call session.step() with that one"
+    why = "it takes modules, optimizers and schedulers of torch; the session makes the batches"
+    return TaskError(f"prepare() was given a {type(thing).__name__}", why=why, fix=fix)
 
-    Args:
-        frame: of the loop; the variables of its callers count, too.
-        kept: modules, and objects that may have some.
+
+class Beside:
+    """Modules in a loop's variables that no checkpoint keeps, since they are neither prepared nor registered.
+
+    ``frame``: of the loop; the variables of its callers count, too. ``kept``: modules, and objects that may have some.
     """
 
     def __init__(self, frame: FrameType | None, kept: Iterable[Any]) -> None:
@@ -227,7 +214,8 @@ class Beside:
         while frame is not None:
             here, frame = {**frame.f_globals, **frame.f_locals, **here}, frame.f_back
         here |= {f"self.{name}": value for name, value in getattr(here.get("self"), "__dict__", {}).items()}
-        self._kept = [module for thing in kept for module in (thing, *getattr(thing, "__dict__", {}).values())]
+        parts = [part for thing in kept for part in (thing, *getattr(thing, "__dict__", {}).values())]
+        self._kept = [part for part in parts if isinstance(part, nn.Module)]
         names = {id(module): name for name, module in here.items() if isinstance(module, nn.Module)}
         self._found: dict[str, nn.Module] = {name: here[name] for name in names.values()}
         self._scalers = [value for value in here.values() if isinstance(value, torch.amp.GradScaler)]
@@ -244,8 +232,11 @@ class Beside:
             )
 
     def _state(self) -> dict[str, Any]:
-        known = {id(t) for module in self._kept if isinstance(module, nn.Module) for t in _tensors(module)}
-        return {name: versions([t for t in _tensors(m) if id(t) not in known]) for name, m in self._found.items()}
+        def tensors(module: nn.Module) -> list[torch.Tensor]:
+            return [t for t in chain(module.parameters(), module.buffers()) if not t.is_inference()]
+
+        known = {id(t) for module in self._kept for t in tensors(module)}
+        return {name: versions([t for t in tensors(m) if id(t) not in known]) for name, m in self._found.items()}
 
     def changed(self) -> list[tuple[str, str]]:
         """Names and types of those whose parameters or buffers have been replaced or written to."""
@@ -253,37 +244,3 @@ class Beside:
         changed = [(n, type(module).__name__) for n, module in self._found.items() if differ(before[n], now[n])]
         self._found, self._before, self._kept = {}, {}, []  # the loop may delete them
         return changed
-
-
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    return (t for t in chain(module.parameters(), module.buffers()) if not t.is_inference())
-
-
-def _refuse_unready(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or is_lazy(parameter):
-            raise TaskError(
-                f"the parameter {name} of {type(model).__name__} has no values yet",
-                why="it is on the meta device, or of a lazy module",
-                fix="make the module's values before prepare(): call it once with a batch, or use to_empty() and a "
-                "checkpoint",
-            )
-
-
-def _refuse(thing: Any) -> NoReturn:
-    kind = type(thing).__name__
-    if isinstance(thing, DataLoader):
-        raise TaskError(
-            "prepare() was given a DataLoader",
-            why="the session makes the batches, since their order must not depend on the number of ranks",
-            fix="leave it out, and write `for batch in session.batches(loader.dataset)`, with "
-            "collate=loader.collate_fn if it has its own",
-        )
-    inner = next((name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, Optimizer)), None)
-    raise TaskError(
-        f"prepare() was given a {kind}",
-        why="it takes modules, optimizers and schedulers of torch",
-        fix="give anything else with a state_dict to session.checkpoint(name=...)"
-        if inner is None
-        else f"give it the torch optimizer inside, its .{inner}, and call session.step() with that one",
-    )

@@ -1,18 +1,21 @@
-"""The checkpoints of a session: what is prepared and registered, and where the loop is."""
+"""The checkpoints of a session: what is prepared and registered, what the epoch has made, and where the loop is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lockstep.checkpoint.content import walked
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import Update
+from lockstep.engine.process.runtime import states_of_generators
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import (
     Reads,
@@ -24,7 +27,6 @@ from lockstep.engine.resume import (
     restoring,
 )
 from lockstep.engine.run_log import RunLog
-from lockstep.engine.session.made import Made
 from lockstep.engine.session.stepper import Stepper
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import SeededDraws
@@ -40,12 +42,7 @@ class Stateful(Protocol):
 
 
 class SessionCheckpoints(Saves):
-    """Saves and restores what one rank trains.
-
-    Args:
-        registered: what is saved besides, by name.
-        place: where the loop is, beyond what the run's state says.
-    """
+    """Saves and restores what one rank trains, what is ``registered``, and the ``place`` where the loop is."""
 
     def __init__(
         self,
@@ -110,13 +107,12 @@ class SessionCheckpoints(Saves):
 class Resumed:
     """The checkpoint that a session begins with, if there is one; optimizers are restored from it with the plan."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Reads) -> None:
+        self._rank, self._source, self._begun = rank, rank.run_dir.path, False
         self.snapshot: Snapshot | None = None
         self.registered: dict[str, Stateful] = {}
-        self.made = Made()
-        self._begun = False
 
-    def register(self, things: Mapping[str, Any], source: Path) -> None:
+    def register(self, things: Mapping[str, Any]) -> None:
         for name, thing in things.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise TaskError(
@@ -124,34 +120,29 @@ class Resumed:
                     fix="give it an object with state_dict() and load_state_dict()",
                 )
             self.registered[name] = thing
-            self._load(name, source)
+            self._load(name)
 
     @property
     def place(self) -> Mapping[str, Any]:
         """Where the loop was, if the run is resumed."""
         return {} if self.snapshot is None else self.snapshot.trainer.get("session", {})
 
-    def begin(self, rank: Reads, module: nn.Module, state: TrainState, *, found: bool, init_from: Path | None) -> None:
-        """Restore ``module``, ``state`` and what is registered, once; of a new run, the initial weights. Collective.
-
-        Args:
-            found: whether the run has been trained before.
-        """
+    def begin(self, module: nn.Module, state: TrainState, *, found: bool, init_from: Path | None) -> None:
+        """Restore all if the run was ``found``, once; of a new run, the initial weights. Collective."""
         if self._begun:
             return
         self._begun = True
-        self.snapshot = load_latest(rank) if found else None
-        source = rank.run_dir.path
+        self.snapshot = load_latest(self._rank) if found else None
         if self.snapshot is None:
-            load_initial_weights(module, init_from, rank.collectives)
+            load_initial_weights(module, init_from, self._rank.collectives)
             return
-        with restoring(source):
+        with restoring(self._source):
             vars(state).update(vars(TrainState.from_state_dict(self.snapshot.trainer["state"])))
-        load_weights(module, self.snapshot.model, source)
+        load_weights(module, self.snapshot.model, self._source)
         for name in self.registered:
-            self._load(name, source)
+            self._load(name)
 
-    def _load(self, name: str, source: Path) -> None:
+    def _load(self, name: str) -> None:
         if self.snapshot is None:
             return
         saved = self.snapshot.trainer["task"]
@@ -161,5 +152,48 @@ class Resumed:
                 why=f"it has {', '.join(saved) or 'no registered state at all'}",
                 fix="register what was registered when the run began, under the same names",
             )
-        with restoring(source):
+        with restoring(self._source):
             self.registered[name].load_state_dict(saved[name])
+
+
+class Made:
+    """What :meth:`lockstep.Session.once` has made in this epoch: ``values``, each with whether it is on a device."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._kept: list[Any] = []
+        self._within = False
+        self._drawn: tuple[Any, ...] = ()
+
+    def resume(self, kept: Iterable[Any], *, within: bool) -> None:
+        """An attempt begins. ``kept``: ``values`` of the checkpoint; ``within``: it is of the middle of an epoch."""
+        self._kept, self._within = list(kept), within
+
+    def begin_epoch(self) -> None:
+        self.values.clear()  # of an epoch that was left before its first batch
+        self._drawn = states_of_generators() if self._within and not self._kept else ()
+
+    def end_epoch(self) -> None:
+        self.values.clear()
+        self._kept, self._within = [], False
+
+    @property
+    def is_drawn_again(self) -> bool:
+        """Whether the loop has drawn since an epoch began in whose middle the run was stopped, and kept nothing."""
+        return bool(self._drawn) and self._drawn != states_of_generators()
+
+    @property
+    def replaces_data(self) -> bool:
+        """Whether the data of a resumed run may be others than before."""
+        return bool(self.values) and (bool(self._kept) or not self._within)
+
+    def once(self, make: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> Any:
+        place = len(self.values)
+        if place < len(self._kept):
+            self.values.append(self._kept[place])
+            there, value = self._kept[place]
+            return walked(value, lambda leaf, _: leaf.to(device) if there and isinstance(leaf, Tensor) else leaf)
+        value, where = make(*arguments), set[bool]()
+        walked(value, lambda leaf, _: where.add(isinstance(leaf, Tensor) and leaf.device.type != "cpu"))
+        self.values.append((True in where, value))
+        return value

@@ -22,10 +22,7 @@ _KEPT = set(dir(nn.Module)) - {"forward"}
 
 
 class Shards:
-    """Models that are divided among the ranks, each alone; ``optimizers`` have the parts from now on. Collective.
-
-    Args:
-        module: has all of ``models``.
+    """Models, all in ``module``, divided among the ranks, each alone; ``optimizers`` then have the parts. Collective.
 
     Raises:
         UnsupportedError: parameters that cannot be divided.
@@ -64,26 +61,24 @@ class Shards:
 
 def _call_through(one: ShardedModel) -> None:
     """Let calls of the model and of its public methods gather what is not in a block, as a call of its root does."""
-    inside: list[bool] = []
-    model = one.module
+    model, depth = one.module, 0
 
     def gathering(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if inside:
-                return method(*args, **kwargs)
-            inside.append(True)
+            nonlocal depth
+            depth += 1
             try:
+                if depth > 1:
+                    return method(*args, **kwargs)
                 return through(one.root, lambda _, given: method(*given[0], **given[1]), (args, kwargs))
             finally:
-                inside.pop()
+                depth -= 1
 
         return call
 
-    methods = {"forward"}
-    for kind in type(model).__mro__:
-        if not kind.__module__.startswith("torch."):
-            methods |= {name for name, value in vars(kind).items() if inspect.isfunction(value)}
-    for name in methods - _KEPT:
+    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")]
+    defined = {name for kind in kinds for name, value in vars(kind).items() if inspect.isfunction(value)}
+    for name in {"forward", *defined} - _KEPT:
         if not name.startswith("_") and name not in vars(model):
             setattr(model, name, gathering(getattr(model, name)))

@@ -20,9 +20,9 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
 from lockstep.engine.session.prepared import Beside, Prepared
 from lockstep.engine.session.saving import SessionCheckpoints, Stateful
-from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, lane_sums
+from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, checked_loss, lane_sums
 from lockstep.engine.state import TrainState
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, SeededDraws
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, SeededDraws
 from lockstep.errors import CollectiveError, TaskError, UnsupportedError
 from lockstep.telemetry.progress_board import Activity, pulse
 
@@ -35,6 +35,14 @@ def draws_before(seed: int, device: torch.device) -> SeededDraws:
     return SeededDraws(seed, [device], everything=True)
 
 
+def outside_batches(call: str) -> TaskError:
+    return TaskError(
+        f"session.{call} was used outside a loop over session.batches()",
+        why="the session divides gradients by what the batches of a step count",
+        fix="use it in the body of `for batch in session.batches(train_set):`",
+    )
+
+
 class Training:
     """The prepared models and optimizers of one rank, and where its loop is.
 
@@ -44,9 +52,11 @@ class Training:
         loops: how many have begun, in this attempt.
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
+        is_cut: whether the run has ended within its epoch, which a resume continues.
         stream: the data of the first loop, if they are one.
         made: what the loop has made in this epoch (:meth:`lockstep.Session.once`).
         reshuffles: whether the loops of an epoch have different orders.
+        skips: whether samples that cannot be read are left out.
         scalars: what the loop has logged since the last row.
         draws: seeds what its bodies draw.
     """
@@ -60,47 +70,40 @@ class Training:
         made: Sequence[Any],
         beside: Beside,
     ) -> None:
-        self.rank, self.prepared, self.state = rank, prepared, state
-        self.ranks, self._beside = rank.compared, beside
-        prepared.check()
+        self.rank, self.ranks, self.prepared, self.state = rank, rank.compared, prepared, state
+        self.made, self._beside = made, beside
         self.module: nn.Module = prepared.container()
-        plan, size = rank.plan, rank.collectives.size
+        plan, size, exact = rank.plan, rank.collectives.size, rank.plan.reproducibility == "exact"
         if plan.sync_batchnorm:
             convert(self.module, None)
-        prepared.recompute(rank)
         self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
-        divided = None if self._shards is None else self._shards.of
         self._sharing = prepared.sharing()
-        self.steppers = build_steppers(rank, prepared, self.module, self.precision, self.look_around, divided)
+        divided = self._shards.of if self._shards else None
+        self.steppers = build_steppers(rank, prepared, self.precision, self.look_around, divided)
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         max_steps = rank.config.training.max_steps
-        timed = self.module.parameters if self._shards is None else tuple
+        timed = tuple if self._shards else self.module.parameters
         self.log = RunLog(rank, state, timed, ends_at_total=max_steps is not None)
         self.log.total = max_steps or self.log.total  # the plan knows of an epoch's first loop only
         #: By optimizer; the log has that of the first one.
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._losses[next(iter(self.steppers))] = self.log.losses
-        exact = plan.reproducibility == "exact"
         mode: Any = "exact" if exact else "ranks" if size > 1 else "alone"
-        self._buffers = Buffers(self.module, rank.device, mode, ("before session.prepare()", prepared.prefix))
+        prefix = f"{next(iter(prepared.models))}." if len(prepared.models) == 1 else ""
+        self._buffers = Buffers(self.module, rank.device, mode, ("before session.prepare()", prefix))
         changing = exact and self._buffers.tensors("mean", "max", "once")
         self._lanes = lane_sums(rank, (), self._buffers) if changing else None
         self.draws = SeededDraws(plan.seed, [rank.device], everything=exact or state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
-        self.stage, self.loops, self.place, self.calls = 0, 0, -1, 0
-        self.has_stepped, self._checked, self._is_unjudged = False, 0, False
-        #: Whether the run has ended within its epoch, which a resume continues.
-        self.is_cut = False
         self._around = contextlib.ExitStack()
         parts = self.module, self.steppers, self._buffers, self.draws
         self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, self._place)
         self.stream: Stream | None = None
         self.window: Window | None = None
-        self.made, self.reshuffles = made, True
-        #: Whether samples that cannot be read are left out.
-        self.skips, self._left_out = rank.config.data.on_bad_row == "skip", 0
-        self.is_ghost = False
+        self.stage, self.loops, self.place, self._calls, self._checked = 0, 0, -1, 0, 0
+        self.has_stepped, self.is_cut, self.is_ghost, self._is_unjudged = False, False, False, False
+        self.reshuffles, self.skips, self._left_out = True, rank.config.data.on_bad_row == "skip", 0
         self._flags: Flags | None = None
         self.scalars: dict[str, Any] = {}
 
@@ -112,7 +115,7 @@ class Training:
     # Windows and micro-batches.
 
     def begin_window(self, window: Window, split: Callable[[int], Any]) -> None:
-        """Args: split: the spans of each rank's micro-batches in a window of this loop."""
+        """``split``: the spans of each rank's micro-batches in a window of this loop."""
         pulse.at(Activity.STEP, self.state.step)
         if self._sharing and (self._shards or self.rank.plan.reproducibility == "exact" or len(window.requests) > 1):
             raise UnsupportedError(
@@ -132,7 +135,7 @@ class Training:
     def micro_batch(self, request: Request, place: int, *, again: bool = False) -> Iterator[None]:
         """One run of the loop's body, or of one over the same micro-batches ``again`` in the last of them."""
         part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
-        self.place, self.calls, self.is_ghost = place, 0, request.ghost
+        self.place, self._calls, self.is_ghost = place, 0, request.ghost
         self._buffers.rewind()
         self.draws(self.state.step, part)
         self._part, self._is_seeded = part, False
@@ -140,7 +143,7 @@ class Training:
             if request.ghost:
                 self._around.enter_context(ghost(self.module))
                 self._around.enter_context(self._buffers.untouched())
-                if self._shards is not None:
+                if self._shards:
                     self._around.enter_context(self._shards.silent())
             yield
         finally:
@@ -155,15 +158,14 @@ class Training:
 
     def begin_again(self) -> Sequence[Request]:
         """The micro-batches of this window, which are run once more. Raises :class:`TaskError`."""
-        self._inside("again")
+        window = self._inside("again")
         if not self.is_last:
             raise TaskError(
                 "again() was called before the last micro-batch of a step",
                 fix="call it where session.reduce(optimizer) has returned True",
             )
-        assert self.window is not None
         self._around.close()  # the body of the last one has made its passes
-        return self.window.requests
+        return window.requests
 
     @property
     def generator(self) -> torch.Generator:
@@ -180,19 +182,49 @@ class Training:
         """Whether this is the last micro-batch of its window."""
         return self.window is not None and self.place == len(self.window.requests) - 1
 
+    @property
+    def checks_losses(self) -> bool:
+        """Whether losses are looked at closely: in the first steps of an attempt."""
+        return self._checked < CHECKED_WINDOWS
+
+    @property
+    def rows(self) -> slice:
+        """Where this rank's samples are among those of all ranks in the current micro-batch."""
+        window = self._inside("rows")
+        if self.skips:
+            raise UnsupportedError(
+                "session.rows is not known with data.on_bad_row=skip",
+                why="samples that cannot be read are left out on the ranks that have them",
+                fix="gather what identifies the rows too, such as their labels, or use data.on_bad_row=stop",
+            )
+        spans = [share[self.place] if self.place < len(share) else (0, 0) for share in self._split(window.size)]
+        sizes = [stop - start for start, stop in spans]
+        start = sum(sizes[: self.rank.world.rank])
+        return slice(start, start + sizes[self.rank.world.rank])
+
+    def _inside(self, call: str) -> Window:
+        if self.window is None or self.place < 0:
+            raise outside_batches(call)
+        return self.window
+
     def end_window(self, window: Window, waited_s: float, *, epoch_over: bool) -> None:
         """Count the window, log, and save where that is due; sets ``log.ended_by`` where ranks agreed to stop."""
         state, log = self.state, self.log
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
         self.precision.settle()
         self.checkpoints.averages.update(state.step)
-        self._checked += 1
         if self._lanes is not None:
             self._lanes.take(self._lanes.total())
         self._buffers.end(window)
         self.window = None
-        if self._checked == CHECKED_WINDOWS:
-            self._say_unkept()
+        self._checked += 1
+        for name, kind in self._beside.changed() if self._checked == CHECKED_WINDOWS else ():
+            self.rank.note(
+                "not_kept",
+                f"{name} ({kind}) changes in training and is in no checkpoint: a resume would begin with its first "
+                f"values. Give it to session.prepare(), or to session.checkpoint({name.rpartition('.')[2]}=...)",
+                "warning",
+            )
         log.step(window.size, waited_s)
         if log.is_logged(state.step):
             self._log_step()
@@ -202,56 +234,16 @@ class Training:
         if log.ended_by is None and log.is_logged(state.step + 1):
             log.time_own_work()
 
-    def _say_unkept(self) -> None:
-        for name, kind in self._beside.changed():
-            self.rank.note(
-                "not_kept",
-                f"{name} ({kind}) changes in training and is in no checkpoint: a resume would begin with its first "
-                f"values. Give it to session.prepare(), or to session.checkpoint({name.rpartition('.')[2]}=...)",
-                "warning",
-            )
-
     def _log_step(self) -> None:
-        first, *others = self.steppers
-        update = self.steppers[first].update
+        update, scalars = next(iter(self.steppers.values())).update, as_numbers(self.scalars)
         norm = None if update.grad_norm is None else float(update.grad_norm)
-        scalars = as_numbers(self.scalars)
-        for name in others:
+        for name in [*self.steppers][1:]:
             total, count = self._losses[name].read()
             self._losses[name].reset()
             if count:
                 scalars[f"{name}_loss"] = total / count
         skipped = sum(stepper.update.skipped for stepper in self.steppers.values())
         self.log.log_step(update.lr, norm, scalars, skipped=skipped, without_items=None)
-
-    @property
-    def samples(self) -> int:
-        """Of this micro-batch."""
-        window = self.window
-        return 0 if window is None or self.place < 0 else window.requests[self.place].size
-
-    @property
-    def checks_losses(self) -> bool:
-        """Whether losses are looked at closely: in the first steps of an attempt."""
-        return self._checked < CHECKED_WINDOWS
-
-    @property
-    def rows(self) -> slice:
-        """Where this rank's samples are among those of all ranks in the current micro-batch."""
-        self._inside("rows")
-        if self.skips:
-            raise UnsupportedError(
-                "session.rows is not known with data.on_bad_row=skip",
-                why="samples that cannot be read are left out on the ranks that have them",
-                fix="gather what identifies the rows too, such as their labels, or use data.on_bad_row=stop",
-            )
-        assert self.window is not None
-        sizes = [
-            share[self.place][1] - share[self.place][0] if self.place < len(share) else 0
-            for share in self._split(self.window.size)
-        ]
-        start = sum(sizes[: self.rank.world.rank])
-        return slice(start, start + sizes[self.rank.world.rank])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -266,21 +258,23 @@ class Training:
     # Backward calls and steps.
 
     def backward(
-        self, total: Tensor, count: Tensor | float, models: Iterable[nn.Module] | nn.Module | None, **how: Any
+        self, total: Any, count: Any, weight: Any, models: Iterable[nn.Module] | nn.Module | None, **how: Any
     ) -> None:
-        self._inside("backward")
-        if models is not None and self._shards is not None:
+        window = self._inside("backward")
+        if self.checks_losses:
+            self._beside.refuse_scaled()
+        samples = window.requests[self.place].size if self.checks_losses else None
+        total, count = checked_loss(total, count, weight, samples)
+        if models is not None and self._shards:
             raise UnsupportedError(
                 "backward(..., models=...) is incompatible with strategy fsdp",
                 why="a backward pass gathers and reduces whole blocks",
                 fix="leave models out, and call zero_grad() of the optimizers that shall not step, or use ddp",
             )
-        if self.checks_losses:
-            self._beside.refuse_scaled()
         inputs = None if models is None else self.prepared.parameters(models)
-        self.calls += 1
+        self._calls += 1
         for stepper in self.steppers.values():
-            stepper.before_backward(self.state.step, self.calls, last=self.is_last)
+            stepper.before_backward(self.state.step, self._calls, last=self.is_last)
         if total.dtype in (torch.float16, torch.bfloat16):
             total = total.float()
         seed = self.precision.seed().to(total.dtype)
@@ -299,23 +293,24 @@ class Training:
     def _requests(self) -> Flags:
         return self.log.requests(self.state.step + 1)
 
-    def reduce(self, stepper: Stepper) -> Any:
-        """The gradients of ``stepper`` over all ranks and micro-batches, not yet divided. Collective."""
+    def _stepper(self, optimizer: Any, call: str) -> tuple[Stepper, Window]:
+        window = self._inside(call)
+        return self.steppers[self.prepared.optimizer_name(optimizer, call)], window
+
+    def _reduced(self, stepper: Stepper, window: Window) -> Reduced:
+        """Sums of ``stepper``, and its gradients, over all ranks and micro-batches. Collective."""
+        if stepper.held:
+            return stepper.held
+        self.ranks.begin(f"session.step({stepper.name})")
         reads = self.state.step % FLAG_INTERVAL == 0
-        assert self.window is not None
-        request = self.window.requests[self.place]
-        if not stepper.held:
-            self.ranks.begin(f"session.step({stepper.name})")
-        sums = stepper.held or stepper.reduce(self._requests(), request, reads=reads)
-        if sums.flags is not None:
-            self._flags = sums.flags
+        sums = stepper.reduce(self._requests(), window.requests[self.place], reads=reads)
+        self._flags = sums.flags or self._flags
         return sums
 
     def step(self, optimizer: Any, max_norm: float | None) -> bool:
-        self._inside("step")
-        stepper = self.steppers[self.prepared.optimizer_name(optimizer, "step")]
+        stepper, window = self._stepper(optimizer, "step")
         stepper.notice_clearing()
-        if not stepper.is_pending:
+        if not stepper.calls:
             raise TaskError(
                 f"step({stepper.name}) without a backward() before it",
                 why="there is no gradient of this batch: backward() was not called, or the gradients were used or "
@@ -331,7 +326,7 @@ class Training:
             )
         if not self.is_last:
             return False
-        sums = self.reduce(stepper)
+        sums = self._reduced(stepper, window)
         self.has_stepped = True
         self._losses[stepper.name].add(sums.total, sums.count)
         stepper.apply(sums, self.state.step, max_norm, want_norm=self.log.is_logged(self.state.step + 1))
@@ -341,20 +336,10 @@ class Training:
 
     def reduce_only(self, optimizer: Any) -> bool:
         """Make ``p.grad`` the mean gradient over all ranks; :meth:`step` may follow."""
-        self._inside("reduce")
-        stepper = self.steppers[self.prepared.optimizer_name(optimizer, "reduce")]
-        if not self.is_last:
-            return False
-        stepper.hold(self.reduce(stepper))
-        return True
-
-    def _inside(self, call: str) -> None:
-        if self.window is None or self.place < 0:
-            raise TaskError(
-                f"{call}() was called outside a loop over session.batches()",
-                why="the session divides gradients by what the batches of a step count",
-                fix="call it in the body of `for batch in session.batches(train_set):`",
-            )
+        stepper, window = self._stepper(optimizer, "reduce")
+        if self.is_last and not stepper.held:
+            stepper.hold(self._reduced(stepper, window))
+        return self.is_last
 
     # Ranks that leave the loop.
 
@@ -387,21 +372,16 @@ class Training:
 
     def end_epoch(self, logged: Mapping[str, float]) -> bool:
         """Write the epoch's row; whether ``logged`` is the best so far."""
-        log, plan = self.log, self.rank.plan
+        log, monitor = self.log, self.rank.plan.monitor
         self.ranks.check("the end of an epoch")
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self.steppers.values())).update.lr, "samples_per_s": speed.samples_per_s}
         self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
-        improved = log.judge(logged, logged[plan.monitor]) if plan.monitor in logged else self._say_unjudged(logged)
-        log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
-        self.stage = self.stage if self.is_cut else 0
-        return improved
-
-    def _say_unjudged(self, logged: Iterable[str]) -> bool:
-        """Say, once, that no checkpoint is the best one; ``False``."""
-        monitor, names = self.rank.plan.monitor, [name for name in logged if name.startswith("val_")]
-        if self.state.best_step is None and not self._is_unjudged:
+        improved = monitor in logged and log.judge(logged, logged[monitor])
+        if monitor not in logged and self.state.best_step is None and not self._is_unjudged:
+            self._is_unjudged = True
+            names = [name for name in logged if name.startswith("val_")]
             own = f"checkpoint.monitor={' or '.join(names)}, which is logged, or " if names else ""
             waits = self.rank.config.training.early_stopping_patience > 0
             self.rank.note(
@@ -410,8 +390,9 @@ class Training:
                 f"session.log({monitor.removeprefix('val_')}=...) after the loop over batches.",
                 "warning" if waits else "info",
             )
-        self._is_unjudged = True
-        return False
+        log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
+        self.stage = self.stage if self.is_cut else 0
+        return improved
 
     def _place(self) -> dict[str, Any]:
         """Where the loop is, for a checkpoint."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import LaunchConfig
-from lockstep.engine.session.current import Stopped
 from lockstep.errors import RankFailed, RunFolderError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
@@ -28,7 +27,7 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.local.fork_server import RemoteChild, server_for
 from lockstep.launch.local.rank_log import flush
-from lockstep.launch.local.signals import StopRequest, exit_code
+from lockstep.launch.local.signals import Stopped, StopRequest, exit_code
 from lockstep.launch.local.worker import Rank
 from lockstep.telemetry.rundir import RunDir, or_else, read_json, write_json
 

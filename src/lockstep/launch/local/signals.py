@@ -27,6 +27,10 @@ def exit_code(signum: int) -> int:
 STOPPED = tuple(exit_code(number) for number in STOP_SIGNALS)
 
 
+class Stopped(SystemExit):
+    """Ends what a rank runs, which has stopped in good order; ``code`` is the exit code of the process."""
+
+
 class StopRequest:
     """Remembers the first SIGINT or SIGTERM as ``requested``; a second SIGINT raises :class:`KeyboardInterrupt`.
 

@@ -66,17 +66,14 @@ def begin_attempt(
 ) -> Begun:
     """Make the plan and join the ranks. Collective.
 
-    Args:
-        makes_data: the loop makes its data in each epoch (:meth:`lockstep.Session.once`).
-        snapshot: what the run resumes; its weights are restored already.
-        ending: ends the attempt.
-        schedule: what sets the learning rates, for the plan.
+    ``snapshot`` is what the run resumes, whose weights are restored already; ``ending`` ends the attempt; ``schedule``
+    says in the plan what sets the learning rates; ``makes_data``: the loop makes its data in each epoch (``once()``).
     """
     run, datasets = joined.run_dir, open_datasets(task, config)
-    several = joined.world.size > 1 and length(task.dataset) is not None
-    own, skips = "", task.data.on_bad_row == "skip"
+    several = joined.world.size > 1 and task.samples is not None
+    own = ""
     if several and not joined.world.is_main:  # rank 0 does it for the plan
-        own = fingerprint(datasets.train, skips=skips)
+        own = fingerprint(datasets.train, skips=task.data.on_bad_row == "skip")
     plan, number, _ = plan_together(
         joined.team,
         run,
@@ -98,11 +95,11 @@ def begin_attempt(
     where = run, joined.world, config, plan, number, sink
     rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending, keeper=joined.keeps))
     ending.callback(end_data, datasets)
-    training = build(rank)
+    training, saved = build(rank), None
     if snapshot is not None:
         training.restore(snapshot.trainer)
-    saved = None if snapshot is None else snapshot.trainer["session"].get("stream")
-    batch = plan.batch.global_batch
-    training.stream = begin_stream(datasets, run.path, rank.attempt, rank.world, training.items, batch, saved)
+        saved = snapshot.trainer["session"].get("stream")
+    place = training.items, plan.batch.global_batch, saved
+    training.stream = begin_stream(datasets, run.path, rank.attempt, rank.world, *place)
     training.checkpoints.check()
     return Begun(training, task, datasets, sink)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, parent_death, read_world
 from lockstep.launch.health.watchdog import watched
 from lockstep.launch.local.rank_log import rank_output
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.local.signals import Stopped, StopRequest
 from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
@@ -44,16 +44,28 @@ _FOR_TASKS = {
 }
 _STRATEGIES = ("single", "ddp", "fsdp")
 
+#: The session that is open in this process: at most one.
+open_sessions: list[Any] = []
+
+
+def close_open_session(error: BaseException | None) -> None:
+    """Close the session that is open, if there is one; ``error``: what ended its loop."""
+    for session in [*open_sessions]:
+        session.close(error)
+
+
+def end_script(code: int) -> NoReturn:
+    """End the session and its process."""
+    close_open_session(None)
+    raise Stopped(code)
+
 
 @dataclass
 class Started:
     """A rank that Lockstep's launcher has started for a session, in the run's folder.
 
-    Attributes:
-        given: settings of the command line, which override those of the script.
-        resumes: whether the run has an attempt already.
-        has_session: whether a session has joined it.
-        on_session: called when one joins.
+    ``given`` are settings of the command line, which override those of the script; ``resumes``: whether the run has an
+    attempt already; ``on_session`` is called when a session joins.
     """
 
     run: RunDir
@@ -65,24 +77,18 @@ class Started:
     on_session: Callable[[], None] = lambda: None
 
 
-#: Of this process; see :func:`started_as`.
-_started: list[Started] = []
-
-
-def started_as(started: Started) -> None:
-    """The sessions of this process run on ``started``."""
-    _started[:] = [started]
+#: What the sessions of this process run on, if Lockstep's launcher has started it.
+started: list[Started] = []
 
 
 def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings ``given`` in a script, overridden by those that its ranks were started with.
 
-    Raises:
-        ConfigError: one of the script is for the launcher, which has started without it.
+    Raises :class:`ConfigError`: one of the script is for the launcher, which has started without it.
     """
-    if not _started:
+    if not started:
         return dict(given)
-    chosen, defaults = _started[0].given, RunConfig().launch.model_dump()
+    chosen, defaults = started[0].given, RunConfig().launch.model_dump()
     for key, value in given.get("launch", {}).items():
         if key not in chosen.get("launch", {}) and value != defaults.get(key, value):
             raise ConfigError(
@@ -96,11 +102,9 @@ def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank of a session before its plan is made.
+    """A rank of a session before its plan is made. ``found``: the run has been trained before, and is resumed.
 
-    Attributes:
-        found: whether the run has been trained before, so that this attempt resumes it.
-        keeps: whether this rank writes the run folder that it sees.
+    ``keeps``: this rank writes the run folder that it sees.
     """
 
     run_dir: RunDir
@@ -124,11 +128,8 @@ class Joined:
 def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joined:
     """Meet the other ranks of this process, if any, and find or make the run's folder. Collective.
 
-    Args:
-        ending: undoes all of it.
-
-    Raises:
-        UsageError: the devices do not fit the processes, or the folder cannot be used.
+    ``ending`` undoes all of it. Raises :class:`UsageError`: the devices do not fit the processes, or the folder cannot
+    be used.
     """
     world = read_world(os.environ)
     _refuse_unknown_launcher(world)
@@ -137,13 +138,21 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
         parent_death.die_with_parent(os.getppid())
     check_sinks(config, config.save_dir)
     team, store = ending.enter_context(meeting(world, config))
-    stop = _started[0].stop if _started else ending.enter_context(StopRequest())
+    stop = started[0].stop if started else ending.enter_context(StopRequest())
     if world.from_outside:
         placement = place_together(team, config, world)
         run, found, keeps = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
     else:
         placement, keeps = place(config, World()), world.is_main
-        _refuse_other_number(placement, world)
+        if placement.world_size != world.size:
+            devices = ",".join(placement.devices)
+            raise ConfigError(
+                f"the session names {placement.world_size} devices ({devices}), and this is "
+                f"{many(world.size, 'process')}",
+                why="a process of a session is one rank with one device; only a launcher can start more",
+                fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
+                f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
+            )
         run, found = _folder(config, resume, ending)
     if placement.backend == "nccl" and store is not None:
         join(store, "nccl", world, config.distributed.timeout_s, placement.devices, run.logs)
@@ -155,10 +164,10 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
 
 def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir, bool]:
     """The run's folder, and whether it was found."""
-    if _started:
-        _started[0].has_session = True
-        _started[0].on_session()
-        return _started[0].run, _started[0].resumes
+    if started:
+        started[0].has_session = True
+        started[0].on_session()
+        return started[0].run, started[0].resumes
     existing = existing_run(config, resume)
     if existing is None:
         return _new_folder(config), False
@@ -177,12 +186,10 @@ def _refuse_unknown_launcher(world: World) -> None:
 
 
 def _refuse_for_tasks_only(config: RunConfig) -> None:
-    defaults = RunConfig()
     for key, instead in _FOR_TASKS.items():
         section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        taken = (getattr(getattr(defaults, section), name), *(_STRATEGIES if name == "strategy" else ()))
-        if value not in taken:
+        value, default = (getattr(getattr(one, section), name) for one in (config, RunConfig()))
+        if value not in (default, *(_STRATEGIES if name == "strategy" else ())):
             raise UnsupportedError(
                 f"{key} = {value} is not for a session",
                 why="it is for the loop of a lockstep.Task, and the script has its own",
@@ -190,37 +197,16 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
             )
 
 
-def _refuse_other_number(placement: Placement, world: World) -> None:
-    if placement.world_size != world.size:
-        devices = ",".join(placement.devices)
-        raise ConfigError(
-            f"the session names {placement.world_size} devices ({devices}), and this is {many(world.size, 'process')}",
-            why="a process of a session is one rank with one device; only a launcher can start more",
-            fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
-            f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
-        )
-
-
-# --- how the run was started, for a resume -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script and how it is called.
-
-    Attributes:
-        folder: the working folder.
-        given: the settings of the command line, nested.
-    """
+class Script(NamedTuple):
+    """A script and how it is called, for a resume: its working folder, and the settings of the command line."""
 
     path: str
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     folder: str
     given: Mapping[str, Any]
 
     def keep(self, run: RunDir) -> None:
-        """Write it to the run's folder."""
-        write_json(run.path / SCRIPT, asdict(self))
+        write_json(run.path / SCRIPT, self._asdict())
 
 
 def script_of(run: RunDir) -> Script | None:
@@ -239,5 +225,5 @@ def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     """The folder of a new run of this process's script."""
     run, path = create_folder(config, run_id), Path(sys.argv[0])
     if path.is_file():
-        Script(str(path.resolve()), tuple(sys.argv[1:]), str(Path.cwd()), {}).keep(run)
+        Script(str(path.resolve()), sys.argv[1:], str(Path.cwd()), {}).keep(run)
     return run

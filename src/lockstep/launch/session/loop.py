@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
@@ -16,15 +17,14 @@ from lockstep.engine.attempt import record_failure
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
-from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
 from lockstep.engine.session.prepared import Beside, Prepared
-from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.training import Training, draws_before
+from lockstep.engine.session.saving import Made, Resumed
+from lockstep.engine.session.training import Training, draws_before, outside_batches
 from lockstep.engine.state import TrainState
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.launch.session.attempt import Begun, LoopTask, begin_attempt
-from lockstep.launch.session.join import Joined
+from lockstep.launch.session.join import Joined, end_script
 from lockstep.planning.loader import sized
 
 _SPLITS = ("train_", "val_", "test_")
@@ -42,12 +42,8 @@ _UNUSED = {
 class Loop:
     """Behind :class:`lockstep.Session`, which says what its methods do.
 
-    Args:
-        given: the settings that differ from the defaults.
-        ending: closed at the end of the session.
-
-    Attributes:
-        training: what trains, once the first loop over batches has begun: from its data the plan is made.
+    ``given`` are the settings that differ from the defaults; ``ending`` is closed at the end of the session. What
+    trains (``training``) is there once the first loop over batches has begun: from its data the plan is made.
     """
 
     def __init__(
@@ -56,24 +52,19 @@ class Loop:
         self.joined, self.config, self.device = joined, config, device
         self._given, self._ending = given, ending
         self.prepared = Prepared(device, joined.placement.precision)
-        self.state = TrainState()
+        self.state, self.resumed, self._made = TrainState(), Resumed(joined), Made()
         self.training: Training | None = None
-        self._begun: Begun | None = None
-        self._resumed = Resumed()
+        self._begun: Begun
         #: By their number in the epoch: the batches of a loop, and what they were asked for with.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
         self._by_row = ByRow()
-        self._number = 0
-        self._in_epochs = False
+        self._epochs, self._number = 1, 0
+        self._in_epochs, self.is_done = False, False
         #: Why a resumed run has nothing to train.
         self._over = ""
-        #: Whether the loop over epochs has ended.
-        self.is_done = False
         self._logged: dict[str, Any] = {}
         #: Of an epoch that a break has ended after its batches.
         self._left: dict[str, float] | None = None
-        self._epochs = 1
-        self._made = self._resumed.made
 
     @property
     def ranks(self) -> Any:
@@ -83,10 +74,7 @@ class Loop:
     def running(self, call: str) -> Training:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
         if self.training is None:
-            raise TaskError(
-                f"{call} was used outside a loop over session.batches()",
-                fix="use it in the body of `for batch in session.batches(train_set):`",
-            )
+            raise outside_batches(call)
         return self.training
 
     def refuse_exact(self, call: str) -> None:
@@ -99,24 +87,28 @@ class Loop:
                 fix="use reproducibility: fast",
             )
 
-    @property
-    def checks(self) -> bool:
-        """Whether calls between ranks are compared: all but those of steps that take what the first steps took."""
-        training = self.training
-        return self.joined.world.size > 1 and (training is None or training.place < 0 or training.checks_losses)
+    def look(self, call: str, tensor: Tensor, first: int) -> Callable[[], None]:
+        """What finds out where the other ranks are while ``call`` waits.
 
-    # What is kept.
-
-    def register(self, things: Mapping[str, Any]) -> None:
-        self._resumed.register(things, self.joined.run_dir.path)
+        Type and shape, from the dimension ``first`` on, are compared now, but not in steps that take what the first
+        steps took.
+        """
+        training, ranks = self.training, self.ranks
+        if training is None or training.place < 0 or training.checks_losses:
+            sizes = ["*"] * first + [str(size) for size in tensor.shape[first:]]
+            call = f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"
+            ranks.check(call)
+        ranks.begin(call)
+        found: Callable[[], None] = ranks.look if training is None else training.look_around
+        return found
 
     def _begin(self) -> None:
         """Restore what the run has saved, if it is resumed. Collective."""
         self.prepared.check()
-        found, init_from = self.joined.found, self.config.init_from
-        self._resumed.begin(self.joined, self.prepared.container(), self.state, found=found, init_from=init_from)
+        init_from = self.config.init_from
+        self.resumed.begin(self.prepared.container(), self.state, found=self.joined.found, init_from=init_from)
 
-    # Epochs and batches.
+    # Epochs.
 
     def epochs(self, number: int | None) -> Iterator[int]:
         given = self._given.get("training", {}).get("epochs")
@@ -125,24 +117,12 @@ class Loop:
         if self._left is not None:
             self._end_epoch(self._left)
         if self.training is None:
-            place = self._resumed.place
+            place = self.resumed.place
             self._made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
         self._over = self._is_over() if self.joined.found else ""
         if self._over:
             self._leave(self._over)
         return self._walk_epochs(0 if self._over else self._epochs)
-
-    def _leave(self, over: str) -> None:
-        """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
-        run, ranks = self.joined.run_dir, self.joined.collectives
-        ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
-        if self.joined.world.is_main:
-            rest = "The script ends here" if ends else "What follows the loop runs, without the variables of the loop"
-            text = f"Nothing is left to train: the run {over} (lockstep resume RUN --epochs N, or --set). {rest}."
-            print(text, flush=True)
-        if ends:
-            close_open_session(None)
-            raise Stopped(0)
 
     def _is_over(self) -> str:
         """Why a resumed run has nothing to train, and what would change that; empty: it has."""
@@ -155,6 +135,17 @@ class Loop:
         if 0 < patience <= state.evaluations_without_gain:
             return f"has stopped early, after {patience} evaluations without gain. To train on, raise that patience"
         return ""
+
+    def _leave(self, over: str) -> None:
+        """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
+        run, ranks = self.joined.run_dir, self.joined.collectives
+        ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
+        if ranks.is_main:
+            rest = "The script ends here" if ends else "What follows the loop runs, without the variables of the loop"
+            text = f"Nothing is left to train: the run {over} (lockstep resume RUN --epochs N, or --set). {rest}."
+            print(text, flush=True)
+        if ends:
+            end_script(0)
 
     def _walk_epochs(self, number: int) -> Iterator[int]:
         self._in_epochs = True
@@ -171,8 +162,7 @@ class Loop:
             raise
         finally:
             self._in_epochs = False
-        if self._has_ended() and not self.running("epochs()").log.is_completed:
-            self._stop()  # the loop was left in the step that ended the run
+        self._stop_if_asked()  # the loop was left in the step that ended the run
         self.is_done = True
 
     def _draws(self, number: int, part: int) -> None:
@@ -183,15 +173,20 @@ class Loop:
     def _has_ended(self) -> bool:
         return self.training is not None and self.training.log.ended_by is not None
 
+    def _stop_if_asked(self) -> None:
+        """End the process after a checkpoint, if the ranks have agreed to. Raises :class:`Stopped`."""
+        log = self.training.log if self.training else None
+        if log is not None and log.ended_by is not None and not log.is_completed:
+            end_script(128 + (self.joined.stop.requested or 15) if log.ended_by == "signal" else 0)
+
     def _end_epoch(self, row: dict[str, float]) -> None:
         training, self._left = self.training, None
         if training is None:
             self.state.epoch += 1
+        if training is None or not training.is_cut:
             self._made.end_epoch()
-            return
-        if not training.is_cut:
-            self._made.end_epoch()
-        training.checkpoints.save(best=training.end_epoch(row))
+        if training is not None:
+            training.checkpoints.save(best=training.end_epoch(row))
 
     def once(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if not self._in_epochs:
@@ -202,12 +197,14 @@ class Loop:
             )
         return self._made.once(make, arguments, self.device)
 
+    # Batches.
+
     def batches(
         self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None, weights: Any
     ) -> Iterator[Any]:
         dataset = self._by_row(dataset)
-        first = self._number == 0 and (self._begun is None or dataset is self._begun.task.dataset)
-        check_data(dataset, "batches", streams=first)
+        first = self._number == 0 and (self.training is None or dataset is self._begun.task.dataset)
+        check_data(dataset, streams=first)
         if not self._in_epochs:
             raise TaskError(
                 "batches() was called outside a loop over session.epochs()",
@@ -220,7 +217,7 @@ class Loop:
         return self._walk(number, dataset, accumulate, collate, weights)
 
     def _walk(self, number: int, dataset: Any, *how: Any) -> Iterator[Any]:
-        training = self.running("batches()")
+        training = self.running("batches")
         if number < training.stage:  # an earlier attempt has finished it
             return
         if self._has_ended():
@@ -232,7 +229,7 @@ class Loop:
                 why="a step belongs to one batch of one loop",
                 fix="make one data set whose samples have both parts, or run the loops one after the other",
             )
-        feed = self._feed(number, dataset, *how)
+        feed = self._feed(training, number, dataset, *how)
         training.loops += 1
         try:
             yield from feed.walk(self.state.epoch, self.state.position)
@@ -243,18 +240,18 @@ class Loop:
             if not self._has_ended():
                 training.stage, self.state.position = number + 1, 0
             self._draws(self.state.step, _AFTER)
-        if self._has_ended() and not training.log.is_completed:
-            self._stop()
+        self._stop_if_asked()
 
     def again(self) -> Iterator[Any]:
         self.refuse_exact("again")
-        self.running("again()")
+        self.running("again")
         return self._feeds[self._number - 1][0].again()
 
-    def _feed(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> DataFeed:
+    def _feed(
+        self, training: Training, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any
+    ) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
-        assert self._begun is not None
-        training, samples = self._begun.training, length(dataset)
+        samples = length(dataset)
         planned = dataset is self._begun.task.dataset and samples == self._begun.task.samples
         if weights is not (self._begun.task.weights if planned else None):
             raise UnsupportedError(
@@ -271,52 +268,50 @@ class Loop:
         datasets = self._begun.datasets if planned else task.datasets()
         if not planned and self.joined.world.size > 1:
             check_alike(fingerprint(dataset, skips=training.skips), training.rank.collectives)
-        feed = DataFeed.of(training, task, datasets, accumulate, number, planned=planned)
+        feed = DataFeed(training, task, datasets, accumulate, number, planned=planned)
         self._feeds[number] = feed, asked
         if training.rank.config.training.max_steps is None:
-            more = sum(other.batch.steps_per_epoch for place, (other, _) in self._feeds.items() if place > 0)
+            more = sum(other.steps_per_epoch for place, (other, _) in self._feeds.items() if place > 0)
             training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
         return feed
 
     def _start(self, task: LoopTask, accumulate: int | None) -> None:
         """Make the plan and begin the attempt: the data are known now. Collective."""
         self._begin()
-        first = next(iter(self.prepared.optimizers.values()))
+        first, joined = next(iter(self.prepared.optimizers.values())), self.joined
         has_size = "batch_size" in self._given.get("training", {})
         rates = (float(group.get("initial_lr", group["lr"])) for group in first.param_groups)  # a warm-up is at 0 now
         lr = next(filter(None, rates), 0.0)
-        config = sized(self.config, has_batch_size=has_size, ranks=self.joined.world.size, accumulate=accumulate, lr=lr)
+        config = sized(self.config, has_batch_size=has_size, ranks=joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
         unused = [f"{part}.{key}" for part, keys in _UNUSED.items() for key in keys & self._given.get(part, {}).keys()]
         if unused:
-            self.joined.note(
+            joined.note(
                 "unused",
                 f"{', '.join(sorted(unused))} have no effect on a session: optimizers, their schedules, the times of "
                 "evaluations and micro-batches are those of the loop",
-                level="warning",
             )
         if self._made.is_drawn_again:
-            self.joined.note(
+            joined.note(
                 "drawn_again",
                 "This run was stopped within an epoch, and the loop draws random numbers before the epoch's batches: "
                 "what it makes of them and of the weights, such as rollouts, differs from what the epoch began with. "
                 "session.once(make, ...) keeps it in checkpoints.",
             )
-        kept = self._resumed.registered
-        beside = Beside(sys._getframe(3), [task.model(), *kept.values()])  # the caller of session.batches()
+        kept = self.resumed.registered
         for name in self.prepared.unkept_schedules(kept.values()):
-            self.joined.note(
+            joined.note(
                 "scheduler",
                 f"a scheduler of {name} is in no checkpoint: a resume would begin its schedule again. Give it to "
                 "session.checkpoint(scheduler=...), or to prepare() if it steps after every optimizer step",
-                level="warning",
             )
+        beside = Beside(sys._getframe(3), [task.model(), *kept.values()])  # the caller of session.batches()
         self._begun = begin_attempt(
-            self.joined,
+            joined,
             config,
             task,
             lambda rank: Training(rank, self.prepared, kept, self.state, self._made.values, beside),
-            self._resumed.snapshot,
+            self.resumed.snapshot,
             self._ending,
             schedule=self.prepared.schedule(),
             makes_data=self._made.replaces_data,
@@ -328,10 +323,8 @@ class Loop:
     # Numbers.
 
     def log(self, values: Mapping[str, Any]) -> None:
-        if self.training is not None and self.training.window is not None:
-            self.training.scalars.update(values)
-        else:
-            self._logged.update(values)
+        in_window = self.training is not None and self.training.window is not None
+        (self.training.scalars if self.training and in_window else self._logged).update(values)
 
     def _row(self, split: str) -> dict[str, float]:
         values, self._logged = as_numbers(self._logged), {}
@@ -341,20 +334,21 @@ class Loop:
         self, dataset: Any, predict: Callable[[Any], Any], batch_size: int | None, collate: Callable[[Any], Any] | None
     ) -> Iterator[tuple[Any, ...]]:
         dataset = self._by_row(dataset)
-        check_data(dataset, "evaluate")
-        config, training = self.config, self.training
+        check_data(dataset, streams=None)
+        training, config, ranks = self.training, self.config, self.joined.collectives
         plan = None if training is None else training.rank.plan
         size = batch_size or config.validation.batch_size or self._evaluated_together()
         place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
-        evaluator = evaluator_of(plan, self.joined.collectives, self.device, **place)
+        evaluator = evaluator_of(plan, ranks, self.device, **place)
         with contextlib.ExitStack() as around:
             if training is not None:
                 around.enter_context(training.paused())
                 around.enter_context(training.checkpoints.averages.in_use())
-            if self.joined.world.size > 1:
+            if ranks.size > 1:
                 check_alike(f"{len(dataset)}", self.ranks, "evaluate")
-            model, collate = self.prepared.container(), collate or cast(Any, default_collate)
-            yield from predicted_rows(evaluator, dataset, collate, predict, model, self.autocast)
+            data = dataset, collate or cast(Any, default_collate)
+            model, precision = self.prepared.container(), self.joined.placement.precision
+            yield from predicted_rows(evaluator, model, data, predict, precision)
 
     def _evaluated_together(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
@@ -369,31 +363,25 @@ class Loop:
 
     # The end.
 
-    def _stop(self) -> None:
-        """End the process after a checkpoint, as the ranks have agreed. Raises :class:`Stopped`."""
-        by_signal = self.running("batches()").log.ended_by == "signal"
-        close_open_session(None)
-        raise Stopped(128 + (self.joined.stop.requested or 15) if by_signal else 0)
-
     def finish(self, error: BaseException | None) -> None:
         """Save, and record how the run ended. Collective without ``error``."""
-        if self._begun is None:
+        training = self.training
+        if training is None:
             run = self.joined.run_dir
             is_changed = not self.joined.found or ((error or self._over) and run.read().status != "completed")
             if self.joined.keeps and is_changed:
                 run.update(status="failed" if error else "completed", error=error and str(error))
             return
-        training = self._begun.training
         try:
-            if error is None:
-                if self._left is not None:
-                    self._end_epoch(self._left)
-                training.checkpoints.save()
-                training.checkpoints.wait()
-                training.log.flush()
-                training.log.finish({**self.state.best_metric, **self._row("test")})
-            else:
+            if error is not None:
                 record_failure(self._begun.sink, training.log, error)
+                return
+            if self._left is not None:
+                self._end_epoch(self._left)
+            training.checkpoints.save()
+            training.checkpoints.wait()
+            training.log.flush()
+            training.log.finish({**self.state.best_metric, **self._row("test")})
         finally:
             for feed, _ in self._feeds.values():
                 feed.close()

@@ -12,14 +12,14 @@ from typing import Any
 
 from lockstep.config import resolve
 from lockstep.config.load import merge
-from lockstep.engine.session.current import Stopped, close_open_session
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.failure.report import keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
+from lockstep.launch.local.signals import Stopped
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
-from lockstep.launch.session.join import Script, Started, script_of, started_as
+from lockstep.launch.session.join import Script, Started, close_open_session, script_of, started
 from lockstep.telemetry.rundir import RunDir
 
 
@@ -28,18 +28,13 @@ def run_script(
 ) -> tuple[RunDir, int]:
     """Run a script on every device that ``given`` names, a process for each; the run and the exit code.
 
-    Args:
-        redirect: print what it prints to standard error.
-
-    Raises:
-        UsageError: there is no such script, or a setting is wrong. LockstepError: a rank failed, or the folder cannot
-            be used.
+    ``redirect``: print what it prints to standard error. Raises :class:`LockstepError`: there is no such script, a
+    setting is wrong, the folder cannot be used, or a rank failed.
     """
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
-    call = _run_script, (script.path, script.arguments, script.folder)
-    run, code, _ = _start(*call, given, path.name, script=script, resume=resume, redirect=redirect)
+    run, code, _ = _start(_run_script, script[:3], given, path.name, script=script, resume=resume, redirect=redirect)
     return run, code
 
 
@@ -54,11 +49,7 @@ def several_devices(given: Mapping[str, Any], what: str) -> list[str]:
 
 
 def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | None) -> int | None:
-    """Resume ``run``, if it is a script's with a session, and return the exit code; else ``None``.
-
-    Args:
-        overrides: settings that change, nested.
-    """
+    """Resume ``run`` with changed settings, if it is a script's with a session; the exit code, else ``None``."""
     script = script_of(run)
     if script is None:
         return None
@@ -72,8 +63,7 @@ def call_on_ranks(
     function: Callable[..., Any], arguments: Sequence[Any], given: Mapping[str, Any], resume: bool
 ) -> Any:
     """What rank 0 returns of ``function(*arguments)`` on every device; see :meth:`lockstep.Session.launch`."""
-    name = getattr(function, "__name__", "function")
-    _, code, results = _start(function, tuple(arguments), given, name, resume=resume)
+    _, code, results = _start(function, arguments, given, getattr(function, "__name__", "function"), resume=resume)
     if code:
         raise RanksStopped(code)
     return results[0]
@@ -81,7 +71,7 @@ def call_on_ranks(
 
 def _start(
     function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    arguments: Sequence[Any],
     given: Mapping[str, Any],
     name: str,
     *,
@@ -115,7 +105,7 @@ def _start(
         try:
             results = run_on_ranks(
                 _as_rank,
-                (function, arguments, dict(given), found),
+                (function, tuple(arguments), dict(given), found),
                 folder=run,
                 ranks=placement.world_size,
                 settings=config.launch,
@@ -135,10 +125,19 @@ def _start(
 
 def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool]) -> Any:
     """Call ``function(*arguments)`` with its sessions on ``rank``."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def warn_once(*_: Any) -> None:
+        watch.remove()
+        if rank.world.is_main:
+            warn(
+                "an optimizer takes a step, and the script has made no lockstep.Session: each rank trains on all "
+                "samples, alone. See docs/own-loop.md"
+            )
+
     function, arguments, given, found = call
-    started = Started(rank.folder, rank.world, rank.stop, given, found)
-    started_as(started)
-    _watch_for_steps(started)
+    watch = register_optimizer_step_pre_hook(warn_once)  # removed by a session: it would slow down every step
+    started[:] = [Started(rank.folder, rank.world, rank.stop, given, found, on_session=watch.remove)]
     try:
         result = function(*arguments)
     except Stopped:
@@ -147,29 +146,13 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
         close_open_session(error)
         raise
     close_open_session(None)
-    if not started.has_session:
+    if not started[0].has_session:
         raise TaskError(
             "no lockstep.Session was made",
             why="each rank has run all of it, with all samples, and the ranks have not shared anything",
             fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
         )
     return result
-
-
-def _watch_for_steps(started: Started) -> None:
-    """Warn at the first step of an optimizer where there is no session yet: the whole script may train in vain."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    def warn_once(*_: Any) -> None:
-        watch.remove()
-        if started.world.is_main:
-            warn(
-                "an optimizer takes a step, and the script has made no lockstep.Session: each rank trains on all "
-                "samples, alone. See docs/own-loop.md"
-            )
-
-    watch = register_optimizer_step_pre_hook(warn_once)
-    started.on_session = watch.remove  # a hook would slow down every step
 
 
 def _run_script(path: str, arguments: tuple[str, ...], folder: str) -> None:
