@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,11 +18,8 @@ from lockstep.studio.index import RunIndex, Summary
 from lockstep.studio.schemas import ApiError
 from lockstep.studio.tailing import Feed, Message, Subscription
 
-TICK_S = 0.1
-#: How often the list is read; half as often when it was the same this many times.
-LIST_S, QUIET_LOOKS = 1.0, 10
-#: Without news in this many polls, the files of runs are read as often as the list.
-QUIET_POLLS = 50
+#: How often the files of runs are read, and the list; each less often, by this factor, while nothing is new.
+TICK_S, LIST_S, SLOWER = 0.1, 1.0, 1.1
 MAX_SUBSCRIPTIONS = 20
 #: The studio's own page sends none.
 MAX_BAD_MESSAGES = 20
@@ -162,12 +158,11 @@ class Hub:
     # Polling files.
 
     async def _follow_runs(self) -> None:
-        quiet = 0
+        pause_s = TICK_S
         while True:
-            if not self._feeds:
-                self._busy.clear()
-                await self._busy.wait()
-            began = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._busy.wait(), pause_s if self._feeds else None)
+            self._busy.clear()
             feeds = list(self._feeds.values())
             changed, failed = await asyncio.to_thread(_poll, feeds)
             for feed in failed:
@@ -175,29 +170,21 @@ class Hub:
             if changed:
                 for tab in self._tabs:
                     tab.wake.set()
+            # While a long file is being read, tabs need a moment in which the feed is not locked.
             behind = any(feed.behind for feed in feeds if feed not in failed)
-            quiet = 0 if changed or behind else quiet + 1
-            if quiet < QUIET_POLLS:
-                # While a long file is being read, tabs need a moment in which the feed is not locked.
-                await asyncio.sleep(TICK_S / 5 if behind else max(TICK_S / 5, TICK_S - (time.monotonic() - began)))
-                continue
-            self._busy.clear()  # runs that write nothing: until a tab asks for another, or one of them does
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._busy.wait(), LIST_S)
+            pause_s = TICK_S / 5 if behind else TICK_S if changed else min(LIST_S, SLOWER * pause_s)
 
     async def _follow_list(self) -> None:
-        quiet = 0
+        pause_s = LIST_S
         while True:
             self._listed = self._listed and bool(self._tabs)
-            pause_s = LIST_S if quiet < QUIET_LOOKS else 2 * LIST_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), pause_s if self._tabs else None)
             self._asked.clear()
             try:
-                quiet = 0 if await self._send_list() else quiet + 1
+                pause_s = LIST_S if await self._send_list() else min(2 * LIST_S, SLOWER * pause_s)
             except Exception:
                 _log.exception("the list of runs cannot be sent; trying again")
-                await asyncio.sleep(LIST_S)
 
     async def _send_list(self) -> bool:
         """Read the list and the jobs; return whether anything changed."""
