@@ -289,7 +289,7 @@ def test_a_tab_that_cannot_be_sent_to_is_closed_and_connects_again(
     with address.live() as tab:
         assert json.loads(tab.recv(timeout=WAIT_S))["type"] == "hello"
         with monkeypatch.context() as patch:
-            patch.setattr("lockstep.studio.live.Hub._news_of_list", fails)
+            patch.setattr("lockstep.studio.live.Tab._news_of_list", fails)
             tab.send(json.dumps({"type": "watch", "runs": True}))
             with pytest.raises(ConnectionClosed) as closed:
                 while True:

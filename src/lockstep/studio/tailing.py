@@ -38,8 +38,8 @@ CHUNK_BYTES, _CHUNKS = 1 << 20, 4
 LARGE_BYTES = 8 << 20
 #: Of the coarse sample: rows with hundreds of values are few, or it would take longer than the file.
 _SAMPLE_LINES, _SAMPLE_BYTES = 1000, 2 << 20
-#: How often attempts, epochs and new files are checked; streams are read at every poll.
-_STATE_S = 0.5
+#: How often streams are read; and attempts, epochs and new files are checked.
+TICK_S, _STATE_S = 0.1, 0.5
 _STREAMS = ("steps", "evaluations", "ranks", "system-*")
 
 Column = NDArray[Any]
@@ -312,7 +312,7 @@ def _row(line: bytes) -> Any:
 
 
 class Feed:
-    """Reads a run's files when :meth:`poll` is called, from one thread at a time."""
+    """Reads a run's files when :meth:`poll` is called."""
 
     def __init__(self, run: RunDir, name: str) -> None:
         self.name = name
@@ -322,37 +322,36 @@ class Feed:
         self.tails: dict[str, Tail] = {}
         self.previews: dict[str, Columns] = {}
         self.lock = threading.Lock()
+        #: Whether a file is longer than what has been read of it.
+        self.behind = False
         self._run = run
-        self._looked = -_STATE_S
+        self._polled = self._looked = -_STATE_S
         self._attempts: dict[int, int] = {}
         #: When attempts and epochs were changed, at the last look.
         self._stamp = (-1, -1)
         #: Those made since the last poll, the same for every tab.
         self._frames: dict[tuple[Any, ...], bytes] = {}
 
-    @property
-    def behind(self) -> bool:
-        """Whether a file is longer than what has been read of it."""
-        return any(tail.behind for tail in self.tails.values())
-
-    def poll(self) -> bool:
-        """Read the files; return whether anything changed."""
-        with self.lock:
-            self._frames.clear()
-            now = time.monotonic()
-            changed = False
-            if now - self._looked >= _STATE_S:
-                self._looked = now
-                changed = self._look()
-                if any(tail.behind and not tail.columns.rows for tail in self.tails.values()):
-                    return True  # the preview first
-            for name, tail in list(self.tails.items()):
-                for _ in range(_CHUNKS):
-                    changed |= tail.poll()
-                    if not tail.behind:
-                        changed |= self.previews.pop(name, None) is not None
-                        break
-            return changed
+    def poll(self) -> None:
+        """Read what is new, though not again within half a tick, for several tabs. The caller has the lock."""
+        now = time.monotonic()
+        if now - self._polled < TICK_S / 2 and not self.behind:
+            return
+        self._polled = now
+        self._frames.clear()
+        if now - self._looked >= _STATE_S:
+            self._looked = now
+            self._look()
+            if any(tail.behind and not tail.columns.rows for tail in self.tails.values()):
+                self.behind = True
+                return  # the preview first
+        for name, tail in self.tails.items():
+            for _ in range(_CHUNKS):
+                tail.poll()
+                if not tail.behind:
+                    self.previews.pop(name, None)
+                    break
+        self.behind = any(tail.behind for tail in self.tails.values())
 
     def frame(self, kind: str, stream: str, columns: Columns, start: int = 0, *, preview: bool = False) -> bytes:
         """The rows from ``start`` on: a ``delta``, or all of a ``history``."""
@@ -372,8 +371,8 @@ class Feed:
         state = {"generation": columns.generation, "total": columns.rows, "downsampled": thin, "cut": columns.cut}
         return pack({**where, **state, "preview": False, **more}, part)
 
-    def _look(self) -> bool:
-        """Notice attempts, which supersede rows, new streams and epochs; return whether anything changed."""
+    def _look(self) -> None:
+        """Notice attempts, which supersede rows, new streams and epochs."""
         stamp = (modified_ns(self._run.attempts), modified_ns(self._run.metrics_file))
         if stamp[0] != self._stamp[0] and (attempts := self._run.resumed_from()) != self._attempts:
             self._attempts = attempts
@@ -384,12 +383,10 @@ class Feed:
                 if file.stem not in self.tails:
                     self.tails[file.stem] = Tail(file, "time" if file.stem.startswith("system-") else "step")
                     self._begin(file.stem)
-        if stamp == self._stamp:
-            return False
-        self._stamp = stamp
-        self.epochs = or_else(self._run.epochs, [])
-        self.epochs_version += 1
-        return True
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self.epochs = or_else(self._run.epochs, [])
+            self.epochs_version += 1
 
     def _begin(self, name: str) -> None:
         tail = self.tails[name]
@@ -410,18 +407,15 @@ class Subscription:
     epochs_version: int = 0
 
     def news(self) -> list[Message]:
-        """What has changed since the last call; nothing while the feed is being read."""
+        """What has changed since the last call."""
         feed, news = self.feed, list[Message]()
-        if not feed.lock.acquire(blocking=False):
-            return news
-        try:
+        with feed.lock:
+            feed.poll()
             if feed.epochs_version != self.epochs_version:
                 self.epochs_version = feed.epochs_version
                 news.append({"type": "epochs", "run": feed.name, "epochs": feed.epochs})
             for stream in feed.tails:
                 news += self._news_of(stream)
-        finally:
-            feed.lock.release()
         return news
 
     def _news_of(self, stream: str) -> list[Message]:

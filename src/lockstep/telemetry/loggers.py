@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.events import EpochEnded, Event, PictureDrawn, RunEnded, RunStarted, Sink
+from lockstep.events import Event, PictureDrawn, RunEnded, RunStarted, Sink
 from lockstep.telemetry.files import plain, write_text
 from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.scalars import flattened, named_scalars, plan_values
@@ -176,15 +176,10 @@ class TensorBoardSink(Logger):
         self._folder = folder
         self._writer: SummaryWriter
 
-    def emit(self, event: Event) -> None:
-        super().emit(event)
-        if isinstance(event, EpochEnded) and self._open:
-            self._writer.flush()
-
     def start(self, event: RunStarted) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=event.step + 1)
+        self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=event.step + 1, flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
