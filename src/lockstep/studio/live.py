@@ -11,7 +11,7 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.websockets import WebSocket, WebSocketState
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from lockstep.errors import LockstepError
 from lockstep.studio.commands import Jobs
@@ -57,7 +57,7 @@ class Hub:
         """Close every tab at the end."""
         yield
         for tab in list(self._tabs):
-            with contextlib.suppress(RuntimeError, OSError):
+            with contextlib.suppress(RuntimeError, OSError, WebSocketDisconnect):
                 await tab.socket.close(1012)
 
     async def serve(self, socket: WebSocket) -> None:
@@ -167,7 +167,8 @@ class Tab:
                     pause_s = TICK_S / 5  # in which other tabs find the feed unlocked
                 wait_s = pause_s if followed else max(0.0, self._list_due - time.monotonic())
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._asked.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
+                        await self._asked.wait()
                 self._asked.clear()
         except Exception:
             if WebSocketState.DISCONNECTED not in (self.socket.client_state, self.socket.application_state):
