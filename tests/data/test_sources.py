@@ -35,7 +35,7 @@ from lockstep.data.reader import Reader
 from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.requests import Source
 from lockstep.data.sampling import WindowOrder, resolve_sampling
-from lockstep.engine.dataset_checks import feed
+from lockstep.engine.training_data import feed
 from lockstep.errors import DataError, LockstepError
 from lockstep.telemetry.files import read_jsonl
 from tests.attempts import attempt

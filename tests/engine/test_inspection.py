@@ -18,7 +18,6 @@ from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Request
-from lockstep.engine.dataset_checks import examined, same_data
 from lockstep.engine.diagnostics.step_trace import TracedSource
 from lockstep.engine.inspection import (
     QUICK_S,
@@ -29,6 +28,7 @@ from lockstep.engine.inspection import (
     optimizer_facts,
 )
 from lockstep.engine.trained import refuse_meta
+from lockstep.engine.training_data import examined, same_data
 from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.tasks.har.uci import CHANNELS, FOLDER
+from lockstep.tasks.har.data import CHANNELS, FOLDER
 
 TRAIN_SUBJECTS = (1, 3, 5, 6, 7)
 TEST_SUBJECTS = (2, 4)

@@ -15,8 +15,9 @@ from lockstep.data.order import sample_rng
 from lockstep.data.requests import fetch
 from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError
-from lockstep.tasks.har import HarConfig, HarTask, sources
-from lockstep.tasks.har.windows import Standardiser, Windows
+from lockstep.tasks.har import HarConfig, HarTask
+from lockstep.tasks.har import data as har_data
+from lockstep.tasks.har.data import Standardiser, Windows
 from lockstep.tasks.registry import find_task, make_task
 from tests.tasks.har_folders import make_tensors, make_uci
 
@@ -194,7 +195,7 @@ def test_synthetic_data_is_the_same_for_a_seed_and_differs_between_splits() -> N
 
 @pytest.mark.parametrize("mode", ["joint", "flatten"])
 def test_synthetic_data_of_any_size_takes_bounded_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "POOL_BYTES", 3 * 32 * 4 * 50)
+    monkeypatch.setattr(har_data, "POOL_BYTES", 3 * 32 * 4 * 50)
     train = make(**{**SMALL, "synthetic_samples": 10**9}, mode=mode).datasets().train
     per_window = 3 if mode == "flatten" else 1
     assert len(train) == 10**9 * per_window

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import DataError
-from lockstep.tasks.har.sources import load_tensors
+from lockstep.tasks.har.data import load_tensors
 from tests.tasks.har_folders import make_tensors
 
 

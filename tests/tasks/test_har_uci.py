@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.data.download import hash_file
 from lockstep.errors import ConfigError, DataError
-from lockstep.tasks.har.uci import CHANNELS, CLASSES, fetch_uci, find_uci, load_uci
+from lockstep.tasks.har.data import CHANNELS, CLASSES, fetch_uci, find_uci, load_uci
 from tests.data.web import Site, serve
 from tests.tasks.har_folders import make_uci, make_uci_archive
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.har.sources import MIRRORED, cut_windows, load_watch
-from lockstep.tasks.har.windows import HarData
+from lockstep.tasks.har.data import MIRRORED, HarData, cut_windows, load_watch
 
 
 @pytest.fixture(scope="module")

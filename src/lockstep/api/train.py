@@ -175,10 +175,10 @@ def fit(
     from torch import nn
 
     from lockstep.engine.task import Datasets
-    from lockstep.tasks.parts import Parts, TaskFromParts
+    from lockstep.tasks.parts import TaskFromParts
 
-    parts = Parts(model, loss, Datasets(train, val, test), metrics, optimizer, collate)
-    run = _train(TaskFromParts(parts), config, resume=resume, accept_data=accept_data, **settings)
+    task = TaskFromParts(model, loss, Datasets(train, val, test), metrics, optimizer, collate)
+    run = _train(task, config, resume=resume, accept_data=accept_data, **settings)
     if isinstance(model, nn.Module):
         model.load_state_dict(run.load_model("last").state_dict())
     return run

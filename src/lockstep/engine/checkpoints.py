@@ -30,9 +30,7 @@ MOST_CLONED = 2**30
 class Saves:
     """Saves what one rank trains. Ranks save together; rank 0 writes in the background, or each rank its part.
 
-    Args:
-        module: what is trained.
-        compares: whether the ranks' weights are compared before they are saved.
+    ``compares``: whether the ranks' weights are compared before they are saved.
     """
 
     def __init__(self, rank: RankContext, log: RunLog, module: nn.Module, *, compares: bool = True) -> None:
@@ -136,9 +134,8 @@ class Checkpoints(Saves):
         swaps = parts.update.averages.trained() is not None
         if self._rank.device.type != "cuda" or self._divides or swaps or has_hooks or len(parts.callbacks):
             return None
-        module = parts.strategy.module
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        whole = sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        whole = sum(value.nbytes for value in self._module.state_dict().values() if isinstance(value, Tensor))
         if whole - sum(parameter.nbytes for parameter in trained) > MOST_CLONED:
             return None
         weights = {parameter.data_ptr() for parameter in trained}
@@ -146,24 +143,21 @@ class Checkpoints(Saves):
 
     def load_best(self) -> int:
         """Load the weights and the task's state of the best checkpoint, if any; returns their step. Collective."""
-        rank, state = self._rank, self._parts.state
+        rank, step = self._rank, self._parts.state.step
         store = CheckpointStore(rank.run_dir.checkpoints)
         best = rank.collectives.broadcast(store.step_of("best") if rank.collectives.is_main else None)
-        if best is None or best == state.step:
-            return state.step
+        if best is None or best == step:
+            return step
         snapshot = load_shared(store, best, rank.collectives, in_pieces=rank.reads_shards)
-        load_weights(self._parts.strategy.module, snapshot.model, rank.run_dir.path)
+        load_weights(self._module, snapshot.model, rank.run_dir.path)
         with restoring(f"the checkpoint of step {best}"):
             self._task.load_state_dict(snapshot.trainer["task"])
         return int(best)
 
     def _trainer_state(self) -> dict[str, Any]:
-        state = self._parts.state
+        state, update = self._parts.state, self._parts.update
         state.draws_seeded = self._parts.strategy.draws.everything
-        content = super()._trainer_state() | {
-            "update": self._parts.update.state_dict(),
-            "task": self._task.state_dict(),
-        }
+        content = super()._trainer_state() | {"update": update.state_dict(), "task": self._task.state_dict()}
         if self._stream is not None:
             content["stream"] = self._stream.state_dict(state.epoch * self._rank.plan.batch.samples + state.position)
         return content

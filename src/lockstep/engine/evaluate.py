@@ -1,4 +1,4 @@
-"""Evaluation that counts each sample once on any number of ranks.
+"""Evaluation and prediction that count each sample once on any number of ranks.
 
 The data set is cut into chunks of fixed size in index order; chunk c goes to rank c mod R, so every chunk has the
 same content for any R. After every R chunks the rows travel to rank 0, which updates the metrics in index order: they
@@ -38,18 +38,16 @@ from lockstep.telemetry.progress_board import Activity, pulse
 
 #: Sum of the loss over a chunk, its count, and its rows, or states in their place.
 _Chunk = tuple[float, float, Any]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Evaluator:
     """How a rank goes through data with the others, in chunks of ``batch_size`` samples.
 
-    What is drawn for a chunk depends on ``seed``, ``step`` and the chunk's number alone.
-
-    Attributes:
-        step: finished optimizer steps of the weights.
-        ghosts: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
-        together: all ranks take part in every chunk, and one of them has its rows.
+    What is drawn for a chunk depends on ``seed``, the ``step`` of the weights and the chunk's number alone.
+    ``ghosts``: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
+    ``together``: all ranks take part in every chunk, and one of them has its rows.
     """
 
     collectives: Collectives
@@ -64,7 +62,7 @@ class Evaluator:
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, collectives: Collectives, device: torch.device, precision: Precision, step: int
+        cls, plan: Plan, collectives: Collectives, device: torch.device, precision: Precision, step: int = 0
     ) -> Evaluator:
         together = {"ghosts": plan.sharded, "together": plan.pipelined}
         return cls(collectives, device, precision, plan.loader, plan.eval_batch_size, plan.seed, step, **together)
@@ -72,8 +70,7 @@ class Evaluator:
     def chunks(self, samples: int, *, first: int = 0, most: int | None = None) -> list[Request]:
         """This rank's chunk of every round from chunk ``first`` on; an empty one, or a ghost, when it has none for it.
 
-        Args:
-            most: chunks of all ranks; ``None``: all of ``samples``.
+        ``most``: chunks of all ranks; ``None``: all of ``samples``.
         """
         rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
         number, size = -(-samples // self.batch_size), self.batch_size
@@ -90,7 +87,7 @@ class Evaluator:
     ) -> Iterator[Iterator[tuple[Request, Any]]]:
         """This rank's chunks of ``dataset`` and their batches, on its device; inside, ``model`` is in evaluation mode.
 
-        Generators and the training flag of every module are afterwards as they were. See :meth:`chunks`.
+        Generators and the training flag of every module are afterwards as they were.
         """
         source = Source(dataset, collate, self.seed, InOrder())
         devices = list(dict.fromkeys((self.device, *(parameter.device for parameter in model.parameters()))))
@@ -123,11 +120,9 @@ def evaluate(
     forward: nn.Module | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank.
+    """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank. Collective.
 
-    Scalar metrics come back as floats, others (a confusion matrix) as nested lists. Collective.
-
-    Generators and the training flag of every module are afterwards as they were.
+    Scalar metrics come back as floats, others (a confusion matrix) as nested lists.
 
     Args:
         chunks: number of chunks to evaluate (a sanity check); ``None``: all.
@@ -141,48 +136,40 @@ def evaluate(
         states = None
         if collectives.broadcast(not merges and _States.are_those_of(metrics)):
             states = _States(_own_metrics(task) if metrics is None else metrics)
-        rows = states.add if states else merged.append if merges else lambda found: metrics.update(*found)
-        results = _Results(collectives, rows)
+        take = states.add if states else merged.append if merges else lambda rows: metrics.update(*rows)
+        waiting, total, count = list[_Chunk | None](), 0.0, 0.0
+
+        def send() -> None:
+            """To rank 0, which gets them in index order. Collective."""
+            nonlocal total, count
+            for chunk in chain.from_iterable(zip(*collectives.gather(waiting) or (), strict=True)):
+                if chunk is not None:
+                    total, count = total + chunk[0], count + chunk[1]
+                    take(chunk[2])
+            waiting.clear()
+
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
         with torch.no_grad():
             for request, batch in batches:
                 report(request.start)
                 mine = _chunk(task, forward or bare(model), batch, request, evaluator.precision, checked=not merges)
-                results.add(mine if states is None else states.update(mine, collectives))
+                waiting.append(mine if states is None else states.update(mine, collectives))
                 if states is None or not states.add_up:
-                    results.send()
+                    send()
         if states is not None:
-            results.add(None if states.add_up is False else (0.0, 0.0, states.take()))
-            results.send()
+            waiting.append(None if states.add_up is False else (0.0, 0.0, states.take()))
+            send()
             states.put()
         if merges and metrics is not None:
             metrics.update(*task.merge(merged))
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
-            result = {"loss": results.total / results.count if results.count else math.nan, **_computed(metrics)}
+            values = metrics.compute()
+            # A single metric has its class's name, as in a MetricCollection.
+            values = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
+            result = {"loss": total / count if count else math.nan, **{k: _number(v) for k, v in values.items()}}
         return collectives.broadcast(result) or {}
-
-
-class _Results:
-    """Sum and count of the loss over all chunks, which rank 0 gets in index order; ``rows`` takes their rows."""
-
-    def __init__(self, collectives: Collectives, rows: Callable[[Any], None]) -> None:
-        self._collectives, self._rows = collectives, rows
-        self._waiting = list[_Chunk | None]()
-        self.total = self.count = 0.0
-
-    def add(self, chunk: _Chunk | None) -> None:
-        """This rank's chunk of the next round; ``None`` where it counts nothing."""
-        self._waiting.append(chunk)
-
-    def send(self) -> None:
-        """Send what was added to rank 0. Collective."""
-        for chunk in chain.from_iterable(zip(*self._collectives.gather(self._waiting) or (), strict=True)):
-            if chunk is not None:
-                self.total, self.count = self.total + chunk[0], self.count + chunk[1]
-                self._rows(chunk[2])
-        self._waiting = []
 
 
 @contextlib.contextmanager
@@ -199,15 +186,22 @@ def evaluation(task: Task, model: nn.Module, callbacks: Callbacks) -> Iterator[N
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` in evaluation mode; afterwards each of its modules has its own mode back."""
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Each module of ``model`` is afterwards in training or evaluation mode as before."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` in evaluation mode; afterwards each of its modules has its own mode back."""
+    with modes_kept(model):
+        model.eval()
+        yield
 
 
 def train_mode(model: nn.Module) -> None:
@@ -314,7 +308,6 @@ class _States:
         self._merged = states or self._merged
 
     def put(self) -> None:
-        """What was merged, into the metrics."""
         from lockstep._compat.torchmetrics import mark_updated
 
         for (metric, name), state in zip(self._names(), self._merged, strict=False):
@@ -347,13 +340,11 @@ def _chunk(
 
 def check_rows(rows: Any, size: int, source: str) -> None:
     """Raise :class:`TaskError` unless each of ``rows``, which ``source`` returned, has ``size`` rows or entries."""
-    wrong = None if isinstance(rows, (tuple, list)) else rows
-    for row in rows if wrong is None else ():
-        fits = row.dim() > 0 if isinstance(row, Tensor) else isinstance(row, (list, tuple))
-        if not fits or len(row) != size:
-            wrong = row
-    if wrong is not None:
-        shape = f"a tensor of shape {tuple(wrong.shape)}" if isinstance(wrong, Tensor) else type(wrong).__name__
+    wrong = [row for row in rows if not _has_rows(row, size)] if isinstance(rows, (tuple, list)) else [rows]
+    if wrong:
+        shape = (
+            f"a tensor of shape {tuple(wrong[0].shape)}" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
+        )
         raise TaskError(
             f"{source} must return a tuple of tensors with one row per sample, or lists with one entry",
             why=f"for {size} samples it returned {shape}",
@@ -363,16 +354,82 @@ def check_rows(rows: Any, size: int, source: str) -> None:
         )
 
 
-def _computed(metrics: Metrics) -> dict[str, Any]:
-    values = metrics.compute()
-    # A single metric has its class's name, as in a MetricCollection.
-    values = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
-    return {name: _plain(value) for name, value in values.items()}
+def _has_rows(column: Any, size: int) -> bool:
+    if isinstance(column, (Tensor, np.ndarray)):
+        return column.ndim > 0 and len(column) == size
+    return isinstance(column, (list, tuple)) and len(column) == size
 
 
-def _plain(value: Any) -> Any:
+def _number(value: Any) -> Any:
     """A number, or nested lists, from what a metric computes."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         values = value.numel() if isinstance(value, Tensor) else value.size
         value = value.item() if values == 1 else value.tolist()
     return float(value) if isinstance(value, bool) else value
+
+
+# Predictions.
+
+
+def predictions(
+    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int
+) -> Iterator[list[list[Row]]]:
+    """The rows of as many chunks as there are ranks, from chunk ``first`` on, on rank 0; empty elsewhere. Collective.
+
+    Where ``dataset`` has ``names``, rows have that of their sample as ``file``.
+    """
+    names = getattr(dataset, "names", None)
+    with evaluator.walk(model, dataset, collate_of(task), first=first) as batches, torch.no_grad():
+        for request, batch in batches:
+            rows: list[Row] = []
+            if request.size:
+                with evaluator.precision.autocast():
+                    found = task.predict(bare(model), batch)
+                rows = _rows(to_host(found), request)
+                if names is not None:
+                    rows = [{**row, "file": names[row["index"]]} for row in rows]
+            yield [chunk for chunk in evaluator.collectives.gather(rows) or () if chunk]
+
+
+def refuse_without_predictions(task: Task) -> None:
+    """Raise :class:`TaskError` for a task with neither ``predict`` nor ``evaluate``."""
+    if type(task).predict is Task.predict and type(task).evaluate is Task.evaluate:
+        raise _no_predictions()
+
+
+def _no_predictions() -> TaskError:
+    return TaskError(
+        "the task has no predictions",
+        why="without predict(), the columns are what evaluate() returns, and that is nothing",
+        fix='define predict(self, model, batch) in the task: return for example {"class": …, "probability": …}',
+    )
+
+
+def _rows(columns: Any, request: Request) -> list[Row]:
+    """A row for each sample, with its index."""
+    is_mapping = isinstance(columns, Mapping)
+    if is_mapping and not columns:
+        raise _no_predictions()
+    if not is_mapping or not all(_has_rows(column, request.size) for column in columns.values()):
+        raise TaskError(
+            "the task's predict() must return a column for each name, with one entry per sample",
+            why=f"for {request.size} samples it returned {type(columns).__name__}"
+            + (f" with {', '.join(map(str, columns))}" if is_mapping else ""),
+            fix='return for example {"class": names, "probability": probabilities}',
+        )
+    lists = {str(name): _plain(column) for name, column in columns.items()}
+    return [
+        {"index": request.start + place, **{name: column[place] for name, column in lists.items()}}
+        for place in range(request.size)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
+    if isinstance(value, Tensor):
+        value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).numpy()
+    if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        return [_plain(row) for row in value] if value.ndim > 1 else [float(f"{x:.7g}") for x in value.tolist()]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

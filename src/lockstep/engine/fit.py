@@ -1,4 +1,4 @@
-"""Training on one rank: the loop, and what happens at its steps and at the ends of epochs."""
+"""Training on one rank: the loop, and what happens at its steps, at the ends of epochs and at the end."""
 
 from __future__ import annotations
 
@@ -6,27 +6,36 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
+
+import torch
 
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source, Window
 from lockstep.engine.checkpoints import Checkpoints
 from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
 from lockstep.engine.diagnostics.step_trace import Trace
-from lockstep.engine.evaluate import train_mode
+from lockstep.engine.evaluate import Evaluator, evaluate, evaluation, train_mode
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.run_log import RunLog
+from lockstep.engine.run_log import RunLog, report_skipped
 from lockstep.engine.state import EndedBy, RunResult
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import bare
 from lockstep.engine.training_data import walk
-from lockstep.engine.validation import Validation
+from lockstep.errors import UnsupportedError
+from lockstep.events import PictureDrawn, Remarked
+from lockstep.telemetry.files import JsonLines, write_json
 from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.sinks import check_picture
 
-At = TypeVar("At", Window, StepResult)
+#: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
+#: :class:`StepResult` of the one that has ended.
+Hook = tuple[str, Callable[[Any], bool], Callable[[Any], None]]
 
 
 class TimedBatches:
@@ -54,30 +63,107 @@ class TimedBatches:
         return waited
 
 
-class Hook(NamedTuple, Generic[At]):
-    """``do(at)`` is called where ``when(at)`` is true, in the order of the hooks.
+class Validation:
+    """Evaluates the weights that are being trained: the sanity check, validation, and the test. Methods are collective.
 
-    ``at`` is the :class:`Window` of the step that starts, or the :class:`StepResult` of the one that has ended.
+    Refuses a task that shows something of the model after evaluations, where no rank has all of it.
     """
 
-    name: str
-    when: Callable[[At], bool]
-    do: Callable[[At], None]
+    def __init__(self, rank: RankContext, task: Task, datasets: Datasets, parts: Parts) -> None:
+        self._rank, self._task, self._datasets, self._parts = rank, task, datasets, parts
+        self._module, precision = parts.strategy.module, parts.update.precision
+        self._evaluator = Evaluator.of_plan(rank.plan, rank.collectives, rank.device, precision)
+        for method in (task.remarks, task.pictures):
+            if rank.plan.strategy.divides and any(p.default is p.empty for p in signature(method).parameters.values()):
+                raise UnsupportedError(
+                    f"the task's {method.__name__}() takes the model, which strategy "
+                    f"{rank.plan.placement['strategy']} divides",
+                    why="it is called on one rank, which has only a part of the model",
+                    fix="keep what it shows in evaluate(), or train with --strategy ddp",
+                )
 
-    @staticmethod
-    def call(hooks: Sequence[Hook[At]], at: At) -> None:
-        for _, when, do in hooks:
-            if when(at):
-                do(at)
+    def settle_loader(self, workers: int, text: str) -> None:
+        """Evaluate with at most ``workers`` loader processes, which is what training measured to be best."""
+        loader = self._evaluator.loader.model_copy(update={"most_workers": workers})
+        self._evaluator = replace(self._evaluator, loader=loader)
+        self._rank.note("loader", text)
+
+    def sanity_check(self) -> None:
+        """Evaluate a few batches before the first step. What the task shows of untrained weights is not emitted."""
+        steps = self._rank.config.validation.sanity_steps
+        if steps and self._datasets.val is not None and self._parts.state.step == 0:
+            with evaluation(self._task, self._module, self._parts.callbacks):
+                self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
+                self._show(emits=False)
+
+    def run(self) -> dict[str, float]:
+        """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
+        self._parts.strategy.check_buffers()
+        with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
+            others = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
+            found = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in others}
+            values = self._evaluate(self._datasets.val, self._chunks)
+            self._show()
+        found |= {f"{name}_": values for name in [*self._datasets.named][:1]} | {"": values}
+        return {
+            f"val_{prefix}{metric}": value
+            for prefix, of_set in found.items()
+            for metric, value in of_set.items()
+            if isinstance(value, float | int)
+        }
+
+    def test(self, step: int) -> dict[str, float]:
+        """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``."""
+        with evaluation(self._task, self._module, self._parts.callbacks):
+            found = self._evaluate(self._datasets.test, self._chunks, step)
+        values = {f"test_{name}": value for name, value in found.items()}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
+        tables = {name: value for name, value in values.items() if name not in numbers}
+        if tables and self._rank.collectives.is_main:
+            names = getattr(self._task, "class_names", None)
+            tables |= {"class_names": list(names)} if names else {}
+            write_json(self._rank.run_dir.path / "tables.json", tables)
+        return numbers
+
+    @property
+    def _chunks(self) -> int | None:
+        """How many batches an evaluation takes; ``None``: all."""
+        debug = self._rank.config.debug
+        return self._rank.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
+
+    def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
+        evaluator = replace(self._evaluator, step=self._parts.state.step if step is None else step)
+        task, forward = self._parts.strategy.evaluating(self._task), self._parts.strategy.compiled
+        return evaluate(evaluator, task, self._module, dataset, chunks=chunks, forward=forward)
+
+    def _show(self, *, emits: bool = True) -> None:
+        """Emit the task's remarks and pictures of an evaluation, whose metrics only rank 0 has."""
+        if not self._rank.collectives.is_main:
+            return
+        with torch.no_grad():
+            remarks = self._asked(self._task.remarks)
+            pictures = self._asked(self._task.pictures) if emits else {}
+        if not emits:
+            return
+        place = self._rank.attempt, self._parts.state.epoch + 1, self._parts.state.step
+        if remarks:
+            self._rank.sink.emit(Remarked(*place, remarks))
+        for remark in remarks:
+            self._rank.note("task_remark", str(remark))
+        for name, pixels in pictures.items():
+            check_picture(name, pixels)
+            self._rank.sink.emit(PictureDrawn(*place, name, pixels))
+
+    def _asked(self, method: Callable[..., Any]) -> Any:
+        takes_model = signature(method).parameters and not self._rank.plan.strategy.divides
+        return method(bare(self._module)) if takes_model else method()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What one rank trains with, and the actions that hooks call. Each action is called on every rank alike.
+    """What one rank trains with, and the actions around its steps. Each action is called on every rank alike.
 
-    Attributes:
-        source: the training batches.
-        scalars: the newest values of the task's own hooks, by name.
+    ``source`` has the training batches, ``scalars`` the newest values of the task's own hooks by name.
     """
 
     rank: RankContext
@@ -91,14 +177,14 @@ class Fit:
     source: Source
     scalars: dict[str, float]
 
-    def run(self, before: Sequence[Hook[Window]], after: Sequence[Hook[StepResult]]) -> RunResult:
-        """Train, save, and test the best weights; with hooks around the steps."""
+    def run(self) -> RunResult:
+        """Train, save, and test the best weights."""
         log, parts = self.log, self.parts
         self.checkpoints.check()
-        log.start(parts.notes, parts.warnings)
+        log.start(parts.notes)
         self.validation.sanity_check()
         if log.ended_by is None:
-            self._train(before, after)
+            self._train()
         self.checkpoints.save()
         self.checkpoints.wait()
         final = dict(parts.state.best_metric)
@@ -108,9 +194,10 @@ class Fit:
         pulse.at(Activity.ENDING)
         return log.finish(final)
 
-    def _train(self, before: Sequence[Hook[Window]], after: Sequence[Hook[StepResult]]) -> None:
+    def _train(self) -> None:
         """Take steps until the run ends, and call hooks around them."""
         rank, plan, state, log, trace = self.rank, self.rank.plan, self.parts.state, self.log, self.trace
+        before, after = self._hooks_before(), self._hooks_after()
         start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
         requests = chain.from_iterable(window.requests for window in walk(plan, rank.world, **start))
         settled, largest = self.validation.settle_loader, plan.batch.batch_size
@@ -134,47 +221,128 @@ class Fit:
             with profiled(rank, steps, state.step) as watched:
                 for step in watched:
                     log.step(step.window.size, batches.waited_s())
-                    Hook.call(after, step)
+                    for _, when, do in after:
+                        if when(step):
+                            do(step)
                     if log.ended_by is not None:
                         break
         log.flush()
         if trace is not None:
             trace.write()
 
-    def callback(self, event: str) -> None:
-        """Call the task's callbacks of ``event``."""
+    def _hooks_before(self) -> list[Hook]:
+        hooks: list[Hook] = []
+        if self.rank.config.telemetry.record_samples and (self.rank.world.is_main or not self.rank.plan.pipelined):
+            # Before, since a step needs all ranks: whichever rank dies, every file has all that a checkpoint has.
+            hooks.append(("record the samples", _always, self._recorder()))
+        if self.parts.callbacks:
+            begun = set[int]()  # epochs of this attempt
+
+            def begins(window: Window) -> bool:
+                is_new = window.epoch not in begun
+                begun.add(window.epoch)
+                return is_new
+
+            hooks.append(("on_epoch_start", begins, lambda window: self._callback("on_epoch_start")))
+            hooks.append(("on_step_start", _always, lambda window: self._callback("on_step_start")))
+        return hooks
+
+    def _hooks_after(self) -> list[Hook]:
+        rank, trace, checkpoints, losses = self.rank, self.trace, self.checkpoints, self.log.losses
+        total, every_steps = rank.plan.total_steps, rank.config.validation.every_steps
+
+        def ends_epoch(step: StepResult) -> bool:
+            return step.epoch_ended or step.step >= total
+
+        def saves(step: StepResult) -> bool:
+            return step.flags is not None and step.flags.save > 0 and not step.epoch_ended
+
+        hooks: list[Hook] = []
+        if trace is not None:
+            hooks.append(("trace the update", _always, trace.after_update))
+        hooks.append(("sum the loss", _always, lambda step: losses.add(step.loss_total, step.loss_count)))
+        if rank.config.averaging.name != "none":
+            averages = self.parts.update.averages
+            hooks.append(("average the weights", _always, lambda step: averages.update(step.step)))
+        if self.parts.callbacks:
+            hooks.append(("on_step_end", _always, lambda step: self._callback("on_step_end")))
+        for number, (do, every) in enumerate(self.task.hooks()):
+            hooks.append((f"hook {number} of the task", _every(every), self._of_task(do)))
+        hooks.append(("log", lambda step: self.log.is_logged(step.step), self._log_step))
+        if every_steps and self.datasets.val is not None:
+            due = _every(every_steps)
+            hooks.append(("validate", lambda step: due(step) and not ends_epoch(step), self._validate_within_epoch))
+        if self.source.skipped:
+            hooks.append(("report skipped samples", ends_epoch, self._skipped()))
+        hooks.append(("end the epoch", ends_epoch, self._end_epoch))
+        hooks.append(("save", saves, lambda step: checkpoints.save()))
+        hooks.append(("end the step", _always, self._end_step))
+        if trace is not None:
+            after = trace.after_hooks
+            hooks.append(("trace the hooks", _always, lambda step: after(step, checkpoints.saved_at == step.step)))
+        return hooks
+
+    def _of_task(self, hook: Callable[..., Any]) -> Callable[[StepResult], None]:
+        def call(step: StepResult) -> None:
+            self.scalars.update(hook(step, bare(self.parts.strategy.module)) or {})
+
+        return call
+
+    def _skipped(self) -> Callable[[StepResult], None]:
+        """Notes how many samples have been left out so far, where that has changed (``data.on_bad_row``)."""
+        known = 0
+
+        def report(step: StepResult) -> None:
+            nonlocal known
+            known = report_skipped(self.rank, known)
+
+        return report
+
+    def _recorder(self) -> Callable[[Window], None]:
+        """Appends the indices of this rank's samples to its file (``telemetry.record_samples``)."""
+        file = JsonLines(self.rank.run_dir.samples_file(self.rank.world.rank))
+
+        def record(window: Window) -> None:
+            indices = [self.source.indices(request).tolist() for request in window.requests if not request.ghost]
+            place = {"attempt": self.rank.attempt, "step": self.parts.state.step + 1, "epoch": window.epoch + 1}
+            file.append({**place, "indices": [*chain.from_iterable(indices)]})
+
+        return record
+
+    def _callback(self, event: str) -> None:
         self.parts.callbacks.call(event, self.task.context, self.parts.strategy.module)
 
-    def log_step(self, step: StepResult) -> None:
+    def _log_step(self, step: StepResult) -> None:
         update = self.parts.update
         norm = None if update.grad_norm is None else float(update.grad_norm)
         is_empty = not float(step.loss_count)
         self.log.log_step(step.lr, norm, dict(self.scalars), skipped=update.skipped, is_empty=is_empty)
 
-    def end_epoch(self, step: StepResult) -> None:
+    def _end_epoch(self, step: StepResult) -> None:
         """Validate where that is due, emit the epoch's row, and save. ``max_steps`` may end a run within an epoch."""
         loss, speed = self.log.epoch_so_far()
+        epoch = step.window.epoch + 1
         if step.epoch_ended:
-            self.callback("on_epoch_end")
+            self._callback("on_epoch_end")
             if math.isnan(loss):
                 text = (
-                    f"Epoch {step.window.epoch + 1} has trained nothing: in none of its steps did the loss have items "
+                    f"Epoch {epoch} has trained nothing: in none of its steps did the loss have items "
                     "and a finite value. A count of 0 says that all samples are left out (weights, ignored labels)."
                 )
                 self.rank.note("nothing_counted", text, "warning")
         row, improved = {"train_loss": loss}, False
-        every, last = self.rank.config.validation.every_epochs, step.step >= self.rank.plan.total_steps
-        if self.datasets.val is not None and ((step.window.epoch + 1) % every == 0 or last):
+        every, is_last = self.rank.config.validation.every_epochs, step.step >= self.rank.plan.total_steps
+        if self.datasets.val is not None and (epoch % every == 0 or is_last):
             row |= self._validate()
-            improved = self._judge(row, extra=not step.epoch_ended)
+            # Without ``max_steps`` there would be no evaluation within an epoch here: no scheduler steps by it.
+            improved = self._judge(row, schedules=step.epoch_ended)
         row |= {"lr": step.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         if step.epoch_ended:
             self.parts.update.end_epoch()
         self.log.epoch(row, improved, ended=step.epoch_ended)
         self.checkpoints.save(best=improved)
 
-    def validate(self, step: StepResult) -> None:
-        """Validate within an epoch, and save where the result is the best so far."""
+    def _validate_within_epoch(self, step: StepResult) -> None:
         metrics = self._validate()
         improved = self._judge(metrics)
         self.log.evaluated(metrics, improved)
@@ -187,28 +355,36 @@ class Fit:
         self.log.unpause()
         return metrics
 
-    def _judge(self, metrics: dict[str, float], *, extra: bool = False) -> bool:
-        """``extra``: an evaluation within an epoch that a run without ``max_steps`` does not have."""
+    def _judge(self, metrics: dict[str, float], *, schedules: bool = True) -> bool:
         monitor = self.rank.plan.monitor
         value = metrics.get(monitor)
         if value is None:
-            available = ", ".join(metrics)
-            text = f"Monitored metric {monitor!r} was not reported; available: {available}."
+            text = f"Monitored metric {monitor!r} was not reported; available: {', '.join(metrics)}."
             self.rank.note("monitor_missing", text, "warning")
             return False
-        if not extra:
+        if schedules:
             self.parts.update.judge(value)
         return self.log.judge(metrics, value)
 
-    def end_step(self, step: StepResult) -> None:
+    def _end_step(self, step: StepResult) -> None:
         """Decide whether the run ends here; if not, time this rank's work in a step that will be logged."""
         self.log.agreed(step.flags)
         if self.log.ended_by is None and (step.step + 1) % self.rank.config.telemetry.log_interval == 0:
             self.log.time_own_work()
 
 
-def _announced(windows: Iterator[Window], hooks: Sequence[Hook[Window]]) -> Iterator[Window]:
+def _always(at: Any) -> bool:
+    return True
+
+
+def _every(steps: int) -> Callable[[StepResult], bool]:
+    return lambda step: step.step % steps == 0
+
+
+def _announced(windows: Iterator[Window], hooks: Sequence[Hook]) -> Iterator[Window]:
     """``windows``; each is asked for right before its step, which is when the hooks are called."""
     for window in windows:
-        Hook.call(hooks, window)
+        for _, when, do in hooks:
+            if when(window):
+                do(window)
         yield window

@@ -1,4 +1,4 @@
-"""What the plan must know of a task, found out without a GPU and without a trace in the random state."""
+"""What is found out of a task without training it: what the plan must know, and the arithmetic of a sample."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from torch.nn.parameter import is_lazy
 from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
 from lockstep.data.reader import Reader
+from lockstep.data.requests import Request, Source
 from lockstep.data.sampling import check_lengths, hash_lengths
-from lockstep.engine.dataset_checks import check_dataset, examined, read_sample, readable_sample, remarks_of
+from lockstep.data.stream import Stream
+from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
@@ -29,8 +31,18 @@ from lockstep.engine.process.runtime import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import array_bytes, collate_of
+from lockstep.engine.training_data import (
+    array_bytes,
+    check_dataset,
+    collate_of,
+    examined,
+    read_sample,
+    readable_sample,
+    remarks_of,
+)
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
+from lockstep.hardware.peaks import peak_flops
+from lockstep.planning import Plan
 from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
@@ -38,22 +50,14 @@ QUICK_S = 1e-4
 
 
 def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
-    """Sizes of the data sets and traits of the model.
-
-    Raises:
-        UnsupportedError: an iterable data set.
-        DataError: a data set without length, an empty one, or lengths that do not fit it.
-    """
+    """Sizes of the data sets and traits of the model."""
     if not hasattr(datasets, "train"):
-        raise TaskError(
-            "the task's datasets() did not return Datasets",
-            why=f"it returned {type(datasets).__name__}",
-            fix="return lockstep.Datasets(train=…, val=…, test=…)",
-        )
-    for split in ("train", "val", "test"):
-        check_dataset(getattr(datasets, split), split)
-    for split, dataset in datasets.named.items():
-        check_dataset(dataset, f"val {split}")
+        what = f"the task's datasets() did not return Datasets, but {type(datasets).__name__}"
+        raise TaskError(what, fix="return lockstep.Datasets(train=…, val=…, test=…)")
+    named = {f"val {split}": dataset for split, dataset in datasets.named.items()}
+    splits = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
+    for split, dataset in (splits | named).items():
+        check_dataset(dataset, split)
     trial, given = trial_of(task), task.lengths()
     model = on_meta(trial)
     lr, scheduled = optimizer_facts(trial, model, task)
@@ -61,12 +65,14 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     before = _open_files()
     text, unstable = examined(datasets.train, skips=task.data.on_bad_row == "skip")
     with generators_kept():
-        for dataset in (d for d in (datasets.val, datasets.test) if d is not None):
-            read_sample(dataset, 0)
+        for dataset in (datasets.val, datasets.test):
+            if dataset is not None:
+                read_sample(dataset, 0)
     after = _open_files()
     with generators_kept():
         whole_batches = Reader(datasets.train, collate_of(task), 0).gives_whole_batches
-    is_stream = datasets.weights is not None and datasets.weights.facts.stream
+    sampling = None if datasets.weights is None else datasets.weights.facts
+    is_stream = sampling is not None and sampling.stream
     opens_files = bool(after.keys() - before.keys())
     return TaskFacts(
         name=name,
@@ -81,7 +87,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         quick_samples=opens_files and not is_stream and has_quick_samples(datasets.train),
         lengths=lengths,
         remarks=remarks_of(datasets.train),
-        sampling=None if datasets.weights is None else datasets.weights.facts,
+        sampling=sampling,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,
         own_schedule=scheduled,
@@ -162,19 +168,11 @@ def check_configured_optimizer(task: Task, config: RunConfig) -> None:
 
 
 def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float | None, bool]:
-    """The learning rate of the task's own optimizer, of the first group that has one; whether it has a scheduler.
+    """The learning rate of the task's own optimizer, if it makes one; whether it has a scheduler.
 
-    ``None``: it makes no optimizer.
-
-    Args:
-        model: of ``task``; may be without its memory.
-        untried: the task whose ``model()`` has not been called.
-
-    Raises:
-        TaskError, UnsupportedError: its optimizer cannot train its model.
+    ``model`` of ``task`` may be without its memory; ``model()`` of ``untried`` has not been called.
     """
-    own, scheduled = type(task).optimizer is not Task.optimizer, type(task).scheduler is not Task.scheduler
-    if not own and not scheduled:
+    if type(task).optimizer is Task.optimizer and type(task).scheduler is Task.scheduler:
         return None, False
     with generators_kept(), compiler_not_imported():
         try:
@@ -183,11 +181,11 @@ def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float 
             task = trial_of(untried)
             model = build_model(task)
             optimizer = task.optimizer(bare(model))
-        if optimizer is not None:
-            check_optimizer(optimizer, model)
-        made = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
-        lr = None if optimizer is None else next((float(g["lr"]) for g in made.param_groups if g["lr"]), None)
-        return lr, scheduler_of(task, made) is not None
+        if optimizer is None:
+            return None, scheduler_of(task, torch.optim.SGD(model.parameters(), lr=1.0)) is not None
+        check_optimizer(optimizer, model)
+        lr = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), None)
+        return lr, scheduler_of(task, optimizer) is not None
 
 
 def _monitor_of(task: Task) -> tuple[str, Mode]:
@@ -216,10 +214,8 @@ def multiply_adds(model: nn.Module, dataset: Any) -> int:
 
 def _largest(sample: Any) -> int:
     """Numbers in the largest part of a sample; 0: there is none that we know."""
-    if isinstance(sample, Tensor):
-        return sample.numel()
-    if isinstance(sample, np.ndarray):
-        return sample.size
+    if isinstance(sample, Tensor | np.ndarray):
+        return math.prod(sample.shape)
     if isinstance(sample, Mapping):
         return max(map(_largest, sample.values()), default=0)
     if isinstance(sample, (list, tuple)):
@@ -238,3 +234,43 @@ def has_quick_samples(dataset: Any) -> bool:
 
     with generators_kept():
         return statistics.median(seconds(int(i)) for i in np.linspace(0, len(dataset) - 1, 5)) < QUICK_S
+
+
+# Model FLOP/s utilisation: which share of its GPUs' peak arithmetic a run uses (Chowdhery et al. 2022, PaLM).
+
+#: Samples whose operations are counted.
+_COUNTED = 8
+
+
+def peak_share(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:
+    """The share of the peak that one sample a second is, and where it comes from; ``None`` and why it is not known."""
+    placement = plan.placement
+    tf32 = plan.value("matmul_precision") == "high"
+    peak, origin = peak_flops(placement.get("gpu", ""), placement["precision"], tf32=tf32)
+    flops, counted = (None, origin) if peak is None else flops_of_sample(task, source, plan)
+    if peak is None or flops is None:
+        return None, f"MFU is not shown: {counted}."
+    devices = len(set(placement["devices"])) * placement["nodes"]
+    text = f"MFU: {flops / 1e9:.4g} GFLOP a sample, {peak / 1e12:.4g} TFLOP/s a GPU ({origin})."
+    return flops / (peak * devices), text
+
+
+def flops_of_sample(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:
+    """Operations of forward and backward as torch's counter sees them on tensors without memory; ``None``, and why."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if plan.task.lengths is not None or isinstance(source.dataset, Stream):
+        return None, "samples differ in length, or are read once"
+    size = min(_COUNTED, plan.batch.batch_size)
+    counter = FlopCounterMode(display=False)
+    try:
+        with generators_kept():
+            trial = trial_of(task)
+            model = on_meta(trial).train()
+            batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
+            with counter:
+                trial.loss(bare(model), to_device(batch, torch.device("meta"))).total.backward()
+    except Exception as error:  # the task may need values
+        return None, f"operations cannot be counted without values ({type(error).__name__})"
+    total = counter.get_total_flops()
+    return (total / size, "") if total else (None, "torch counts none of the model's operators")

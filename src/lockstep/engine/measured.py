@@ -23,7 +23,7 @@ from lockstep.data.loader import make_loader
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Source
 from lockstep.engine.distributed.staging import arrival, finish
-from lockstep.engine.evaluate import evaluating, train_mode
+from lockstep.engine.evaluate import evaluating, modes_kept, train_mode
 from lockstep.engine.inspection import trial_of
 from lockstep.engine.optim.precision import autocast
 from lockstep.engine.process.runtime import generators_kept
@@ -76,23 +76,19 @@ class _Trial:
     @contextlib.contextmanager
     def without_trace(self) -> Iterator[None]:
         """Generators, buffers and modes of the model, and the task's context, are as before afterwards."""
-        modes = [(module, module.training) for module in self._model.modules()]
-        kept = [(layer, dict(buffers_of(layer))) for layer, _ in modes if buffers_of(layer)]
-        context = self._task.context
-        with generators_kept():
+        kept = [(layer, dict(buffers_of(layer))) for layer in self._model.modules() if buffers_of(layer)]
+        with generators_kept(), modes_kept(self._model):
             for layer, buffers in kept:
                 buffers_of(layer).update({name: None if old is None else old.clone() for name, old in buffers.items()})
             train_mode(self._model)
-            context.is_training = True
+            self._task.context.is_training = True
             try:
                 yield
             finally:
-                context.is_training = False
+                self._task.context.is_training = False
                 for layer, buffers in kept:
                     buffers_of(layer).clear()
                     buffers_of(layer).update(buffers)
-                for module, training in modes:
-                    module.training = training
 
     def layout(self, pending: Decision) -> Decision:
         """Measure with the weights as the model has them, and in channels_last; they stay in what is chosen."""
@@ -118,27 +114,28 @@ class _Trial:
                 self._task.evaluate(bare(self._model), _readable(batch[0]))
 
         times = self._compared([partial(steps, 0), partial(steps, 1)], evaluate)
-        put(0)
-        if isinstance(times, str):
-            return replace(pending, value=False, shown="as the model has it", reason=f"not measured: {times}")
-        better = times[1] < (1 - GAIN) * times[0]
+        better = not isinstance(times, str) and times[1] < (1 - GAIN) * times[0]
         put(int(better))
-        reason = f"measured: a step takes {_ms(times[1])} in channels_last, {_ms(times[0])} as the model has it"
+        reason = f"not measured: {times}"
+        if not isinstance(times, str):
+            reason = f"measured: a step takes {_ms(times[1])} in channels_last, {_ms(times[0])} as the model has it"
         return replace(pending, value=better, shown="channels_last" if better else "as the model has it", reason=reason)
 
     def data_device(self, pending: Decision) -> Decision:
         """Measure with batches from host memory, and from arrays on the device."""
         source, size = self._source, f"{array_bytes(self._source.dataset) / 1e6:.0f} MB"
+        where = "host"
         if self._rank.collectives.any(not fits_device(source, self._device, self._plan)):
             reason = f"{size} are more than a fifth of the device's free memory"
-            return replace(pending, value="host", shown="host", reason=reason)
-        near = replace(source, dataset=source.dataset.to(self._device))
-        with contextlib.ExitStack() as ending:
-            times = self._compared([self._loaded(each, ending) for each in (source, near)])
-        if isinstance(times, str):
-            return replace(pending, value="host", shown="host", reason=f"not measured: {times}")
-        where = "gpu" if times[1] <= (1 + GAIN) * times[0] else "host"
-        reason = f"measured: a step takes {_ms(times[1])} with {size} on the device, {_ms(times[0])} from host memory"
+        else:
+            near = replace(source, dataset=source.dataset.to(self._device))
+            with contextlib.ExitStack() as ending:
+                times = self._compared([self._loaded(each, ending) for each in (source, near)])
+            reason = f"not measured: {times}"
+            if not isinstance(times, str):
+                where = "gpu" if times[1] <= (1 + GAIN) * times[0] else "host"
+                host, device = _ms(times[0]), _ms(times[1])
+                reason = f"measured: a step takes {device} with {size} on the device, {host} from host memory"
         return replace(pending, value=where, shown=where, reason=reason)
 
     def _loaded(self, source: Source, ending: contextlib.ExitStack) -> Steps:

@@ -20,15 +20,14 @@ from lockstep.engine.strategies.build import build_strategy, divide, on_device
 from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model, refuse_meta
+from lockstep.events import Note
 
 
 class Parts(NamedTuple):
-    """What takes the steps of one rank.
+    """What takes the steps of one rank, whose plan has what was measured on the devices.
 
-    Attributes:
-        rank: its plan has what has been measured on the devices.
-        draws: the random functions that the forward pass has called; a set that may still grow.
-        notes: shown at the start.
+    ``draws``: the random functions that the forward pass has called, a set that may still grow. ``notes``: shown at
+    the start.
     """
 
     rank: RankContext
@@ -37,19 +36,16 @@ class Parts(NamedTuple):
     state: TrainState
     callbacks: Callbacks
     draws: Set[str]
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    notes: list[Note]
+
+    def remark(self, text: str | None) -> None:
+        self.notes.extend([Note("remark", text)] if text else [])
 
 
 def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Parts:
-    """Build them from ``snapshot``, or from the start. Collective.
-
-    Raises:
-        CheckpointError: ``snapshot`` is of other data, or does not fit.
-        TaskError, UnsupportedError: the task's model or optimizer cannot be trained so.
-    """
+    """Build them from ``snapshot``, or from the start. Collective."""
     config, plan, device = rank.config, rank.plan, rank.device
-    debug, state = config.debug, restored_state(rank, snapshot)
+    state, remarks = restored_state(rank, snapshot), list[str | None]()
     task.context = Context(state)
     seed_everything(plan.seed)  # opening the data may have drawn numbers
     model = build_model(task)
@@ -58,34 +54,31 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         load_initial_weights(model, config.init_from, rank.collectives)
     if plan.sync_batchnorm:
         model = convert(model, None)
-    model, divided, notes = cast(model, plan.placement["precision"]), None, list[str]()
+    model, divided = cast(model, plan.placement["precision"]), None
     if plan.strategy.divides:
         divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:
-        before, (model, rank) = plan, on_device(model, rank, task, datasets)
-        plan, new = rank.plan, [rank.plan.decisions[key] for key in before.to_measure]
-        notes += [f"The {each.title}: {each.shown} ({each.reason})." for each in new]
+        model, rank = on_device(model, rank, task, datasets)
+        found = [rank.plan.decisions[key] for key in plan.to_measure]
+        remarks += [f"The {each.title}: {each.shown} ({each.reason})." for each in found]
+        plan = rank.plan
     update = build_update(rank, task, model, divided, validates=datasets.val is not None)
-    notes += [] if divided is None else divided.remarks
+    remarks += [] if divided is None else divided.remarks
     if snapshot is not None:
-        notes += restore(rank, snapshot, state, task, model, update)
-    warning = None
-    if divided is None and debug.trace == "off":  # a trace compares them itself
+        remarks += restore(rank, snapshot, state, task, model, update)
+    traces, off, warning = config.debug.trace != "off", config.debug.switch_off, None
+    if divided is None and not traces:  # a trace compares them itself
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
-    watched = Watched(task, model, debug.switch_off) if debug.trace != "off" or debug.switch_off else None
+    watched = Watched(task, model, off) if traces or off else None
     update.records = bool(plan.value("cuda_graphs"))
     strategy = build_strategy(rank, watched or task, model, update.precision, divided)
     strategy.draws.everything |= state.draws_seeded
     callbacks = Callbacks(task)
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
-    untrained = untrained_note(update, model, config.training.max_grad_norm)
-    return Parts(
-        rank,
-        strategy,
-        update,
-        state,
-        callbacks,
-        draws=set() if watched is None else watched.draws,
-        notes=(*notes, *([] if untrained is None else [untrained])),
-        warnings=() if warning is None else (warning,),
-    )
+    remarks.append(untrained_note(update, model, config.training.max_grad_norm))
+    draws = set() if watched is None else watched.draws
+    parts = Parts(rank, strategy, update, state, callbacks, draws, notes=[])
+    for text in remarks:
+        parts.remark(text)
+    parts.notes.extend([] if warning is None else [Note("warning", warning, "warning")])
+    return parts

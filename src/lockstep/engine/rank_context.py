@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,59 +26,46 @@ from lockstep.telemetry.sinks import monitored
 WRITE_TIMEOUT_S = 6 * 3600.0
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(
     run_dir: RunDir, world: World, config: RunConfig, plan: Plan, collectives: Collectives, keeper: bool, sink: Sink
 ) -> Iterator[BackgroundWriter | None]:
     """This rank's writer, if it has anything to write. Collective.
 
-    A writer that communicates with other ranks is closed with the body, before the process group is destroyed.
+    Each rank writes its part of a checkpoint, as is planned, if all of them see one run folder. Such a writer
+    communicates with other ranks: it is closed with the body, before the process group is destroyed.
     """
 
     def saved_to(store: CheckpointStore) -> BackgroundWriter:
         return BackgroundWriter(store, lambda step, path, best: sink.emit(CheckpointSaved(step, path, best)))
 
-    if not _each_writes(plan, collectives, keeper, sink):
+    keepers = int(*collectives.sum(float(keeper))) if plan.sharded_checkpoints else 0
+    if keepers > 1:
+        text = (
+            f"Checkpoints are whole, not in shards: the nodes have {keepers} run folders, and each of them must "
+            "have all that a resume needs."
+        )
+        sink.emit(Note("checkpoints_whole", text))
+    if keepers != 1:
         yield saved_to(CheckpointStore(run_dir.checkpoints)) if keeper else None
         return
     shards = world.local_size if config.fsdp.sharding == "hybrid" else world.size
-    ranks = Collectives(world, timeout_s=WRITE_TIMEOUT_S)
-    writer = saved_to(ShardedStore(run_dir.checkpoints, ranks, shards))
+    writer = saved_to(ShardedStore(run_dir.checkpoints, Collectives(world, timeout_s=WRITE_TIMEOUT_S), shards))
     try:
         yield writer
     except BaseException:
-        with contextlib.suppress(LockstepError):  # the first error is the one to report
+        with suppress(LockstepError):  # the first error is the one to report
             writer.close()
         raise
     writer.close()
-
-
-def _each_writes(plan: Plan, collectives: Collectives, keeper: bool, sink: Sink) -> bool:
-    """Whether each rank writes its part of a checkpoint, as is planned: if all of them see one run folder."""
-    if not plan.sharded_checkpoints:
-        return False
-    keepers = int(*collectives.sum(float(keeper)))
-    if keepers > 1:
-        sink.emit(
-            Note(
-                "checkpoints_whole",
-                f"Checkpoints are whole, not in shards: the nodes have {keepers} run folders, and each of them must "
-                "have all that a resume needs.",
-            )
-        )
-    return keepers == 1
 
 
 @dataclass(frozen=True)
 class RankContext:
     """Run, plan, device and process group of one rank, and where it reports to.
 
-    Attributes:
-        sink: receives events; drops them on ranks that do not write the run folder.
-        writer: saves checkpoints; ``None`` on ranks that write none.
-        heartbeat: takes the steps done and the total.
-        stop_signal: the signal that asked this process to stop, if any.
-        is_keeper: whether this rank writes the run folder that it sees.
+    A keeper writes the run folder that it sees; the ``sink`` of other ranks drops events. ``heartbeat`` takes the steps
+    done and the total, ``stop_signal`` gives the signal that asked this process to stop, if any.
     """
 
     run_dir: RunDir
@@ -124,9 +110,7 @@ def joined(
 ) -> Iterator[RankContext]:
     """This process as a rank among the others; the first one of a node also samples its machine. Collective.
 
-    Args:
-        ending: closed when the failure of an attempt, if any, has been recorded; ends heartbeat and writer.
-        keeper: whether this rank writes the run folder that it sees.
+    ``ending`` is closed when the failure of an attempt, if any, has been recorded; it ends heartbeat and writer.
     """
     device, timeout_s = rank_device(tuple(plan.placement["devices"]), world), config.distributed.timeout_s
     watches = config.telemetry.system_metrics and world.local_rank == 0

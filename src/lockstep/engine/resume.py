@@ -8,21 +8,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch import nn
 
 from lockstep._compat.torch import plain_name
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
-from lockstep.engine.dataset_checks import same_data
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.step import Update
 from lockstep.engine.process.runtime import check_pins, pins
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
+from lockstep.engine.training_data import same_data
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.planning import OrderPlan, Plan
 from lockstep.telemetry.rundir import RunDir
@@ -64,9 +62,6 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, 
 
     ``in_pieces``: the model is divided and every rank sees ``store``'s folder, so that of a checkpoint in shards
     each reads for itself what it needs.
-
-    Raises:
-        CheckpointError: on every rank, when it cannot be read.
     """
 
     def read() -> Snapshot | None:
@@ -126,52 +121,36 @@ def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str
 
 
 def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False, remedy: str = "") -> None:
-    """Refuse a checkpoint of other data or another order of it.
+    """Raise :class:`CheckpointError` for a checkpoint of other data or another order of it.
 
-    Args:
-        makes_data: the run makes its data in each epoch.
-        remedy: what else may help where the data differ.
-
-    Raises:
-        CheckpointError: naming what differs.
+    ``makes_data``: the run makes its data in each epoch. ``remedy``: what else may help where the data differ.
     """
     saved, here = str(manifest.get("fingerprint")), plan.task.fingerprint
     same_length = saved.partition(":")[0] == here.partition(":")[0]
     accepted = makes_data or (same_length and saved == plan.accepted_data)
     if not accepted and not same_data(saved, here):
-        why = f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}"
-        fix = "point data.data_dir at the same data, or start a new run with --init-from"
-        if same_length:
-            fix += "; to resume with these data, add --accept-data"
-        fix += remedy
-        raise CheckpointError("the training data is not what this run was trained on", why=why, fix=fix)
-    version, seed = manifest.get("order_version"), manifest.get("seed")
-    order = OrderPlan.model_validate(manifest.get("order", {}))
-    checks = [
-        (
-            version == ORDER_VERSION,
-            f"the run's order is version {version}, this Lockstep's is {ORDER_VERSION}",
-            "resume with the version of Lockstep that run.json names, or start a new run with --init-from",
-        ),
-        (
-            order == plan.order,
-            f"the run's order is {order}; that of the plan is {plan.order}",
-            "leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were",
-        ),
-        (seed == plan.seed, f"the run's seed is {seed}, not {plan.seed}", "leave training.seed as it was"),
-    ]
-    for fits, what, fix in checks:
-        if not fits:
-            why = "in another order samples would repeat and others would be left out"
-            raise CheckpointError(what, why=why, fix=fix)
+        accepts = "; to resume with these data, add --accept-data" if same_length else ""
+        raise CheckpointError(
+            "the training data is not what this run was trained on",
+            why=f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}",
+            fix=f"point data.data_dir at the same data, or start a new run with --init-from{accepts}{remedy}",
+        )
+    version, seed, order = manifest.get("order_version"), manifest.get("seed"), manifest.get("order", {})
+    what = fix = ""
+    if version != ORDER_VERSION:
+        what = f"the run's order is version {version}, this Lockstep's is {ORDER_VERSION}"
+        fix = "resume with the version of Lockstep that run.json names, or start a new run with --init-from"
+    elif OrderPlan.model_validate(order) != plan.order:
+        what = f"the run's order is {OrderPlan.model_validate(order)}; that of the plan is {plan.order}"
+        fix = "leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were"
+    elif seed != plan.seed:
+        what, fix = f"the run's seed is {seed}, not {plan.seed}", "leave training.seed as it was"
+    if what:
+        raise CheckpointError(what, why="in another order samples would repeat and others would be left out", fix=fix)
 
 
 def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:
-    """The run's counters from ``snapshot``, or those of a new run.
-
-    Raises:
-        CheckpointError: ``snapshot`` is of other data or another order, or damaged.
-    """
+    """The run's counters from ``snapshot``, which must be of the same data in the same order, or those of a new run."""
     if snapshot is None:
         return TrainState(position=rank.config.debug.start_position)
     check_fits(snapshot.manifest, rank.plan)
@@ -181,21 +160,15 @@ def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:
 
 def restore(
     rank: RankContext, snapshot: Snapshot, state: TrainState, task: Task, model: nn.Module, update: Update
-) -> list[str]:
-    """Restore task, model and update; returns notes on what differs from the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit, or bits of an exact run would differ here.
-    """
+) -> list[str | None]:
+    """Restore task, model and update; returns notes on what differs from the checkpoint."""
     if rank.plan.reproducibility == "exact":
         check_pins(snapshot.manifest["pins"], pins(rank.device, rank.plan))
     load_weights(model, snapshot.model, rank.run_dir.path)
     with restoring(rank.run_dir.path):
         update.load_state_dict(snapshot.trainer["update"])
-        check_moments(update.optimizer)
         task.load_state_dict(snapshot.trainer["task"])
-    notes = judge_afresh(state, snapshot.manifest, rank.plan), freeze_again(model, state.frozen)
-    return [note for note in notes if note is not None]
+    return [judge_afresh(state, snapshot.manifest, rank.plan), freeze_again(model, state.frozen)]
 
 
 @contextlib.contextmanager
@@ -211,24 +184,6 @@ def restoring(source: Path | str) -> Iterator[None]:
             why=f"{type(error).__name__}: {str(error)[:300]}",
             fix="resume with the task and the optimizer that it was saved with, or start a new run with --init-from",
         ) from error
-
-
-def check_moments(optimizer: Optimizer) -> None:
-    """Raise :class:`ValueError` where a restored state cannot be one of torch's Adam, AdamW or SGD.
-
-    Their ``load_state_dict`` takes anything; the first step would fail in native code.
-    """
-    expected = {Adam: {"step", "exp_avg", "exp_avg_sq"}, AdamW: {"step", "exp_avg", "exp_avg_sq"}, SGD: set[str]()}
-    if type(optimizer) not in expected:
-        return
-    for parameter, state in optimizer.state.items():
-        missing = expected[type(optimizer)] - state.keys()
-        if missing:
-            raise ValueError(f"the optimizer's state lacks {', '.join(sorted(missing))}")
-        for name, value in state.items():
-            fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
-            if not fits or (name == "step" and value.dim()):
-                raise ValueError(f"the optimizer's {name} does not fit a parameter of shape {tuple(parameter.shape)}")
 
 
 def frozen_names(model: nn.Module) -> list[str]:
@@ -255,8 +210,7 @@ def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None
 def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) -> None:
     """Put ``weights`` into ``model``; one of them may have been saved with ``torch.compile`` in its names.
 
-    Raises:
-        CheckpointError: names or shapes differ; the model is as it was.
+    Raises :class:`CheckpointError` where names or shapes differ; then the model is as it was.
     """
     own = model.state_dict()
     names = {plain_name(name): name for name in own}
@@ -264,17 +218,14 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
     missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [
         f"{key} {_shape(weights[key])} → {_shape(own[key])}"
-        for key in own.keys() & weights.keys()
+        for key in sorted(own.keys() & weights.keys())
         if key.rpartition(".")[2] != "_extra_state" and _shape(own[key]) != _shape(weights[key])
     ]
-    listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", sorted(shapes))
+    listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", shapes)
     problems = [f"{kind} {comma.join(names[:5])}" for kind, comma, names in listed if names]
     if problems:
-        raise CheckpointError(
-            f"the weights in {source} do not fit the model",
-            why="; ".join(problems),
-            fix="use the task settings with which they were trained",
-        )
+        fix = "use the task settings with which they were trained"
+        raise CheckpointError(f"the weights in {source} do not fit the model", why="; ".join(problems), fix=fix)
     if any(hasattr(value, "device_mesh") for value in own.values()):  # divided among ranks
         from lockstep.engine.distributed.dtensor_state import divided_like
 
@@ -287,25 +238,18 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def load_initial_weights(model: nn.Module, source: Path | None, collectives: Collectives) -> None:
-    """Put what rank 0's ``source`` holds (see :func:`weights_from`), if it names one, into ``model``. Collective.
+    """Put what rank 0's ``source`` holds (see :func:`_weights_from`), if it names one, into ``model``. Collective.
 
     Only rank 0 has to see the file.
-
-    Raises:
-        CheckpointError: on every rank.
     """
-    found = _from_main(lambda: None if source is None else (source, weights_from(source)), collectives)
+    found = _from_main(lambda: None if source is None else (source, _weights_from(source)), collectives)
     if found is not None:
         named, weights = found
         load_weights(model, weights, named)
 
 
-def weights_from(source: Path) -> dict[str, Any]:
-    """Weights for ``--init-from``: a run folder (its best, else last checkpoint), a checkpoint, or a safetensors file.
-
-    Raises:
-        CheckpointError: there are none, or they are corrupt.
-    """
+def _weights_from(source: Path) -> dict[str, Any]:
+    """For ``--init-from``: of a run folder (its best, else last checkpoint), a checkpoint, or a safetensors file."""
     if source.is_file() and source.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -316,8 +260,8 @@ def weights_from(source: Path) -> dict[str, Any]:
             raise CheckpointError(f"cannot read {source}", why=str(error), fix="check the file") from None
     if (folder := source / "checkpoints").is_dir():
         store = CheckpointStore(folder)
-        steps = store.step_of("best"), store.step_of("last")
-        step = next((step for step in steps if step is not None), None)
+        step = store.step_of("best")
+        step = store.step_of("last") if step is None else step
     else:
         store, number = CheckpointStore(source.parent), source.name.removeprefix("step-")
         step = int(number) if number != source.name and number.isdigit() else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from lockstep.engine.resume import manifest_of
 from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError, many
-from lockstep.events import EpochEnded, Evaluated, RunEnded, RunStarted, StepLogged
+from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.telemetry.files import read_jsonl
 from lockstep.telemetry.progress_board import Activity, pulse
 
@@ -39,9 +38,7 @@ class SavePolicy:
     def __init__(
         self, every_steps: int | None, every_s: float | None, clock: Callable[[], float] = time.monotonic, step: int = 0
     ) -> None:
-        self._every_steps = every_steps
-        self._every_s = every_s
-        self._clock = clock
+        self._every_steps, self._every_s, self._clock = every_steps, every_s, clock
         self.saved(step)
 
     def due(self, step: int) -> bool:
@@ -54,8 +51,7 @@ class SavePolicy:
 
     def saved(self, step: int) -> None:
         """The state after ``step`` has been saved, for whatever reason."""
-        self._step = step
-        self._time = self._clock()
+        self._step, self._time = step, self._clock()
 
 
 def retained(steps: Collection[int], keep_last: int, best: int | None) -> set[int]:
@@ -87,20 +83,19 @@ class LossMeter:
                 self._total += value
                 self._count += float(count)
             return
-        finite = torch.isfinite(total)
         # Filled in there: to copy a number from the host, it would wait for all that the GPU has to do.
         if isinstance(count, Tensor):
             items = count.to(total.device, torch.float64)
         else:
             items = torch.full_like(total, count, dtype=torch.float64)
-        self._device_sums += torch.where(finite, torch.stack((total.double(), items)), 0.0)
+        self._device_sums += torch.where(torch.isfinite(total), torch.stack((total.double(), items)), 0.0)
 
     def read(self) -> tuple[float, float]:
         """Sum and count so far; synchronises with a GPU."""
-        if not self._on_host:
-            total, count = self._device_sums.tolist()
-            return self._total + total, self._count + count
-        return self._total, self._count
+        if self._on_host:
+            return self._total, self._count
+        total, count = self._device_sums.tolist()
+        return self._total + total, self._count + count
 
     def reset(self) -> None:
         self._total = self._count = 0.0
@@ -112,8 +107,7 @@ def report_skipped(rank: RankContext, known: int) -> int:
     files = rank.run_dir.path.glob("skipped-rank*.jsonl") if rank.world.is_main else ()
     count = len({row["index"] for file in files for row in read_jsonl(file)})
     if count != known:
-        left_out = f"{many(count, 'training sample')} left out"
-        text = f"{left_out}, since they could not be read: see skipped-rank*.jsonl"
+        text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
         rank.note("samples_skipped", text, "warning")
     return count
 
@@ -121,17 +115,11 @@ def report_skipped(rank: RankContext, known: int) -> int:
 class RunLog:
     """One per rank. What it decides rests on values that are equal on all ranks, so all of them stop and save together.
 
+    ``losses`` sums those of the current epoch; the driver adds to it. ``ended_by`` is why the run ends after the
+    current step; ``None`` while it continues. ``timed``: the parameters whose gradients show when a rank's own work of
+    a step is done. ``peak_share``: the part of the devices' peak arithmetic that one sample a second is.
+
     Counting is paused until :meth:`start`, and between :meth:`pause` and :meth:`unpause`.
-
-    Args:
-        state: the run's counters and its best evaluation so far; updated here.
-        timed: the parameters whose gradients show when a rank's own work of a step is done; see :class:`RankWatch`.
-        peak_share: of the devices' peak arithmetic that one sample a second is; ``None``: not known.
-
-    Attributes:
-        losses: sums of the current epoch; the driver adds to it.
-        total: steps of the run.
-        ended_by: why the run ends after the current step; ``None`` while it continues.
     """
 
     def __init__(
@@ -144,15 +132,15 @@ class RunLog:
         ends_at_total: bool = True,
     ) -> None:
         checkpoint = rank.config.checkpoint
-        self.state = state
-        self._peak_share, self._ends_at_total = peak_share, ends_at_total
+        self.state, self.total = state, rank.plan.total_steps
         self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
         self.ended_by: EndedBy | None = None
-        self._rank, self.total = rank, rank.plan.total_steps
+        self._rank, self._peak_share, self._ends_at_total = rank, peak_share, ends_at_total
+        self._patience = rank.config.training.early_stopping_patience
         self._policy = SavePolicy(checkpoint.every_steps, checkpoint.every_s, step=state.step)
         self._pins = pins(rank.device, rank.plan)
         self._started, self._earlier_s = time.monotonic(), state.elapsed_s
-        self._speed, self._pause = Throughput(), ExitStack()
+        self._speed = Throughput()
         self._interval = self._epoch = self._speed.mark()
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
@@ -166,28 +154,19 @@ class RunLog:
 
     @property
     def is_completed(self) -> bool:
-        """Whether the run ends because all is done."""
         return self.ended_by is EndedBy.COMPLETED
-
-    @property
-    def _patience(self) -> int:
-        return self._rank.config.training.early_stopping_patience
 
     def is_logged(self, step: int) -> bool:
         return step % self._rank.config.telemetry.log_interval == 0 or step == self.total
 
-    def start(self, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> None:
+    def start(self, notes: Iterable[Note] = ()) -> None:
         """Report that the attempt starts; where nothing is left to train, ``ended_by`` is set."""
         rank, state = self._rank, self.state
         rank.heartbeat(state.step, self.total)
         where = (rank.run_dir.path, rank.attempt, state.step, self.total, rank.plan.as_dict())
         rank.sink.emit(RunStarted(*where, position=lambda: state.step))
-        for known in rank.plan.notes:
-            rank.sink.emit(known)
-        for note in notes:
-            rank.note("remark", note)
-        for warning in warnings:
-            rank.note("warning", warning, "warning")
+        for note in (*rank.plan.notes, *notes):
+            rank.sink.emit(note)
         # Every step, or until early stopping, in an earlier attempt.
         if (self._ends_at_total and state.step >= self.total) or 0 < self._patience <= state.evaluations_without_gain:
             self.ended_by = EndedBy.COMPLETED
@@ -199,11 +178,10 @@ class RunLog:
 
     def pause(self) -> None:
         """Leave the time from now on out of every speed: evaluation is not training."""
-        self._pause.close()
-        self._pause.enter_context(self._speed.paused())
+        self._speed.pause()
 
     def unpause(self) -> None:
-        self._pause.close()
+        self._speed.unpause()
 
     # Steps.
 
@@ -242,9 +220,6 @@ class RunLog:
             skipped: steps so far without a finite gradient, over all ranks.
             without_items: the loss of an interval without items.
             is_empty: the last step had no items either: then there is no row.
-
-        Raises:
-            NonFiniteError: too many steps were skipped.
         """
         state, epoch, sums = self.state, self.state.epoch + 1, self.losses.read()
         loss, items = (now - before for now, before in zip(sums, self._interval_sums, strict=True))
@@ -252,23 +227,22 @@ class RunLog:
         counts_more = speed.seconds > 0 and items > 1.001 * speed.samples_per_s * speed.seconds
         state.skipped_steps = skipped
         if items or not is_empty:
-            self._rank.sink.emit(
-                StepLogged(
-                    attempt=self._rank.attempt,
-                    step=state.step,
-                    epoch=epoch,
-                    samples_seen=state.samples_seen,
-                    loss=loss / items if items else without_items,
-                    lr=lr,
-                    grad_norm=grad_norm,
-                    samples_per_s=speed.samples_per_s,
-                    data_wait_share=speed.data_wait_share,
-                    skipped_steps=skipped,
-                    scalars=scalars,
-                    items_per_s=items / speed.seconds if counts_more else None,
-                    mfu=None if self._peak_share is None else self._peak_share * speed.samples_per_s,
-                )
+            row = StepLogged(
+                attempt=self._rank.attempt,
+                step=state.step,
+                epoch=epoch,
+                samples_seen=state.samples_seen,
+                loss=loss / items if items else without_items,
+                lr=lr,
+                grad_norm=grad_norm,
+                samples_per_s=speed.samples_per_s,
+                data_wait_share=speed.data_wait_share,
+                skipped_steps=skipped,
+                scalars=scalars,
+                items_per_s=items / speed.seconds if counts_more else None,
+                mfu=None if self._peak_share is None else self._peak_share * speed.samples_per_s,
             )
+            self._rank.sink.emit(row)
         self._ranks.log(state.step, epoch)
         self._interval, self._interval_sums = self._speed.mark(), sums
         if self._rank.writer is not None:
@@ -292,11 +266,7 @@ class RunLog:
             )
 
     def agreed(self, flags: Flags | None) -> None:
-        """Set why the run ends after this step, if it does.
-
-        Args:
-            flags: sums over ranks of :meth:`requests`; ``None`` where they were not read.
-        """
+        """Set why the run ends after this step, if it does; ``flags``: sums over ranks of :meth:`requests`, if read."""
         if self.ended_by is not None:
             return
         if self._ends_at_total and self.state.step >= self.total:
@@ -331,16 +301,13 @@ class RunLog:
         self._rank.sink.emit(EpochEnded(self._rank.attempt, epoch, state.step, row, improved))
 
     def evaluated(self, metrics: Mapping[str, float], improved: bool) -> None:
-        """Emit an evaluation within an epoch."""
         state = self.state
         self._rank.sink.emit(Evaluated(self._rank.attempt, state.epoch + 1, state.step, metrics, improved))
 
     def judge(self, metrics: Mapping[str, float], value: float) -> bool:
         """Whether this evaluation is the best so far; without improvement for too long, the run ends.
 
-        Args:
-            metrics: of the evaluation; those named ``val_…`` are kept with the best.
-            value: the monitored metric's, equal on all ranks.
+        ``value``: the monitored metric's, equal on all ranks. Metrics named ``val_…`` are kept with the best.
         """
         plan, patience = self._rank.plan, self._patience
         if judge(self.state, metrics, value, plan.mode, self.state.epoch + 1):
@@ -358,15 +325,12 @@ class RunLog:
         self._policy.saved(self.state.step)
 
     def current_state(self) -> dict[str, Any]:
-        """The state for a checkpoint of the current step."""
         self.state.epoch_loss, self.state.epoch_count = self.losses.read()
         self.state.elapsed_s = self.elapsed_s
         return self.state.state_dict()
 
     def write(self, content: dict[str, Any], *, best: bool, steady: Steady | None = None) -> None:
         """Start to write a checkpoint of the current step; on ranks with a writer.
-
-        ``steady``: as for :meth:`.HostBuffers.copy`.
 
         ``content``: ``model``, ``trainer``, ``frozen`` and, of a shard, ``rows``; see :class:`Snapshot`.
         """

@@ -51,23 +51,16 @@ class Trained(nn.Module):
 
 
 def build_model(task: Task) -> nn.Module:
-    """``task.model()``, together with ``task.modules()`` where there are any: what is trained and saved.
-
-    Raises:
-        TaskError: one of them is not a module.
-    """
+    """``task.model()``, together with ``task.modules()`` where there are any: what is trained and saved."""
     model = task.model()
     extras = dict(task.modules())
-    for source, module in (("model()", model), *((f"modules() for {name!r}", extra) for name, extra in extras.items())):
+    for source, module in {"model()": model, **{f"modules() for {n!r}": m for n, m in extras.items()}}.items():
+        what = f"the task's {source} returned {type(module).__name__}"
         if not isinstance(module, nn.Module):
-            raise TaskError(
-                f"the task's {source} did not return a module",
-                why=f"it returned {type(module).__name__}",
-                fix="return an nn.Module",
-            )
+            raise TaskError(f"{what}, not a module", fix="return an nn.Module")
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TaskError(
-                f"the task's {source} returned {type(module).__name__}",
+                what,
                 why="Lockstep distributes the model over the selected devices; a wrapper would use others, or twice",
                 fix="return the module inside; select devices with --devices, and a strategy with --strategy",
             )
@@ -81,7 +74,6 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def refuse_modules(model: nn.Module, strategy: str) -> None:
-    """Refuse modules beside ``model``. Raises :class:`UnsupportedError`."""
     if isinstance(model, Trained):
         raise UnsupportedError(
             f"strategy {strategy} cannot train modules beside the model: {', '.join(model.extras)}",

@@ -1,21 +1,27 @@
-"""A task's data, opened under the run's seed, and where training batches come from: that data in the plan's order."""
+"""A task's data: opened under the run's seed, checked, known again at a resume, and in the plan's order as batches."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import random
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import ArrayDataset, by_row
+from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, leaf_of, leaves
 from lockstep.data.order import Order
-from lockstep.data.reader import Collate, Indices
+from lockstep.data.reader import TRIED, Collate, Indices, sample_error
 from lockstep.data.requests import Source, Window, windows
 from lockstep.data.sampling import (
     BucketedOrder,
@@ -27,12 +33,19 @@ from lockstep.data.sampling import (
 )
 from lockstep.data.stream import Stream, as_stream, is_stream
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.runtime import seeded
+from lockstep.engine.process.runtime import generators_kept, seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.planning.plan import DATA_DEVICE
+
+#: Share of a GPU's free memory that training data may take with data.device: auto.
+RESIDENT_SHARE = 0.2
+#: Samples that a fingerprint reads, and the time limit for reading them a second time, in seconds.
+PROBES, AGAIN_S = 16, 1.0
+#: Types of the same size, for values whose type NumPy lacks, by size in bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
@@ -51,7 +64,6 @@ def open_data(task: Task, config: RunConfig, collectives: Collectives | None = N
 
 
 def prepare_data(task: Task, config: RunConfig) -> None:
-    """``task.prepare()`` under the run's seed."""
     task.data = data_settings(config)
     with seeded(config.training.seed):
         task.prepare()
@@ -67,7 +79,8 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     train, val, test = map(by_row, (given.train, given.val, given.test))
     weights, named = getattr(given, "weights", None), dict[str, Any]()
     if isinstance(val, Mapping) and not hasattr(val, "__getitems__"):  # which a TensorDict has: it is one data set
-        val, named = _named({name: by_row(part) for name, part in val.items()})
+        named = _checked_names({name: by_row(part) for name, part in val.items()})
+        val = next(iter(named.values()))
     if is_stream(train):
         train = as_stream(train, epoch_samples=config.data.epoch_samples, max_steps=config.training.max_steps)
     if not hasattr(train, "__len__"):
@@ -82,16 +95,15 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     return Datasets(getattr(train, "joined", train), val, test, sampling, named)
 
 
-def _named(val: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The first of several validation sets, and all of them by name."""
-    wrong = [name for name in val if not isinstance(name, str) or not name.replace("-", "_").isidentifier()]
-    if wrong or not val:
+def _checked_names(named: dict[str, Any]) -> dict[str, Any]:
+    wrong = [name for name in named if not isinstance(name, str) or not name.replace("-", "_").isidentifier()]
+    if wrong or not named:
         raise DataError(
             f"{wrong[0]!r} is not a name for a validation set" if wrong else "Datasets(val={}) names no validation set",
             why="metrics are called val_<name>_<metric>",
             fix='use letters, digits, _ and -: Datasets(val={"clean": …, "noisy": …})',
         )
-    return next(iter(val.values())), dict(val)
+    return named
 
 
 def end_data(datasets: Datasets) -> None:
@@ -107,8 +119,7 @@ def data_settings(config: RunConfig) -> DataSettings:
 def training_source(task: Task, datasets: Datasets, plan: Plan, skipped: Path = Path(os.devnull)) -> Source:
     """Batches of the training data in the order of the run; what is skipped is recorded where ``skipped`` says.
 
-    Raises:
-        DataError: the weights or the lengths of the samples are not those that the plan was made with.
+    Weights and lengths of the samples must be those that the plan was made with: others would be another order.
     """
     order, skips = _order(task, datasets.weights, plan), task.data.on_bad_row == "skip"
     given = (datasets.train, collate_of(task), plan.seed, order, plan.order.lanes, skipped if skips else None)
@@ -121,10 +132,6 @@ def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:
         return None
     datasets.train.begin(*where)
     return datasets.train
-
-
-#: Share of a GPU's free memory that training data may take with data.device: auto.
-RESIDENT_SHARE = 0.2
 
 
 def array_bytes(dataset: Any) -> int:
@@ -144,9 +151,8 @@ def fits_device(source: Source, device: torch.device, plan: Plan) -> bool:
 def kept_on(source: Source, device: torch.device, plan: Plan) -> tuple[Source, str | None]:
     """``source`` with its arrays on a GPU, and a note; as it is where they are to stay in host memory."""
     where = plan.value(DATA_DEVICE, "host")
-    if device.type != "cuda" or where == "host" or not source.is_at_hand:
-        return source, None
-    if where == "auto" and not fits_device(source, device, plan):
+    stays = device.type != "cuda" or where == "host" or not source.is_at_hand
+    if stays or (where == "auto" and not fits_device(source, device, plan)):
         return source, None
     size = f"{array_bytes(source.dataset) / 1e6:.0f} MB"
     return replace(source, dataset=source.dataset.to(device)), f"Training data ({size}) are on the GPU."
@@ -194,7 +200,7 @@ def _order(task: Task, sampling: Sampling | None, plan: Plan) -> SampleOrder:
 
 
 def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
-    """The order before it is bucketed; its weights must be those of the plan, as lengths must be."""
+    """The order before it is bucketed."""
     planned = plan.order
     if planned.sampling is None and planned.positions is None:
         return Order(plan.task.train_samples, plan.seed)
@@ -209,7 +215,6 @@ def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
 
 
 def _lengths(task: Task, plan: Plan) -> NDArray[Any]:
-    """The task's lengths, which must be those of the plan: other lengths on one rank would be another order there."""
     given = task.lengths()
     lengths = None if given is None else check_lengths(given, plan.task.train_samples)
     found = None if lengths is None else hash_lengths(lengths)
@@ -220,3 +225,175 @@ def _lengths(task: Task, plan: Plan) -> NDArray[Any]:
             fix="let Task.lengths() depend on the data alone",
         )
     return lengths
+
+
+# Checks of a data set, and a fingerprint by which a resume recognises its data.
+
+
+def check_dataset(dataset: Any, split: str) -> None:
+    """Raise where ``dataset`` is not map-style or empty; only training data are required."""
+    if dataset is None and split != "train":
+        return
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+        raise UnsupportedError(
+            f"the {split} data set is iterable",
+            why="its samples have no index, so no rank can know which are its own; only training data may be a stream",
+            fix="give it __len__ and __getitem__ (a map-style data set), for example list(dataset)",
+        )
+    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or draws_keyed(dataset)):
+        raise DataError(
+            f"the {split} data set has no length or no items",
+            why=f"{type(dataset).__name__} needs __len__ and __getitem__ (or sample)",
+            fix="return map-style data sets from Task.datasets()",
+        )
+    if len(dataset) == 0:
+        fix = "check data.data_dir, or return None for a split that you lack"
+        raise DataError(f"the {split} data set is empty", fix=fix)
+
+
+def remarks_of(dataset: Any) -> tuple[str, ...]:
+    """What the plan should say of the data sets behind ``dataset``: their ``remark``."""
+    found = (getattr(leaf, "remark", None) for leaf in leaves(dataset))
+    return tuple(remark for remark in found if isinstance(remark, str))
+
+
+def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:
+    """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
+
+    The data set's own ``fingerprint()`` is used where it has one. All is read twice, the second time backwards and
+    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named. ``skips``:
+    a sample that cannot be read is not an error.
+    """
+    samples = len(dataset)
+    if hasattr(dataset, "fingerprint"):
+        given = str(dataset.fingerprint())
+        stable = given == str(dataset.fingerprint())
+        return (f"{samples}:{given}", ()) if stable else (f"{samples}:~", ("the data set's fingerprint()",))
+    digest = hashlib.sha256()
+    fields: dict[int, dict[str, bytes]] = {}
+    unstable: set[str] = set()
+    with generators_kept():
+        for index in sorted({int(i) for i in np.linspace(0, samples - 1, PROBES)}):
+            sample = _probe(dataset, index, skips)
+            feed(digest, sample)
+            fields[index] = _fields(sample)
+        until = time.monotonic() + AGAIN_S
+        for number, index in enumerate(reversed(fields)):
+            if number > 1 and time.monotonic() > until:
+                break
+            again = _fields(_probe(dataset, index, skips))
+            unstable |= {name for name, _ in fields[index].items() ^ again.items()}
+    if not unstable:
+        return f"{samples}:{digest.hexdigest()[:16]}", ()
+    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
+    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
+    return f"{samples}:~{rest}", tuple(sorted(unstable))
+
+
+def same_data(saved: str, here: str) -> bool:
+    """Whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
+    if ("~" in saved) != ("~" in here):
+        return saved.partition(":")[0] == here.partition(":")[0]
+    return saved == here
+
+
+def _fields(sample: Any) -> dict[str, bytes]:
+    """A hash of each part of a sample, by its name."""
+    if isinstance(sample, dict):
+        return {f"the field {name!r}": _digest(value) for name, value in sample.items()}
+    if isinstance(sample, (list, tuple)):
+        return {f"item {place}": _digest(value) for place, value in enumerate(sample)}
+    return {"the content": _digest(sample)}
+
+
+def _probe(dataset: Any, index: int, skips: bool) -> Any:
+    """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
+    random.seed(index)
+    np.random.seed(index)
+    torch.default_generator.manual_seed(index)
+    try:
+        return read_sample(dataset, index)
+    except LockstepError:
+        if not skips:
+            raise
+        return "unreadable"
+
+
+def read_sample(dataset: Any, index: int) -> Any:
+    try:
+        leaf, at = leaf_of(dataset, index)
+        if draws_keyed(leaf):
+            return leaf.sample(at, np.random.Generator(np.random.Philox(index)))
+        return dataset[index]
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise sample_error(dataset, index, error) from error
+
+
+def readable_sample(dataset: Any) -> Any:
+    """The first sample that can be read (``data.on_bad_row=skip``)."""
+    for index in range(min(TRIED, len(dataset))):
+        with contextlib.suppress(LockstepError):
+            return read_sample(dataset, index)
+    return read_sample(dataset, 0)
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The values on the host; of a type that NumPy lacks (bfloat16), their bits."""
+    tensor = tensor.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        if tensor.layout != torch.strided:
+            raise
+        return tensor.view(_BITS[tensor.itemsize]).numpy()
+
+
+def feed(digest: Any, value: Any, around: tuple[int, ...] = ()) -> None:
+    """Add a sample, however nested, to a hash, which is the same in every process.
+
+    ``around``: the identities of the objects that ``value`` is a part of.
+    """
+    if isinstance(value, Tensor):
+        value = as_array(value if value.layout == torch.strided else value.to_dense())
+    if isinstance(value, np.ndarray):
+        digest.update(str((value.dtype, value.shape)).encode())
+        if value.dtype.hasobject:  # its bytes are addresses
+            feed(digest, value.tolist(), around)
+        else:
+            digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, dict):
+        for key in value:
+            digest.update(str(key).encode())
+            feed(digest, value[key], around)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            feed(digest, item, around)
+    elif isinstance(value, (set, frozenset)):
+        digest.update(b"".join(sorted(map(_digest, value))))
+    elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
+        digest.update(repr(value).encode())
+    elif hasattr(value, "__qualname__"):  # a class or a function
+        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
+    else:
+        digest.update(repr(type(value)).encode())
+        if id(value) not in around:
+            feed(digest, _contents(value), (*around, id(value)))
+
+
+def _contents(value: Any) -> Any:
+    """What an object is pickled from. The bytes of a pickle depend on which equal parts are one object."""
+    try:
+        contents = value.__reduce_ex__(2)
+    except Exception:  # whatever an object of the user's raises: then its type has to do
+        return ()
+    if not isinstance(contents, tuple):
+        return contents
+    return [list(part) if isinstance(part, Iterator) else part for part in contents]
+
+
+def _digest(value: Any) -> bytes:
+    own = hashlib.sha256()
+    feed(own, value)
+    return own.digest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,40 +17,38 @@ from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The arguments of :func:`lockstep.fit`."""
-
-    model: nn.Module | Callable[[], nn.Module]
-    loss: Callable[..., Any]
-    datasets: Datasets
-    metrics: Any = None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
-    collate: Callable[[Sequence[Any]], Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name, dataset in vars(self.datasets).items():
-            if isinstance(dataset, DataLoader):
-                fix = f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…"
-                raise is_loader(f"{name} is a DataLoader, not a data set", dataset, fix)
-
-
 class TaskFromParts(Task):
     """A task that consists of the arguments of :func:`lockstep.fit`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Callable[..., Any],
+        datasets: Datasets,
+        metrics: Any = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> None:
         super().__init__()
-        self.parts = parts
-        self._criterion = parts.loss
-        self._takes_model = _first_parameter(parts.loss) == "model"
+        for name, dataset in vars(datasets).items():
+            if isinstance(dataset, DataLoader):
+                fix = f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…"
+                raise is_loader(f"{name} is a DataLoader, not a data set", dataset, fix)
+        self._model, self._given_loss, self._datasets = model, loss, datasets
+        self._metrics, self._optimizer, self._collate = metrics, optimizer, collate
+        self._criterion = loss
+        called = loss.forward if isinstance(loss, nn.Module) else loss
+        try:
+            self._takes_model = next(iter(inspect.signature(called).parameters), None) == "model"
+        except (TypeError, ValueError):  # a function in C has no signature
+            self._takes_model = False
 
     def datasets(self) -> Datasets:
-        return self.parts.datasets
+        return self._datasets
 
     def model(self) -> nn.Module:
-        self._criterion = copy.deepcopy(self.parts.loss)  # it is moved and trained, as the model is
-        given = self.parts.model
-        return copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+        self._criterion = copy.deepcopy(self._given_loss)  # it is moved and trained, as the model is
+        return copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
 
     def modules(self) -> Mapping[str, nn.Module]:
         loss = self._criterion
@@ -60,19 +57,21 @@ class TaskFromParts(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         if self._takes_model:
             return self._sum(self._criterion(model, batch), batch)
-        return self._of_output(*_forward(model, batch))
+        output, target = _forward(model, batch)
+        return self._sum(self._criterion(output, target), target)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-        return _forward(model, batch) if self.parts.metrics is not None else ()
+        return _forward(model, batch) if self._metrics is not None else ()
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         if self._takes_model:
             return super().validate(model, batch)
-        rows = _forward(model, batch)
-        return self._of_output(*rows), rows if self.parts.metrics is not None else ()
+        output, target = _forward(model, batch)
+        rows = (output, target) if self._metrics is not None else ()
+        return self._sum(self._criterion(output, target), target), rows
 
     def metrics(self) -> Any:
-        given = self.parts.metrics
+        given = self._metrics
         if given is None:
             return super().metrics()
         from torchmetrics import Metric, MetricCollection
@@ -82,18 +81,14 @@ class TaskFromParts(Task):
         return given()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        if self.parts.optimizer is None:
+        if self._optimizer is None:
             return None
-        return self.parts.optimizer(chain(model.parameters(), *(m.parameters() for m in self.modules().values())))
+        return self._optimizer(chain(model.parameters(), *(m.parameters() for m in self.modules().values())))
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        return super().collate(samples) if self.parts.collate is None else self.parts.collate(samples)
-
-    def _of_output(self, output: Any, target: Any) -> Loss:
-        return self._sum(self._criterion(output, target), target)
+        return super().collate(samples) if self._collate is None else self._collate(samples)
 
     def _sum(self, value: Any, batch: Any) -> Loss:
-        """What the loss returned as a sum and a count. ``batch``: something with a row for each sample."""
         if isinstance(value, tuple):
             return Loss(*value)
         samples = _samples(batch)
@@ -128,11 +123,3 @@ def _samples(batch: Any) -> int | None:
 
 def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _first_parameter(function: Callable[..., Any]) -> str | None:
-    called = function.forward if isinstance(function, nn.Module) else function
-    try:
-        return next(iter(inspect.signature(called).parameters), None)
-    except (TypeError, ValueError):  # a function in C has no signature
-        return None

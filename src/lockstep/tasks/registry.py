@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from inspect import Parameter, signature
+from collections.abc import Mapping
+from inspect import Signature, signature
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, cast
@@ -36,17 +34,13 @@ FROM_PARTS = "lockstep.tasks.parts:TaskFromParts"
 
 
 def find_task(name: str) -> type[Task]:
-    """The class that ``name`` means.
-
-    Raises:
-        TaskError: there is none, or importing it failed.
-    """
+    """The class that ``name`` means."""
     where = BUILT_IN.get(name, name)
     if where.endswith(".py"):
-        names = _task_names(_import_file(Path(where)))
+        names = _task_names(_imported(where))
         raise TaskError(
             f"{where} is a file, and one of its tasks must be named",
-            why=f"its tasks are {', '.join(names)}" if names else "it defines no subclass of lockstep.Task",
+            why=_listed(names),
             fix=f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
         )
     if ":" not in where:
@@ -57,38 +51,36 @@ def find_task(name: str) -> type[Task]:
             fix=f"did you mean {close[0]}?" if close else "name one of these, or your own as my_file.py:MyTask",
         )
     found = find_class(where)
-    if not issubclass(found, Task):
-        if is_module_class(found):
-            return module_task(found, find_class)
-        if is_datamodule_class(found):
-            raise TaskError(
-                f"{found.__name__} is a LightningDataModule, not a task",
-                why="it has the data of a LightningModule, which is what is trained",
-                fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={where}",
-            )
-    check_task_class(found)
-    return found
+    if issubclass(found, Task):
+        return found
+    if is_module_class(found):
+        return module_task(found, find_class)
+    if is_datamodule_class(found):
+        raise TaskError(
+            f"{found.__name__} is a LightningDataModule, not a task",
+            why="it has the data of a LightningModule, which is what is trained",
+            fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={where}",
+        )
+    is_model = any(base.__module__.startswith("torch.nn.") for base in found.__mro__)
+    raise TaskError(
+        f"{found.__name__} is not a task",
+        why="it is a model" if is_model else "it does not inherit from lockstep.Task",
+        fix="write a subclass of lockstep.Task whose methods datasets, model and loss return the data, "
+        f"{f'{found.__name__}(...)' if is_model else 'the model'} and the loss, and name that class",
+    )
 
 
 def find_class(where: str) -> type:
-    """The class at ``path/to/file.py:Class`` or ``package.module:Class``.
-
-    Raises:
-        TaskError: there is none, or importing it failed.
-    """
+    """The class at ``path/to/file.py:Class`` or ``package.module:Class``."""
     place, _, attribute = where.rpartition(":")
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` does; a console script has its own folder instead
         sys.path.insert(0, here)
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    module = _imported(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
-        classes = _task_names(module)
-        raise TaskError(
-            f"{place} has no class {attribute!r}",
-            why=f"its tasks are {', '.join(classes)}" if classes else "it defines no subclass of lockstep.Task",
-            fix="check the name after the colon",
-        )
+        why = _listed(_task_names(module))
+        raise TaskError(f"{place} has no class {attribute!r}", why=why, fix="check the name after the colon")
     return found
 
 
@@ -102,25 +94,11 @@ def _task_names(module: Any) -> list[str]:
     return sorted(n for n, kind in tasks.items() if kind.__module__ == module.__name__) or sorted(tasks)
 
 
-def check_task_class(found: type) -> None:
-    """Raises :class:`TaskError` when ``found`` lacks what a task must have."""
-    if not issubclass(found, Task):
-        is_model = any(base.__module__.startswith("torch.nn.") for base in found.__mro__)
-        raise TaskError(
-            f"{found.__name__} is not a task",
-            why="it is a model" if is_model else "it does not inherit from lockstep.Task",
-            fix="write a subclass of lockstep.Task whose methods datasets, model and loss return the data, "
-            f"{f'{found.__name__}(...)' if is_model else 'the model'} and the loss, and name that class",
-        )
+def _listed(names: list[str]) -> str:
+    return f"its tasks are {', '.join(names)}" if names else "it defines no subclass of lockstep.Task"
 
 
 def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
-    """A task with its settings validated.
-
-    Raises:
-        ConfigError: an unknown or bad setting.
-        TaskError: its ``__init__`` takes arguments that Lockstep does not have.
-    """
     model: type[BaseModel] = kind.Config
     try:
         config = model.model_validate(dict(settings))
@@ -130,22 +108,26 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
         from lockstep.engine.lightning.module_steps import ModuleSteps
 
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
-    parameters = {p.name: p for p in signature(kind).parameters.values()}
-    named = next((name for name in ("config", "cfg") if name in parameters), None)
-    variable = [p.kind for p in parameters.values() if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind not in variable and p.name != named]
-    if required or (named is None and not variable and model.model_fields):
-        raise TaskError(
-            f"{kind.__name__}.__init__ has "
-            + (f"the required parameter {required[0].name}" if required else "no parameter `config`"),
-            why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
-            fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
-            "`def __init__(self, config=None): super().__init__(config)`",
-        )
-    if named is None and variable == [Parameter.VAR_POSITIONAL] and len(parameters) == 1:
-        return configured(kind(config), config)
-    given = {named or "config": config} if named or Parameter.VAR_KEYWORD in variable else {}
+    call = signature(kind)
+    given: dict[str, Any] = {"cfg" if "cfg" in call.parameters else "config": config}
+    if not _takes(call, given):
+        given = {}
+        if model.model_fields or not _takes(call, given):
+            raise TaskError(
+                f"{kind.__name__}.__init__ has no parameter `config`, or others without a default",
+                why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
+                fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
+                "`def __init__(self, config=None): super().__init__(config)`",
+            )
     return configured(kind(**given), config)
+
+
+def _takes(call: Signature, arguments: dict[str, Any]) -> bool:
+    try:
+        call.bind(**arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def configured(task: Task, config: BaseModel | None = None) -> Task:
@@ -153,6 +135,35 @@ def configured(task: Task, config: BaseModel | None = None) -> Task:
     if getattr(task, "config", None) is None:
         task.config = task.Config() if config is None else config
     return task
+
+
+def _imported(place: str) -> Any:
+    """The module ``path/to/file.py`` or ``package.module``, imported as if it were called without arguments."""
+    given, sys.argv = sys.argv, [place]
+    try:
+        return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except LockstepError:
+        raise
+    except SystemExit as end:
+        raise TaskError(
+            f"importing {place} ended with sys.exit({'' if end.code is None else repr(end.code)})",
+            why="what a script does when it is called was done by the import, without arguments of a command line",
+            fix="put its argument parser and its training under `if __name__ == '__main__':`, or train it with a "
+            "session: lockstep run",
+        ) from end
+    except Exception as error:
+        own = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(Path(place).resolve())]
+        at = f", in line {own[-1].lineno}: {own[-1].line}" if own else ""
+        raise TaskError(
+            f"importing {place} failed",
+            why=f"{type(error).__name__}: {error}{at}",
+            fix="fix that line, or the installation of the package that it imports"
+            if own
+            else "fix the file; a "
+            "package must be installed or in the working folder, or be named as path/to/file.py:Class",
+        ) from error
+    finally:
+        sys.argv = given
 
 
 def _import_file(path: Path) -> Any:
@@ -170,64 +181,18 @@ def _import_file(path: Path) -> Any:
     if folder not in sys.path:
         # As when the file is run as a script: its neighbours can be imported, now and later.
         sys.path.insert(0, folder)
-    try:
-        with _without_arguments(path):
-            spec.loader.exec_module(module)
-    except LockstepError:
-        raise
-    except Exception as error:
-        own = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
-        at = f", in line {own[-1].lineno}: {own[-1].line}" if own else ""
-        raise TaskError(
-            f"importing {path} failed",
-            why=f"{type(error).__name__}: {error}{at}",
-            fix="fix that line, or the installation of the package that it imports" if own else "fix the file",
-        ) from error
+    spec.loader.exec_module(module)
     return module
 
 
-@contextlib.contextmanager
-def _without_arguments(place: Path | str) -> Iterator[None]:
-    """Import a script as if it were called without arguments: those of this process are Lockstep's.
-
-    Raises:
-        TaskError: it exits.
-    """
-    given, sys.argv = sys.argv, [str(place)]
-    try:
-        yield
-    except SystemExit as end:
-        raise TaskError(
-            f"importing {place} ended with sys.exit({'' if end.code is None else repr(end.code)})",
-            why="what a script does when it is called was done by the import, without arguments of a command line",
-            fix="put its argument parser and its training under `if __name__ == '__main__':`, or train it with a "
-            "session: lockstep run",
-        ) from end
-    finally:
-        sys.argv = given
-
-
-def _import_module(name: str) -> Any:
-    try:
-        with _without_arguments(name):
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise TaskError(
-            f"cannot import {name}",
-            why=str(error),
-            fix="call it from the folder that contains the package, install it, or give the file as "
-            "path/to/file.py:Class",
-        ) from error
-
-
 def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
-    """Write the task to where the ranks of this launch read it.
-
-    Raises:
-        TaskError: it must be sent by value and cannot be pickled.
-    """
+    """Write the task to where the ranks of this launch read it, unless name and settings give the same task again."""
     run.task_file.unlink(missing_ok=True)
-    if _importable(task, config):
+    kind = type(task)
+    if not config.task.name.startswith(f"{kind.__module__}:"):
+        return
+    is_script = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+    if not is_script and kind.__init__ is Task.__init__ and importlib.util.find_spec(kind.__module__) is not None:
         return
     import cloudpickle
 
@@ -235,21 +200,10 @@ def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
         run.task_file.write_bytes(cloudpickle.dumps(task))
     except Exception as error:  # whatever the task's own objects raise
         raise TaskError(
-            f"the task {type(task).__qualname__} cannot be sent to other processes",
+            f"the task {kind.__qualname__} cannot be sent to other processes",
             why=f"{type(error).__name__}: {error}",
             fix="define it in a separate module, or keep open files and locks out of its attributes",
         ) from error
-
-
-def _importable(task: Task, config: RunConfig) -> bool:
-    """Whether name and settings give the same task again."""
-    kind = type(task)
-    named = not config.task.name.startswith(f"{kind.__module__}:")
-    if named:
-        return True
-    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__ or kind.__init__ is not Task.__init__:
-        return False
-    return importlib.util.find_spec(kind.__module__) is not None
 
 
 def load_task(run: RunDir, config: RunConfig) -> Task:

@@ -51,16 +51,7 @@ def remember(paths: Iterable[str]) -> None:
 
 
 def require_known(task: Mapping[str, Any], source: str, given: Collection[str] = ()) -> None:
-    """Refuse to import what only a file names.
-
-    Args:
-        task: the section ``task`` of a configuration.
-        source: who names the classes, for the error.
-        given: class paths that the user names just now.
-
-    Raises:
-        TaskError: the user has never named one of them.
-    """
+    """Refuse to import what only a file names."""
     unknown = sorted(class_paths(task) - known() - set(given))
     if unknown:
         raise TaskError(
@@ -89,7 +80,6 @@ def _whole(name: str) -> str:
 
 
 def known() -> set[str]:
-    """What :func:`remember` has noted."""
     try:
         return set(_file().read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):

@@ -28,13 +28,11 @@ _RATES = {
 }
 #: ``scaled_dot_product_attention`` is built in and has no signature: (query, key, value, mask, rate).
 _ATTENTION_RATE = 4
-_DRAWS = frozenset(
-    (
-        *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "random_"),
-        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson"),
-        *("gumbel_softmax", "rrelu", "fractional_max_pool2d", "fractional_max_pool3d"),
-    )
-)
+_DRAWS = {
+    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "random_", "rand"),
+    *("rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson", "gumbel_softmax", "rrelu"),
+    *("fractional_max_pool2d", "fractional_max_pool3d"),
+}
 
 
 class _Watch(TorchFunctionMode):
@@ -98,15 +96,9 @@ def _host_generators() -> dict[str, Any]:
 class Watched(Task):
     """A task of which only the loss is asked, in a forward pass that is watched.
 
-    What threads of DataParallel call is not seen; layers are, everywhere.
-
-    Args:
-        task: whose loss it is.
-        model: the one that will be trained; it is changed for good.
-        off: of ``dropout`` and ``batchnorm`` (normalisation layers use their running statistics).
-
-    Attributes:
-        draws: the random functions that have been called so far, ``dropout`` among them.
+    ``off``: of ``dropout`` and ``batchnorm`` (normalisation layers use their running statistics); ``model``, which will
+    be trained, is changed for good. ``draws``: the random functions that have been called so far, ``dropout`` among
+    them. What threads of DataParallel call is not seen; layers are, everywhere.
     """
 
     def __init__(self, task: Task, model: nn.Module, off: Sequence[str]) -> None:
@@ -115,15 +107,17 @@ class Watched(Task):
         self.draws: set[str] = set()
         layers = [m for m in model.modules() if isinstance(m, DropoutNd) and m.p]
         recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout]
+        self._off, quiet = off, list[nn.Module]()
         if "dropout" in off:
             for module in recurrent:
                 module.dropout = 0.0
-            _quieten(layers)
+            quiet += layers
         elif layers or recurrent:
             self.draws.add("dropout")
         if "batchnorm" in off:
-            _quieten([m for m in model.modules() if isinstance(m, NormBase)])
-        self._off = off
+            quiet += [m for m in model.modules() if isinstance(m, NormBase)]
+        for layer in quiet:
+            layer.register_forward_pre_hook(_as_in_evaluation)
 
     def watching(self) -> TorchFunctionMode:
         """Watches what of a forward pass is run inside, beside :meth:`loss`."""
@@ -132,11 +126,6 @@ class Watched(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         with self.watching():
             return self._task.loss(model, batch)
-
-
-def _quieten(layers: Sequence[nn.Module]) -> None:
-    for layer in layers:
-        layer.register_forward_pre_hook(_as_in_evaluation)
 
 
 def _as_in_evaluation(module: nn.Module, inputs: Any) -> None:

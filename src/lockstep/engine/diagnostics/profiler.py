@@ -29,25 +29,20 @@ _HISTORY = 100_000
 
 @contextmanager
 def profiled(rank: RankContext, steps: Iterator[StepResult], step: int) -> Iterator[Iterator[StepResult]]:
-    """``steps``, of which those of ``telemetry.profile`` are recorded; without that, ``steps`` itself.
+    """``steps`` after ``step``, of which those of ``telemetry.profile`` are recorded; without that, ``steps`` itself.
 
     Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank-<r>.txt`` and ``rank-<r>.json`` into
     ``profile/`` of the run after the last of them, or where the run ends before. What runs between these steps
     (logging, an evaluation) is in the trace too.
-
-    Args:
-        step: optimizer steps done so far.
     """
     settings, ranks, remark = rank.config.telemetry, rank.world.size, partial(rank.note, "profile")
     if settings.profile is None:
         yield steps
         return
     first, last = map(int, settings.profile.split(":"))
-    absent = [str(number) for number in settings.profile_ranks if number >= ranks]
+    absent = ", ".join(str(number) for number in settings.profile_ranks if number >= ranks)
     if absent:
-        remark(
-            f"telemetry.profile_ranks names {', '.join(absent)}, but the run has {many(ranks, 'rank')}, counted from 0."
-        )
+        remark(f"telemetry.profile_ranks names {absent}, but the run has {many(ranks, 'rank')}, counted from 0.")
     if step >= last:
         remark(f"Steps {first} to {last} are not profiled: the run resumes at step {step}.")
     if rank.world.rank not in settings.profile_ranks or step >= last:
@@ -76,9 +71,7 @@ def _recorded(
         yield from steps
     finally:
         if profiler is not None:
-            rank.note(
-                "profile", f"The run ended before step {last}: the profile until then {_written(profiler, rank)}."
-            )
+            remark(f"The run ended before step {last}: the profile until then {_written(profiler, rank)}.")
         elif step < first:
             remark(f"The run ended before step {first}: there is no profile.")
 

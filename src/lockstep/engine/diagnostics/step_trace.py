@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from lockstep.config import DebugConfig
 from lockstep.data.reader import Indices
 from lockstep.data.requests import Request, Source
-from lockstep.engine.dataset_checks import as_array, feed
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
 from lockstep.engine.loop import StepResult
 from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.partition import pick
+from lockstep.engine.training_data import as_array, feed
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024
@@ -87,43 +87,33 @@ class DigestingCollate:
         return Traced(sum(map(_digest, samples)) % _MODULUS, self.collate(samples))
 
 
-@dataclass
 class Trace:
-    """Collects what happened on one rank, for ``debug.trace``.
+    """Collects what happened on one rank, for ``debug.trace``. ``draws``: of the forward pass; it may still grow."""
 
-    Args:
-        draws: the random functions of the forward pass, a set that may still grow.
-    """
-
-    settings: DebugConfig
-    file: Path
-    is_main: bool
-    update: Update
-    model: nn.Module
-    draws: Set[str]
-    _digest: int = 0
-    _rows: list[dict[str, Any]] = field(default_factory=list)
-    _sums: list[list[int]] = field(default_factory=list)
-    _buffer_sums: list[list[int]] = field(default_factory=list)
-    _weights: list[NDArray[np.float32]] = field(default_factory=list)
-    _groups: list[dict[str, float]] = field(default_factory=list)
-    _merged: list[int] = field(default_factory=list)
-    _buffers: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, settings: DebugConfig, file: Path, is_main: bool, update: Update, model: nn.Module, draws: Set[str]
+    ) -> None:
+        self._settings, self._file, self._is_main = settings, file, is_main
+        self._update, self._model, self._draws, self._digest = update, model, draws, 0
         # By name, since requires_grad, and what a name means, may change on the way.
-        self._names = {name: p for name, p in self.model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        self._names = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
         self._picks = {name: _picked(p) for name, p in self._names.items()}
-        saved = self.model.state_dict().keys()
-        self._saved = {name: _picked(b) for name, b in self.model.named_buffers() if name in saved and b.numel()}
-        self._shared = sorted(weights_of(self.model).keys() & self._saved.keys())
+        saved = model.state_dict().keys()
+        self._saved = {name: _picked(b) for name, b in model.named_buffers() if name in saved and b.numel()}
+        self._shared = sorted(weights_of(model).keys() & self._saved.keys())
+        names = ("digest", "samples", "grad_norm", "sums", "merged", "buffer_sums")
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*names, *(("loss", "count") if is_main else ()))}
+        self._rates: list[list[float]] = []
+        self._weights: list[NDArray[np.float32]] = []
+        self._groups: list[dict[str, float]] = []
+        self._buffers: dict[str, list[NDArray[np.float32]]] = {}
         self._read_sums()
         self._read()
         self._read_buffers(0)
 
     def source(self, source: Source) -> Source:
         own = {each.name: getattr(source, each.name) for each in fields(source)}
-        own |= {"collate": DigestingCollate(source.collate), "arrangement": self.settings.trace}
+        own |= {"collate": DigestingCollate(source.collate), "arrangement": self._settings.trace}
         return TracedSource(**own)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -137,20 +127,18 @@ class Trace:
 
     def after_update(self, result: StepResult) -> None:
         """Begins the row of the step that has just ended, before its hooks are called."""
-        norm = self.update.grad_norm
+        norm = self._update.grad_norm
         row: dict[str, Any] = {
             "digest": self._digest,
             "samples": sum(request.size for request in result.window.requests if not request.ghost),
             "grad_norm": math.nan if norm is None else float(norm),
         }
         self._digest = 0
-        if self.is_main:
-            row |= {
-                "loss": float(result.loss_total),
-                "count": float(result.loss_count),
-                "lr": [float(group["lr"]) for group in self.update.optimizer.param_groups],
-            }
-        self._rows.append(row)
+        if self._is_main:
+            row |= {"loss": float(result.loss_total), "count": float(result.loss_count)}
+            self._rates.append([float(group["lr"]) for group in self._update.optimizer.param_groups])
+        for name, value in row.items():
+            self._columns[name].append(value)
         self._read_sums()
 
     def after_hooks(self, result: StepResult, merged: bool) -> None:
@@ -161,61 +149,55 @@ class Trace:
             self._read_buffers(result.step)
 
     def _read_sums(self) -> None:
-        if self.update.divided is None:
-            self._sums.append(_bits(dict(self.model.named_parameters()), self._names))
+        if self._update.divided is None:
+            self._columns["sums"].append(_bits(dict(self._model.named_parameters()), self._names))
 
     def _read(self) -> None:
-        if self.is_main or self.update.divided is not None:
-            weights = self._pick(dict(self.model.named_parameters()), self._picks)
-            if self.is_main:
+        if self._is_main or self._update.divided is not None:
+            weights = self._pick(dict(self._model.named_parameters()), self._picks)
+            if self._is_main:
                 self._weights.append(weights)
-                self._groups.append(dict(_settings(self.update.optimizer.param_groups)))
+                self._groups.append(dict(_settings(self._update.optimizer.param_groups)))
 
     def _read_buffers(self, step: int) -> None:
-        self._merged.append(step)
-        if self.update.divided is None:
-            self._buffer_sums.append(_bits(weights_of(self.model), self._shared))
-        if self.is_main or self.update.divided is not None:
-            now = dict(self.model.named_buffers())
-            values = {name: self._pick(now, {name: places}) for name, places in self._saved.items()}
-            if self.is_main:
-                for name, picked in values.items():
-                    self._buffers.setdefault(name, []).append(picked)
+        self._columns["merged"].append(step)
+        if self._update.divided is None:
+            self._columns["buffer_sums"].append(_bits(weights_of(self._model), self._shared))
+        if self._is_main or self._update.divided is not None:
+            now = dict(self._model.named_buffers())
+            for name, places in self._saved.items():
+                values = self._pick(now, {name: places})
+                if self._is_main:
+                    self._buffers.setdefault(name, []).append(values)
 
     def _pick(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> NDArray[np.float32]:
         """Values at ``places``; NaN for what is gone, or has another size."""
-        read = pick if self.update.divided is None else self.update.divided.pick
-        found = {name: tensors.get(name, torch.empty(0)) for name in places}
-        fits = {name: len(at) == 0 or int(at[-1]) == found[name].numel() - 1 for name, at in places.items()}
-        chosen = [
-            found[name] if fits[name] else torch.full((), math.nan).expand(int(at[-1]) + 1)
-            for name, at in places.items()
-        ]
+        chosen = []
+        for name, at in places.items():
+            found = tensors.get(name, torch.empty(0))
+            fits = len(at) == 0 or int(at[-1]) == found.numel() - 1
+            chosen.append(found if fits else torch.full((), math.nan).expand(int(at[-1]) + 1))
+        read = pick if self._update.divided is None else self._update.divided.pick
         return read(chosen, list(places.values())).numpy()
 
     def write(self) -> None:
-        """Write the file."""
-        if not self._rows:  # the run ended before a step
+        if not self._columns["digest"]:  # the run ended before a step
             return
-        kinds = {"digest": np.uint64, "samples": np.int64}
+        kinds = {"digest": np.uint64, **dict.fromkeys(("samples", "sums", "merged", "buffer_sums"), np.int64)}
         columns: dict[str, Any] = {
-            key: np.array([row[key] for row in self._rows], dtype=kinds.get(key, np.float64))
-            for key in self._rows[0]
-            if key != "lr"
+            name: np.array(values, dtype=kinds.get(name, np.float64)) for name, values in self._columns.items()
         }
-        columns |= {"names": np.array(list(self._names), dtype=str), "sums": np.array(self._sums, dtype=np.int64)}
-        columns |= {"shared": np.array(self._shared, dtype=str), "merged": np.array(self._merged, dtype=np.int64)}
-        columns["buffer_sums"] = np.array(self._buffer_sums, dtype=np.int64)
-        if self.is_main:
-            rates = zip_longest(*(row["lr"] for row in self._rows), fillvalue=math.nan)  # a hook may add a group
+        columns |= {"names": np.array(list(self._names), dtype=str), "shared": np.array(self._shared, dtype=str)}
+        if self._is_main:
+            rates = zip_longest(*self._rates, fillvalue=math.nan)  # a hook may add a group
             columns["lr"] = np.array(list(rates), dtype=np.float64).T
             columns |= {f"buffer:{name}": np.stack(values) for name, values in self._buffers.items()}
             for name in sorted({name for row in self._groups for name in row}):
                 columns[f"group:{name}"] = np.array([row.get(name, math.nan) for row in self._groups])
             columns["sizes"] = np.array([len(places) for places in self._picks.values()], dtype=np.int64)
             columns["weights"] = np.stack(self._weights)
-            columns["draws"] = np.array(sorted(self.draws), dtype=str)
-        np.savez(self.file, **columns)
+            columns["draws"] = np.array(sorted(self._draws), dtype=str)
+        np.savez(self._file, **columns)
 
 
 def _picked(tensor: Tensor) -> Tensor:

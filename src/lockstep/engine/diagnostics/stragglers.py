@@ -1,9 +1,8 @@
 """How fast a run is: its throughput, every rank's step time, waiting and memory, and the rank that the others wait for.
 
-All ranks of a synchronous step end it together, so their step times are equal and do not name the slow one.
-A slow rank shows in how long it works before it waits: until its last gradient is ready. One step in
-each log interval is timed so, by hooks on the parameters that exist in this step alone; all other steps
-cost nothing. The numbers are gathered asynchronously and read an interval later.
+All ranks of a synchronous step end it together, so their step times do not name the slow one. It shows in how long it
+works before it waits: until its last gradient is ready. One step in each log interval is timed so, by hooks on the
+parameters that exist in this step alone. The numbers are gathered asynchronously and read an interval later.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,7 +28,7 @@ from lockstep.events import RanksLogged, RankState
 
 
 class Mark(NamedTuple):
-    """A reading of the counters; a window begins at one."""
+    """A reading of the counters; an interval begins at one."""
 
     seconds: float
     samples: int
@@ -46,27 +44,12 @@ class Speed(NamedTuple):
 
 
 class Throughput:
-    """Counts samples and waiting; any number of windows may be open at once.
-
-    ::
-
-        speed = Throughput()
-        interval = speed.mark()
-        ...                                     # every step
-        speed.add(samples, waited_s)
-        ...                                     # every log interval
-        samples_per_s, data_wait_share, seconds = speed.since(interval)
-        interval = speed.mark()
-
-    Args:
-        clock: seconds from any fixed point; monotonic.
-    """
+    """Counts samples and waiting; any number of intervals may be open at once. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._samples = 0
-        self._waited_s = 0.0
-        self._paused_s = 0.0
+        self._samples, self._waited_s, self._paused_s = 0, 0.0, 0.0
+        self._pause_began: float | None = None
 
     def add(self, samples: int, waited_s: float = 0.0) -> None:
         """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
@@ -85,22 +68,21 @@ class Throughput:
         share = (now.waited_s - mark.waited_s) / seconds
         return Speed((now.samples - mark.samples) / seconds, min(1.0, max(0.0, share)), seconds)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of this block out of every open window: evaluation is not training."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._paused_s += self._clock() - start
+    def pause(self) -> None:
+        """Leave the time until :meth:`unpause` out of every open interval: evaluation is not training."""
+        self.unpause()
+        self._pause_began = self._clock()
+
+    def unpause(self) -> None:
+        if self._pause_began is not None:
+            self._paused_s += self._clock() - self._pause_began
+            self._pause_began = None
 
 
 #: Rows by which a slow rank is determined.
 JUDGED_ROWS = 5
 #: How much longer than the others' median a slow rank works, which share of a step that must be, and how long.
 SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
-
-_UNKNOWN = math.nan
 
 #: It reads two files when it is made.
 _process = lru_cache(maxsize=1)(psutil.Process)
@@ -131,7 +113,7 @@ class OwnTime:
             hook.remove()
         marked, self._hooks, self._marked = self._marked, [], None
         if marked is None:
-            return _UNKNOWN
+            return math.nan
         if not isinstance(marked, float):
             marked.synchronize()
         return between(self._began, marked)
@@ -140,9 +122,7 @@ class OwnTime:
 class RankWatch:
     """Gathers every rank's state. All methods are collective; every rank emits the same.
 
-    Args:
-        parameters: returns those whose gradients show when a rank's own work of a step is done; none: it is not timed.
-        speed: counts seconds of training and of waiting for input.
+    A rank's own work of a step is done when the gradients of ``parameters()`` are there; without any it is not timed.
     """
 
     def __init__(
@@ -156,7 +136,6 @@ class RankWatch:
         self._speed, self._mark, self._step = speed, speed.mark(), step
 
     def before_logged_step(self) -> None:
-        """The step that begins now will be logged."""
         if self._own is not None:
             self._own.start()
 
@@ -165,7 +144,7 @@ class RankWatch:
         speed, steps = self._speed.since(self._mark), max(1, step - self._step)
         self._mark, self._step = self._speed.mark(), step
         step_s = speed.seconds / steps
-        own_s = self._own.stop() if self._own is not None else _UNKNOWN
+        own_s = self._own.stop() if self._own is not None else math.nan
         mine = torch.tensor([step_s, speed.data_wait_share * step_s, own_s, *memory(self._device)], dtype=torch.float64)
         self.flush()
         if self._collectives.group is None:
@@ -188,13 +167,10 @@ class RankWatch:
         """Wait for a gather in flight, and emit its row."""
         if self._pending is None:
             return
-        step, epoch, rows, work = self._pending
-        self._pending = None
+        (step, epoch, rows, work), self._pending = self._pending, None
         if work is not None:
             work.wait()
-        self._report(step, epoch, tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows)))
-
-    def _report(self, step: int, epoch: int, ranks: tuple[RankState, ...]) -> None:
+        ranks = tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows))
         if all(state.own_s is not None for state in ranks):
             self._history.append(ranks)
         slow, message = slow_rank(self._history) or (None, "")
@@ -214,16 +190,14 @@ def memory(device: torch.device) -> tuple[float, float, float]:
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss (getrusage(2))
     resident = _process(os.getpid()).memory_info().rss
     # The kernel counts the peak in batches, so it may lag a little behind.
-    return float(resident), _UNKNOWN, float(max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
+    return float(resident), math.nan, float(max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit))
 
 
 def slow_rank(history: Sequence[Sequence[RankState]]) -> tuple[int, str] | None:
     """The rank whose own work delays the others, and a message: how slow it is, and whether its input is the cause.
 
-    ``None`` when they are even, or there are too few rows, or one rank.
-
-    Args:
-        history: the last rows in which every rank's ``own_s`` is known; medians over them are compared.
+    By medians over the last rows in which every rank's ``own_s`` is known; ``None`` when ranks are even, or there are
+    too few rows, or one rank.
     """
     if len(history) < JUDGED_ROWS or len(history[0]) < 2:
         return None
@@ -243,12 +217,6 @@ def slow_rank(history: Sequence[Sequence[RankState]]) -> tuple[int, str] | None:
 
 def _state(rank: int, values: Sequence[float]) -> RankState:
     step_s, wait_s, own_s, used, reserved, peak = values
-    return RankState(
-        rank=rank,
-        step_s=step_s,
-        wait_s=wait_s,
-        own_s=None if math.isnan(own_s) else own_s,
-        memory_gb=round(used / 1e9, 3),
-        reserved_gb=None if math.isnan(reserved) else round(reserved / 1e9, 3),
-        peak_gb=round(peak / 1e9, 3),
-    )
+    own = None if math.isnan(own_s) else own_s
+    reserved_gb = None if math.isnan(reserved) else round(reserved / 1e9, 3)
+    return RankState(rank, step_s, wait_s, own, round(used / 1e9, 3), reserved_gb, round(peak / 1e9, 3))

@@ -220,7 +220,7 @@ def orders(loader: Any, ranks: int) -> bool:
     """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's."""
     own = _own_order(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
     if own is None:
-        from lockstep.engine.dataset_checks import check_dataset
+        from lockstep.engine.training_data import check_dataset
 
         check_dataset(loader.dataset, "train")
     elif ranks > 1:

@@ -40,17 +40,22 @@ class Averages:
         self._start = round(config.start_share * total_steps) if config.name == "swa" else 0
         self._updates = 0
         self._parameters = dict(model.named_parameters())
-        #: Layer and key of each buffer that is averaged: the tensor there may be another one in each step.
+        #: A layer's buffers and the key of each that is averaged: the tensor there may be another one in each step.
         self._buffers: dict[str, tuple[MutableMapping[str, Tensor | None], str]] = {}
         if config.name != "none":
-            self._buffers = _averaged_buffers(model)
-        self._averaged: dict[str, Tensor] = {}
-        if config.name == "ema":
-            self._averaged = {name: value.detach().clone() for name, value in self._weights().items()}
+            saved, layers = model.state_dict().keys(), dict(model.named_modules())
+            for name, buffer in model.named_buffers():
+                if name in saved and buffer.is_floating_point():
+                    prefix, _, key = name.rpartition(".")
+                    self._buffers[name] = buffers_of(layers[prefix]), key
+        self._averaged = self._copies() if config.name == "ema" else {}
 
     def _weights(self) -> dict[str, Tensor]:
         weights: dict[str, Any] = {name: p for name, p in self._parameters.items() if p.requires_grad}
         return weights | {name: buffers[key] for name, (buffers, key) in self._buffers.items()}
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self._weights().items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -72,21 +77,20 @@ class Averages:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange averages and weights, in place; called twice, all is as before."""
-        weights = self._named()
         if self._own is not None and not self._averaged:
-            self._averaged = {name: value.detach().clone() for name, value in self._weights().items()}
+            self._averaged = self._copies()
             self._own.eval()
-            return
-        if self._own is not None:  # its own way back would round
+        elif self._own is not None:  # its own way back would round
             self._own.train()
             self._load(self._averaged)
             self._averaged = {}
-            return
-        for name, average in self._averaged.items():
-            weight = weights[name].detach()
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
+        else:
+            weights = self._named()
+            for name, average in self._averaged.items():
+                weight = weights[name].detach()
+                kept = weight.clone()
+                weight.copy_(average)
+                average.copy_(kept)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -105,11 +109,10 @@ class Averages:
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Resume from ``state`` (:meth:`trained`) of a checkpoint, whose averages the model has now."""
-        named = self._named()
         saved = {} if state is None else {plain_name(name): value for name, value in state["trained"].items()}
         if self._config.name != "none":
             self._updates = 0 if state is None else state["updates"]
-            names = saved if self._config.name == "swa" else {**self._weights(), **saved}
+            named, names = self._named(), saved if self._config.name == "swa" else {**self._weights(), **saved}
             self._averaged = {name: named[name].detach().clone() for name in names}
         if self._own is not None:
             self._own.train()
@@ -126,13 +129,3 @@ class Averages:
 
     def _named(self) -> dict[str, Tensor]:
         return {**self._parameters, **dict(self._model.named_buffers())}
-
-
-def _averaged_buffers(model: nn.Module) -> dict[str, tuple[MutableMapping[str, Tensor | None], str]]:
-    """Floating-point buffers that ``state_dict()`` has, each by its layer's buffers and its key there."""
-    saved = model.state_dict().keys()
-    layers = {prefix: buffers_of(layer) for prefix, layer in model.named_modules()}
-    places = {
-        name: name.rpartition(".") for name, b in model.named_buffers() if name in saved and b.is_floating_point()
-    }
-    return {name: (layers[prefix], key) for name, (prefix, _, key) in places.items()}

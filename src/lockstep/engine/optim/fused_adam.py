@@ -17,8 +17,7 @@ _AVERAGE = methodcaller("get", "exp_avg")
 class _Lists(NamedTuple):
     """What the kernel takes of a group besides gradients, in the order of its parameters.
 
-    ``counts``: [parameters], of which ``steps`` are the elements, so that one addition of ``one`` counts a step of all
-    (a plain number would be made a tensor each time).
+    ``steps`` are the elements of ``counts``, so that one addition of ``one`` counts a step of all parameters.
     """
 
     parameters: list[nn.Parameter]
@@ -133,13 +132,12 @@ def _is_plain(group: dict[str, Any], parameters: list[nn.Parameter]) -> bool:
 
 
 def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
-    for parameter in parameters:
-        state = states[parameter]
+    own = [states[parameter] for parameter in parameters]
+    for parameter, state in zip(parameters, own, strict=True):
         if not state:  # as Adam._init_group
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    own = [states[parameter] for parameter in parameters]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     counts = torch.stack([state["step"] for state in own]) if own else torch.zeros(0)
     steps = list(counts.unbind())
     for state, step in zip(own, steps, strict=True):

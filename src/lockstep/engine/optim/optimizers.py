@@ -30,12 +30,7 @@ Settings = list[dict[str, Any]]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse, before the first step, an optimizer of the task's that could not train ``model``.
-
-    Raises:
-        TaskError: it is none, or has parameters that are not the model's, or a scheduler.
-        UnsupportedError: its step needs a closure, or sparse gradients are not for it.
-    """
+    """Refuse, before the first step, an optimizer of the task's that could not train ``model``."""
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "param_groups"):
         raise TaskError(
@@ -57,16 +52,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise UnsupportedError(
             f"{kind} evaluates the loss several times in a step",
             why="a step of a task has one forward and one backward pass for each micro-batch",
-            fix="use an optimizer with one step(), such as torch.optim.AdamW, or your own loop with lockstep.Session "
-            "(docs/own-loop.md), whose reduce() and again() are for a second pass",
+            fix="use an optimizer with one step(), or your own loop with lockstep.Session (docs/own-loop.md), whose "
+            "reduce() and again() are for a second pass",
         )
     sparse = sparse_layers(model)
     if sparse and isinstance(optimizer, Adam):
-        raise UnsupportedError(
-            f"{kind} does not support the sparse gradients of {sparse[0]}",
-            why="its moments are dense",
-            fix="leave sparse=True out, or return torch.optim.SGD or SparseAdam from Task.optimizer()",
-        )
+        fix = "leave sparse=True out, or return torch.optim.SGD or SparseAdam from Task.optimizer()"
+        raise UnsupportedError(f"{kind} does not support the sparse gradients of {sparse[0]}", fix=fix)
 
 
 def refuse_closure(kind: type[Optimizer]) -> None:
@@ -75,18 +67,13 @@ def refuse_closure(kind: type[Optimizer]) -> None:
     if closure is not None and closure.default is Parameter.empty:
         raise UnsupportedError(
             f"the step() of {kind.__name__} needs a closure",
-            why="it evaluates the loss as often as it likes, and Lockstep sums the gradients of one forward and one "
-            "backward pass for each micro-batch",
+            why="it evaluates the loss as often as it likes, and Lockstep sums the gradients of one pass",
             fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
         )
 
 
 def check_sparse(model: nn.Module, *, reduced: bool) -> None:
-    """Refuse sparse gradients where they are to be ``reduced``: over ranks, or over lanes in exact mode.
-
-    Raises:
-        UnsupportedError: naming the layer.
-    """
+    """Raise :class:`UnsupportedError` for sparse gradients that are ``reduced`` over ranks, or lanes in exact mode."""
     sparse = sparse_layers(model)
     if sparse and reduced:
         raise UnsupportedError(
@@ -102,17 +89,8 @@ def sparse_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
 
 
-def settings_of(optimizer: Optimizer) -> Settings:
-    """Each group without its parameters."""
-    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-
-
 def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that no rank would move, reduce or save.
-
-    Raises:
-        TaskError: naming their shapes and their groups.
-    """
+    """Raise :class:`TaskError` for parameters that are not among ``named``: no rank would move, reduce or save them."""
     known = set(map(id, named.values()))
     strange = [
         f"{tuple(parameter.shape)} in group {number}"
@@ -128,6 +106,13 @@ def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> No
         )
 
 
+# What a checkpoint keeps of the groups.
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
 def names_of(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Names:
     """Each group's parameters by their names in the model."""
     name_of = {id(parameter): name for name, parameter in named.items()}
@@ -141,11 +126,6 @@ def fitted(
 
     Groups that a hook added in an earlier attempt are added to ``optimizer``. What does not fit is left as it is, for
     ``optimizer`` to refuse.
-
-    Args:
-        names: of the saved groups' parameters; ``None``: a checkpoint of an earlier version, whose optimizers had only
-            the parameters that required a gradient at the start.
-        named: the model's parameters.
     """
     if names is None:
         everything = [name for name, p in named.items() if p.is_floating_point() or p.is_complex()]
@@ -174,15 +154,12 @@ def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, 
     """Put back settings that the configuration has changed since a loaded checkpoint was saved.
 
     Others stay as the checkpoint has them: some optimizers keep estimates in their groups (Prodigy, Schedule-Free).
-
-    Args:
-        now, then: the groups as they were made in this attempt, and in that of the checkpoint, where it says so.
-        keep: settings that always stay as the checkpoint has them.
     """
     for number, (group, settings) in enumerate(zip(optimizer.param_groups, now, strict=False)):
         before = then[number] if then is not None and number < len(then) else {}
-        changed = {k: v for k, v in settings.items() if k not in before or not _same(v, before[k])}
-        group.update({k: v for k, v in changed.items() if k not in keep})
+        for name, value in settings.items():
+            if name not in keep and (name not in before or not _same(value, before[name])):
+                group[name] = value
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -193,18 +170,13 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+# The configured optimizer.
+
+
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: Task | None = None) -> Optimizer:
     """The configured optimizer over all parameters, fused where torch has a fused kernel.
 
     Frozen ones have no gradient, and are left alone until they are unfrozen.
-
-    Args:
-        task: knows the blocks of ``model``, for ``optimizer.layer_decay``; ``None``: all parameters have one rate.
-
-    Raises:
-        ConfigError: there is no such class, or it does not take ``optimizer.options``; or rates by depth are wanted
-            of a model with one block.
-        UnsupportedError: it needs a closure, or this torch does not have it.
     """
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
@@ -232,11 +204,11 @@ def _made(
     try:
         made = make(groups, **{**settings, **config.options})
     except (TypeError, ValueError) as error:
-        raise ConfigError(
+        what, why = (
             f"the optimizer {config.name} cannot be made with these settings",
-            why=f"{type(error).__name__}: {error}",
-            fix="change optimizer.options, or the setting that it names",
-        ) from None
+            f"{type(error).__name__}: {error}",
+        )
+        raise ConfigError(what, why=why, fix="change optimizer.options, or the setting that it names") from None
     if config.name not in OPTIMIZERS:
         check_optimizer(made, model)
     return made
@@ -246,9 +218,6 @@ def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[
     """The factor of the learning rate of each parameter, by its ``id``: 1 at the output, ``decay`` one block before.
 
     Parameters before the first block are one block deeper than it, others outside are at the output.
-
-    Raises:
-        ConfigError: there is one depth only.
     """
     places = {id(p): place for place, block in enumerate(blocks, start=1) for p in block.parameters()}
     depths: dict[int, int] = {}
@@ -259,7 +228,6 @@ def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[
     if last == min(depths.values(), default=0):
         raise ConfigError(
             f"optimizer.layer_decay={decay:g} needs a model of several blocks",
-            why="the rate follows from the block that a parameter is in, and one block has all of them",
             fix="return the blocks from Task.blocks(model), or remove the setting",
         )
     return {key: decay ** (last - depth) for key, depth in depths.items()}
@@ -273,24 +241,22 @@ def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter], lr: float,
         groups.setdefault((rates.get(id(parameter), 1.0), vector), []).append(parameter)
     if len(groups) < 2 and not rates:
         return parameters
-    return [
-        {"params": groups[rate, vector]}
-        | ({"lr": lr * rate} if rates else {})
-        | ({"weight_decay": 0.0} if vector else {})
-        for rate, vector in sorted(groups, key=lambda key: (-key[0], key[1]))
-    ]
+    found = []
+    for rate, vector in sorted(groups, key=lambda key: (-key[0], key[1])):
+        own = ({"lr": lr * rate} if rates else {}) | ({"weight_decay": 0.0} if vector else {})
+        found.append({"params": groups[rate, vector], **own})
+    return found
 
 
 def _find(path: str) -> type[Optimizer]:
     place, _, name = path.replace(":", ".").rpartition(".")
+    fix = "name a subclass of torch.optim.Optimizer as package.module:Class, or install it"
     try:
         found: Any = getattr(import_module(place), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"there is no optimizer {path}", why=str(error), fix="name a class as package.module:Class, or install it"
-        ) from None
+        raise ConfigError(f"there is no optimizer {path}", why=str(error), fix=fix) from None
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise ConfigError(f"{path} is not an optimizer", fix="name a subclass of torch.optim.Optimizer")
+        raise ConfigError(f"{path} is not an optimizer", fix=fix)
     refuse_closure(found)
     return found
 
@@ -308,7 +274,6 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step."""
         for group in self.param_groups:
             one, two = group["betas"]
             for parameter in group["params"]:
@@ -349,7 +314,6 @@ class Several(Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step of each."""
         for part in self._parts:
             take_step(part)
 
@@ -378,9 +342,6 @@ def _muon(
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; its updates are scaled to those of AdamW (Liu et al.
     2025, https://arxiv.org/abs/2502.16982), so that one rate serves both.
     """
-    muon = getattr(torch.optim, "Muon", None)
-    if muon is None:
-        raise UnsupportedError("this torch has no Muon", fix="use torch 2.9 or newer, or optimizer.name=adamw")
     layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.Linear))]
     outer = {id(m.weight) for m in layers if isinstance(m, nn.Embedding) or m is layers[-1]}
     hidden = [p for p in parameters if p.dim() == 2 and id(p) not in outer]
@@ -390,32 +351,29 @@ def _muon(
     parts: list[Optimizer] = []
     if hidden:
         settings = {**same, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        parts.append(_made(config, muon, _grouped(config, hidden, lr, rates), settings, model))
+        parts.append(_made(config, torch.optim.Muon, _grouped(config, hidden, lr, rates), settings, model))
     if others:
         parts.append(AdamW(others, betas=config.betas, eps=config.eps, fused=fused, **same))
     return parts[0] if len(parts) == 1 else Several(parts)
 
 
 def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
-    """The task's own scheduler of ``optimizer``.
-
-    Raises:
-        TaskError: it is none of torch's.
-    """
+    """The task's own scheduler of ``optimizer``."""
     made = task.scheduler(optimizer)
     if made is None:
         return None
     by_metric = isinstance(made, ReduceLROnPlateau)
     found = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
+    kind = type(found.scheduler).__name__
     if not isinstance(found.scheduler, LRScheduler) or found.interval not in ("step", "epoch", "metric"):
         raise TaskError(
             "the task's scheduler() did not return a scheduler",
-            why=f"it returned {type(made).__name__}, of {type(found.scheduler).__name__} and {found.interval!r}",
+            why=f"it returned {type(made).__name__}, of {kind} and {found.interval!r}",
             fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
         )
     if isinstance(found.scheduler, ReduceLROnPlateau) != (found.interval == "metric"):
         raise TaskError(
-            f"the task's scheduler() returned a {type(found.scheduler).__name__} that steps by {found.interval}",
+            f"the task's scheduler() returned a {kind} that steps by {found.interval}",
             why="ReduceLROnPlateau steps by a metric, and no other scheduler does",
             fix="return it without lockstep.Scheduler" if found.interval != "metric" else "use 'step' or 'epoch'",
         )

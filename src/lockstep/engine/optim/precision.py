@@ -48,11 +48,8 @@ class Precision:
     """
 
     def __init__(self, kind: str, device: torch.device, pre_scale: float) -> None:
-        self.kind = kind
-        self._device = device
-        self._pre_scale_value = pre_scale
-        self._pre_scale = torch.tensor(pre_scale, device=device)
-        self._seed = self._pre_scale
+        self.kind, self._device, self._pre_scale_value = kind, device, pre_scale
+        self._pre_scale = self._seed = torch.tensor(pre_scale, device=device)
         self._scale: Tensor | None = None
         if kind == "16-mixed":
             self._scale = torch.tensor(2.0**16, device=device)
@@ -61,7 +58,6 @@ class Precision:
 
     @property
     def is_full(self) -> bool:
-        """Whether the forward pass runs without autocast."""
         return self.kind not in _TYPES
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -9,25 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep._compat.torch import amp_unscale_, compiler_not_imported, foreach_mul_, foreach_norm, takes_found_inf
-from lockstep.config import AveragingConfig, RunConfig
+from lockstep.config import AveragingConfig
+from lockstep.engine.optim import optimizers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
-from lockstep.engine.optim.optimizers import (
-    build_optimizer,
-    check_belongs,
-    check_optimizer,
-    check_sparse,
-    fitted,
-    names_of,
-    restore_changed,
-    scheduler_of,
-    settings_of,
-    sparse_layers,
-)
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.process.recording import Recording
 from lockstep.engine.rank_context import RankContext
@@ -35,7 +24,7 @@ from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError, many
-from lockstep.planning import Plan, Schedule
+from lockstep.planning import Schedule
 
 
 def match_layouts(optimizer: Optimizer) -> None:
@@ -52,6 +41,23 @@ def match_layouts(optimizer: Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def _check_moments(optimizer: Optimizer) -> None:
+    """Raise :class:`ValueError` where a restored state cannot be one of torch's Adam, AdamW or SGD.
+
+    Their ``load_state_dict`` takes anything; the first step would fail in native code.
+    """
+    adam = {"step", "exp_avg", "exp_avg_sq"}
+    expected = {Adam: adam, AdamW: adam, SGD: set[str]()}.get(type(optimizer))
+    for parameter, state in optimizer.state.items() if expected is not None else ():
+        missing = (expected or set()) - state.keys()
+        if missing:
+            raise ValueError(f"the optimizer's state lacks {', '.join(sorted(missing))}")
+        for name, value in state.items():
+            fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
+            if not fits or (name == "step" and value.dim()):
+                raise ValueError(f"the optimizer's {name} does not fit a parameter of shape {tuple(parameter.shape)}")
+
+
 def _dense(parameter: nn.Parameter) -> Tensor:
     """The numbers of the gradient, real and without the zeros of a sparse one; it shares their memory."""
     gradient = parameter.grad
@@ -60,30 +66,6 @@ def _dense(parameter: nn.Parameter) -> Tensor:
         parameter.grad = gradient = gradient.coalesce()
         return gradient.values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-class _Plateau:
-    """torch's ``ReduceLROnPlateau`` of a factor: what the schedule's rate is multiplied by."""
-
-    def __init__(self, schedule: Schedule, mode: Literal["min", "max"]) -> None:
-        self._optimizer = SGD([torch.zeros(1)], lr=1.0)
-        settings: dict[str, Any] = {"factor": schedule.gamma, "patience": schedule.patience}
-        least = schedule.min_lr / schedule.lr
-        self._torch = ReduceLROnPlateau(self._optimizer, mode, min_lr=min(1.0, least), **settings)
-
-    @property
-    def factor(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def judge(self, value: float) -> None:
-        self._torch.step(value)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"factor": self.factor, "best": float(self._torch.best), "bad": self._torch.num_bad_epochs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.param_groups[0]["lr"] = state["factor"]
-        self._torch.best, self._torch.num_bad_epochs = state["best"], state["bad"]
 
 
 class _Recorded(NamedTuple):
@@ -99,9 +81,6 @@ class _Recorded(NamedTuple):
     items: Tensor
     baked: Any
 
-    def is_for(self, gradients: list[Tensor], lists: Any, baked: Any) -> bool:
-        return self.lists is lists and self.baked == baked and _are(self.gradients, gradients)
-
 
 def _are(these: list[Tensor], those: list[Tensor]) -> bool:
     """Whether both have the same tensors, not only equal ones."""
@@ -115,12 +94,12 @@ class Update:
     reduced values, so it is the same on every rank. On a GPU nothing waits for the host: the fused
     optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
 
-    ``optimizer``: made with the rates before scaling; those of all groups follow the schedule.
-    ``lr``: that of the first group that has one.
-    ``divided``: the model, where this process or its devices have parts of it.
-    ``scheduler``: sets the rates of all groups, instead of ``schedule``. Without both the caller sets them.
-    ``mode``: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
-    ``averages``: of the weights; :meth:`state_dict` is called while they are in use.
+    Args:
+        optimizer: made with the rates before scaling; those of all groups follow the schedule.
+        divided: the model, where this process or its devices have parts of it.
+        scheduler: sets the rates of all groups, instead of ``schedule``. Without both the caller sets them.
+        mode: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
+        averages: of the weights; :meth:`state_dict` is called while they are in use.
     """
 
     def __init__(
@@ -135,25 +114,25 @@ class Update:
         mode: Literal["min", "max"] = "min",
         averages: Averages | None = None,
     ) -> None:
-        self.divided = divided
+        self.optimizer, self.precision, self.max_norm, self.divided = optimizer, precision, max_norm, divided
         self.averages = averages or Averages(AveragingConfig(), model, 0)
-        judged = schedule is not None and schedule.name == "plateau" and scheduler is None
-        self._plateau = _Plateau(schedule, mode) if schedule is not None and judged else None
-        self._scheduler = scheduler
-        self.optimizer = optimizer
+        self._schedule, self._scheduler = schedule, scheduler
+        #: Of a factor by which the schedule's rate is multiplied.
+        self._plateau: ReduceLROnPlateau | None = None
+        if schedule is not None and schedule.name == "plateau" and scheduler is None:
+            settings: dict[str, Any] = {"factor": schedule.gamma, "patience": schedule.patience}
+            least, factor = min(1.0, schedule.min_lr / schedule.lr), SGD([torch.zeros(1)], lr=1.0)
+            self._plateau = ReduceLROnPlateau(factor, mode, min_lr=least, **settings)
         # Frozen ones too: they may be unfrozen, and have no gradient until then.
         self._parameters = list(model.parameters()) if divided is None else divided.parameters()
-        self._schedule = schedule
-        self.precision = precision
-        self.max_norm = max_norm
         # A stage of a pipeline may have none.
         device = self._parameters[0].device if self._parameters else precision.seed().device
         # Where gradients are on several devices, what concerns all of them is a number on the host.
         self._several = len({p.device for p in self._parameters}) > 1
         self._on_host = device.type == "cpu" or self._several
         self._step = Stepper(optimizer)
-        #: Gradients that are sparse or complex.
-        self._unusual = bool(sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
+        #: Whether gradients may be sparse or complex.
+        self._unusual = bool(optimizers.sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = takes_found_inf(optimizer)
         self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
@@ -164,11 +143,11 @@ class Update:
         self._gradients_before: list[Tensor] = []
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        groups = optimizer.param_groups
-        self._shown = next((place for place, group in enumerate(groups) if group["initial_lr"]), 0)
         self._named = dict(model.named_parameters())
-        self._settings = settings_of(optimizer)
-        self._groups = len(groups)
+        self._settings = optimizers.settings_of(optimizer)
+        self._groups = len(optimizer.param_groups)
+        #: Of the first group that has a rate, which is ``lr``.
+        self._shown = next((n for n, group in enumerate(optimizer.param_groups) if group["initial_lr"]), 0)
         self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
         #: The weights may not change before it: a checkpoint is being copied.
@@ -184,10 +163,8 @@ class Update:
     def apply(self, step: int, count: Tensor | float, divisor: float, *, want_norm: bool) -> None:
         """Finish the step that follows ``step`` finished ones.
 
-        Args:
-            count: Σ count over all ranks and micro-batches.
-            divisor: what the reduction divided the gradient sums by (ranks under DDP, else 1).
-            want_norm: compute the gradient norm even when nothing is clipped.
+        ``count``: over all ranks and micro-batches. ``divisor``: what the reduction divided the gradient sums by (ranks
+        under DDP, else 1). ``want_norm``: compute the gradient norm even when nothing is clipped.
         """
         if self.waits_for is not None:
             self.waits_for.wait()
@@ -198,26 +175,31 @@ class Update:
             self.grad_norm = 0.0 if want_norm else self.grad_norm
         else:
             self._apply(count, divisor, want_norm)
-        if self._scheduler is not None and self._scheduler.interval == "step":
-            self._scheduler.scheduler.step()
+        if self._scheduler is not None:
+            self._advance("step")
 
     def end_epoch(self) -> None:
-        """Step a scheduler that steps by epochs."""
-        if self._scheduler is not None and self._scheduler.interval == "epoch":
-            self._scheduler.scheduler.step()
+        self._advance("epoch")
 
     def judge(self, value: float) -> None:
-        """Step a scheduler that steps by the monitored metric, whose ``value`` is the same on every rank."""
+        """Step what steps by the monitored metric, whose ``value`` is the same on every rank."""
         if self._plateau is not None:
-            self._plateau.judge(value)
-        if self._scheduler is not None and self._scheduler.interval == "metric":
-            self._scheduler.scheduler.step(value)  # type: ignore[arg-type]
+            self._plateau.step(value)
+        self._advance("metric", value)
+
+    def _advance(self, interval: str, *value: Any) -> None:
+        """Step a scheduler of the task's that steps by ``interval``."""
+        if self._scheduler is not None and self._scheduler.interval == interval:
+            self._scheduler.scheduler.step(*value)
 
     def _apply(self, count: Tensor | float, divisor: float, want_norm: bool) -> None:
         counted = count if isinstance(count, Tensor) else None
         gradients = self._gradients()
         if self.after_backward is not None:
-            count, divisor = self._divide(gradients, count, divisor)
+            # Divide now what is otherwise divided as it is clipped.
+            seed = self.precision.seed_value() if self._on_host else self.precision.seed()
+            foreach_mul_(gradients, divisor / (seed * (float(count) if self._on_host else count)))
+            count, divisor = 1.0 / self.precision.seed_value(), 1.0
             self.after_backward()
             gradients = self._gradients()
         want_norm = want_norm or self.max_norm is not None or self._several
@@ -227,7 +209,7 @@ class Update:
             self._apply_on_device(gradients, count, divisor, want_norm, None if counted is None else counted != 0)
 
     def _replayed(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> bool:
-        """Replay the update, where it is the one that was recorded; else whether the next one may be: false.
+        """Replay the update, where it is the one that was recorded; else record one that can be replayed.
 
         Gradients are those of a replayed backward pass where they are the same tensors as in the step before.
         """
@@ -236,22 +218,23 @@ class Update:
         groups = self.optimizer.param_groups
         baked = divisor, [{name: group[name] for name in group if name not in ("params", "lr")} for group in groups]
         before, self._gradients_before = self._gradients_before, gradients
-        recorded = self._recorded
-        if recorded is None or not recorded.is_for(gradients, self._step.lists, baked):
+        found = self._recorded
+        is_same = found is not None and found.lists is self._step.lists and found.baked == baked
+        if found is None or not is_same or not _are(found.gradients, gradients):
             if not _are(before, gradients):
                 return False
             try:
-                self._recorded = recorded = self._record(gradients, divisor, baked)
+                self._recorded = found = self._record(gradients, divisor, baked)
             except Exception:
                 self.records = False  # as before, one kernel at a time
                 return False
-        for rate, group in zip(recorded.rates, groups, strict=True):
+        for rate, group in zip(found.rates, groups, strict=True):
             rate.fill_(group["lr"])
         if isinstance(count, Tensor):
-            recorded.items.copy_(count)
+            found.items.copy_(count)
         else:
-            recorded.items.fill_(count)
-        self.grad_norm = recorded.recording.replay()[0].clone()
+            found.items.fill_(count)
+        self.grad_norm = found.recording.replay()[0].clone()
         return True
 
     def _record(self, gradients: list[Tensor], divisor: float, baked: Any) -> _Recorded:
@@ -273,13 +256,6 @@ class Update:
         else:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
         return gradients if self.divided is None else self.divided.local(gradients)
-
-    def _divide(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> tuple[Tensor | float, float]:
-        """Divide now what is otherwise divided as it is clipped; the count and divisor that are left to apply."""
-        seed = self.precision.seed_value() if self._on_host else self.precision.seed()
-        factor = divisor / (seed * (float(count) if self._on_host else count))
-        foreach_mul_(gradients, factor)
-        return 1.0 / self.precision.seed_value(), 1.0
 
     def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
         factor = divisor / (self.precision.seed_value() * count)
@@ -311,10 +287,7 @@ class Update:
         counted: Tensor | None,
         rates: list[Tensor] | None = None,
     ) -> None:
-        """``counted``: whether there were items at all, where that is not known on the host.
-
-        ``rates``: learning rates of the groups, where they are on the device.
-        """
+        """``counted``: whether there were items, where the host does not know. ``rates``: of groups, on the device."""
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self.precision.seed() * count)
         if want_norm:
@@ -351,19 +324,20 @@ class Update:
         return self._found_inf
 
     def _set_lr(self, step: int) -> None:
-        if len(self.optimizer.param_groups) != self._groups:
+        groups = self.optimizer.param_groups
+        if len(groups) != self._groups:
             self._adopt_groups()
         if self._scheduler is None and self._schedule is not None:
             lr, base_lr = self._schedule.at(step), self._schedule.base_lr
-            lr = lr if self._plateau is None else lr * self._plateau.factor
-            for group in self.optimizer.param_groups:
+            lr = lr if self._plateau is None else lr * self._plateau.optimizer.param_groups[0]["lr"]
+            for group in groups:
                 group["lr"] = lr * (group["initial_lr"] / base_lr)
-        self.lr = float(self.optimizer.param_groups[self._shown]["lr"])
+        self.lr = float(groups[self._shown]["lr"])
 
     def _adopt_groups(self) -> None:
         """Train groups that a hook has added; their learning rate is one before scaling, as in all groups."""
         groups = self.optimizer.param_groups
-        check_belongs(self.optimizer, self._named)
+        optimizers.check_belongs(self.optimizer, self._named)
         if self._scheduler is not None:
             raise TaskError(
                 "a parameter group was added to an optimizer that has a scheduler",
@@ -377,15 +351,19 @@ class Update:
     def state_dict(self) -> dict[str, Any]:
         with compiler_not_imported():
             optimizer = self.optimizer.state_dict()
+        plateau, found = self._plateau, None
+        if plateau is not None:
+            factor = float(plateau.optimizer.param_groups[0]["lr"])
+            found = {"factor": factor, "best": float(plateau.best), "bad": plateau.num_bad_epochs}
         return {
             "optimizer": optimizer,
-            "names": None if self.divided is not None else names_of(self.optimizer, self._named),
+            "names": None if self.divided is not None else optimizers.names_of(self.optimizer, self._named),
             "settings": self._settings,
             "precision": self.precision.state_dict(),
             "skipped": self.skipped,
             "scheduler": None if self._scheduler is None else self._scheduler.scheduler.state_dict(),
             "averages": self.averages.trained(),
-            "plateau": None if self._plateau is None else self._plateau.state_dict(),
+            "plateau": found,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -394,18 +372,19 @@ class Update:
             if self.divided is not None:
                 optimizer = self.divided.divided_state(optimizer, self.optimizer)
             else:
-                optimizer = fitted(optimizer, state.get("names"), self.optimizer, self._named)
+                optimizer = optimizers.fitted(optimizer, state.get("names"), self.optimizer, self._named)
             self.optimizer.load_state_dict(optimizer)
+        _check_moments(self.optimizer)
         match_layouts(self.optimizer)
-        scheduler = state.get("scheduler")
-        keep: tuple[str, ...] = ()
+        scheduler, plateau, keep = state.get("scheduler"), state.get("plateau"), tuple[str, ...]()
         if scheduler is not None and self._scheduler is not None:
             self._scheduler.scheduler.load_state_dict(scheduler)
             keep = ("lr", "initial_lr")
         self.averages.restore(state.get("averages"))
-        if self._plateau is not None and state.get("plateau") is not None:
-            self._plateau.load_state_dict(state["plateau"])
-        restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
+        if self._plateau is not None and plateau is not None:
+            self._plateau.optimizer.param_groups[0]["lr"] = plateau["factor"]
+            self._plateau.best, self._plateau.num_bad_epochs = plateau["best"], plateau["bad"]
+        optimizers.restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
         self._groups = len(self.optimizer.param_groups)
         self.precision.load_state_dict(state["precision"])
         self._skipped.fill_(state["skipped"])
@@ -414,18 +393,20 @@ class Update:
 def build_update(
     rank: RankContext, task: Task, model: nn.Module, divided: Divided | None, *, validates: bool
 ) -> Update:
-    """The update of ``model``, which is on its device.
-
-    Raises:
-        TaskError, UnsupportedError: the task's optimizer cannot train the model, or its scheduler needs evaluations
-            and the run has none (``validates``).
-    """
+    """The update of ``model``, which is on its device. ``validates``: the run has evaluations."""
     config, plan = rank.config, rank.plan
-    optimizer, scheduler = _optimizer(task, model, config, plan)
+    with compiler_not_imported():
+        own = task.optimizer(bare(model))
+        optimizer = own or optimizers.build_optimizer(config.optimizer, model, plan.schedule.base_lr, task)
+    optimizers.check_optimizer(optimizer, model)
+    optimizers.check_sparse(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
+    if type(task).scheduler is not Task.scheduler:
+        for group in optimizer.param_groups:
+            group["lr"] *= plan.schedule.scale
+    scheduler = optimizers.scheduler_of(task, optimizer)
     if scheduler is not None and scheduler.interval == "metric" and not validates:
         raise TaskError(
             "the task's scheduler steps by a metric, and there is no validation data",
-            why="the monitored metric is computed at evaluations",
             fix="return validation data from datasets(), or a scheduler that steps by step or epoch",
         )
     if scheduler is not None and isinstance(one := scheduler.scheduler, ReduceLROnPlateau) and one.mode != plan.mode:
@@ -437,21 +418,9 @@ def build_update(
     if divided is not None:
         divided.adopt(optimizer)
     precision = Precision(plan.placement["precision"], rank.device, plan.pre_scale)
-    max_norm = config.training.max_grad_norm
     averages = Averages(config.averaging, model, plan.total_steps, optimizer)
-    return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler, plan.mode, averages)
-
-
-def _optimizer(task: Task, model: nn.Module, config: RunConfig, plan: Plan) -> tuple[Optimizer, Scheduler | None]:
-    with compiler_not_imported():
-        own = task.optimizer(bare(model))
-        optimizer = own or build_optimizer(config.optimizer, model, plan.schedule.base_lr, task)
-    check_optimizer(optimizer, model)
-    check_sparse(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
-    if type(task).scheduler is not Task.scheduler:
-        for group in optimizer.param_groups:
-            group["lr"] *= plan.schedule.scale
-    return optimizer, scheduler_of(task, optimizer)
+    clip = config.training.max_grad_norm
+    return Update(model, optimizer, plan.schedule, precision, clip, divided, scheduler, plan.mode, averages)
 
 
 def untrained_note(update: Update, model: nn.Module, max_norm: float | None) -> str | None:

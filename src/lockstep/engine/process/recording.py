@@ -19,9 +19,6 @@ class Recording:
 
     ``body`` must do the same in each call: what it reads from Python's objects is read at the recording only. It must
     have run before, in the same shapes. On a CPU nothing is recorded, and a replay calls it.
-
-    Raises:
-        Exception: of ``body``, or torch's, where it does what cannot be recorded; the generators are as before.
     """
 
     def __init__(self, body: Callable[[], list[Tensor]], device: torch.device) -> None:

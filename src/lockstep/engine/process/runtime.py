@@ -33,19 +33,14 @@ _EXPANDABLE = "expandable_segments:True"
 
 @contextmanager
 def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool = False) -> Iterator[None]:
-    """Set torch's switches for float32 kernels.
+    """Set torch's switches for float32 kernels: ``matmul`` is ``highest``, ``high`` (TF32), or ``None``, as it is.
 
     torch has two interfaces for them, and raises where it compiles and they disagree: ``fp32_precision`` alone sets
     the newer one. ``set_float32_matmul_precision`` and ``allow_tf32`` set both.
-
-    Args:
-        matmul: ``highest`` or ``high`` (TF32), of products, convolutions and recurrent layers; ``None``: as it is.
-        exact: deterministic kernels, in float32.
-        benchmark: let cuDNN measure its algorithms.
     """
     cudnn: Any = torch.backends.cudnn
     newer: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    kept = [part.fp32_precision for part in newer]
+    kept, switches = [part.fp32_precision for part in newer], (cudnn.benchmark, cudnn.deterministic)
     # Where the caller's own disagree, the older one cannot be read: it is the other of two values.
     allowed, older = kept[1] != "tf32", "highest" if kept[0] == "tf32" else "high"
     with _older_interface():
@@ -53,18 +48,18 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
             allowed = cudnn.allow_tf32
         with suppress(RuntimeError):
             older = torch.get_float32_matmul_precision()
-        if matmul is not None or exact:
-            precision = "highest" if exact else matmul or "highest"
+    precision = "highest" if exact else matmul
+    if precision is not None:
+        with _older_interface():
             torch.set_float32_matmul_precision(precision)
             cudnn.allow_tf32 = precision == "high"
-            cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
-    switches = cudnn.benchmark, cudnn.deterministic
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
     if exact or benchmark:
         cudnn.benchmark, cudnn.deterministic = benchmark and not exact, exact
     try:
         yield
     finally:
-        if matmul is not None or exact:
+        if precision is not None:
             with _older_interface():
                 cudnn.allow_tf32 = allowed
                 torch.set_float32_matmul_precision(older)
@@ -98,11 +93,7 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
 
 
 def before_nccl(logs: Path) -> None:
-    """In a rank that will use NCCL, before its process group is made: that already uses the GPU.
-
-    Args:
-        logs: where the flight recorder writes what ``launch/failure/collectives.py`` reads.
-    """
+    """In a rank that will use NCCL, before its process group is made; ``logs`` gets what its flight recorder writes."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / NCCL_DUMP))
     if not any(map(os.environ.get, _ALLOCATOR)):
@@ -142,14 +133,6 @@ def serve_store() -> None:
         _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
 
 
-#: Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
-_LARGEST_INT = 2**31 - 1
-#: Whoever sets one of these wants something else.
-_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-
-
 @contextmanager
 def kept_memory() -> Iterator[None]:
     """Let glibc keep what a step frees for the next one; what is left goes back to the system at the end.
@@ -157,16 +140,18 @@ def kept_memory() -> Iterator[None]:
     By default it returns the memory of large tensors to the kernel, and each step gets it again page by page, or
     not, as the history of the process has it: with HAR's CNN a step took up to 40 % longer in some processes than in
     others (``benchmarks/peers.py --models cnn``). Blocks of more than 32 MiB, the largest threshold that mallopt(3)
-    takes, still go back. glibc has no call that makes it adjust its thresholds again, so they stay after the end.
+    takes, still go back; the thresholds stay after the end.
 
     Without glibc, and where its variables are set, nothing happens.
     """
     libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(libc, "mallopt") or any(name in os.environ for name in _VARIABLES):
+    users = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+    if not hasattr(libc, "mallopt") or any(name in os.environ for name in users):
         yield
         return
-    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-    libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
+    mmap_threshold, trim_threshold = -3, -1  # of glibc's malloc.h
+    libc.mallopt(mmap_threshold, 32 * 2**20)
+    libc.mallopt(trim_threshold, 2**31 - 1)
     try:
         yield
     finally:
@@ -248,25 +233,21 @@ def _deterministic() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _refuse_nondeterministic(error)
-        raise
+        # torch's own message names switches that users never set.
+        operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise UnsupportedError(
+            f"reproducibility: exact cannot use {operator.split()[-1]}",
+            why="torch has no deterministic kernel for it on this device",
+            fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
+        ) from error
     finally:
         use_deterministic_algorithms(enabled, warn_only=warn_only)
         for name, value in before.items():
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
-
-
-def _refuse_nondeterministic(error: BaseException) -> None:
-    """Name the operator that is not deterministic; torch's own message names switches that users never set."""
-    operator, found, _ = str(error).partition(" does not have a deterministic implementation")
-    if found:
-        raise UnsupportedError(
-            f"reproducibility: exact cannot use {operator.split()[-1]}",
-            why="torch has no deterministic kernel for it on this device",
-            fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
-        ) from error
 
 
 def states_of_generators() -> tuple[Any, ...]:
@@ -315,11 +296,7 @@ def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
 
 
 def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse to resume an exact run where bits would differ.
-
-    Raises:
-        CheckpointError: naming everything that differs.
-    """
+    """Refuse to resume an exact run where bits would differ."""
     differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
     if differing:
         raise CheckpointError(

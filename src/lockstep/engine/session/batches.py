@@ -12,13 +12,12 @@ from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
 from lockstep.data.requests import Request, Source, Window, readable, windows
 from lockstep.data.stream import is_stream
-from lockstep.engine.dataset_checks import check_dataset, examined, same_data
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import collate_of, data_settings, training_source
+from lockstep.engine.training_data import check_dataset, collate_of, data_settings, examined, same_data, training_source
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.telemetry.files import JsonLines
 

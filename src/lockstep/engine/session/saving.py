@@ -17,15 +17,7 @@ from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import Update
 from lockstep.engine.process.runtime import states_of_generators
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import (
-    Reads,
-    check_moments,
-    freeze_again,
-    load_initial_weights,
-    load_latest,
-    load_weights,
-    restoring,
-)
+from lockstep.engine.resume import Reads, freeze_again, load_initial_weights, load_latest, load_weights, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.session.stepper import Stepper
 from lockstep.engine.state import TrainState
@@ -97,7 +89,6 @@ class SessionCheckpoints(Saves):
         with restoring(source):
             for name, stepper in self._steppers.items():
                 stepper.update.load_state_dict(saved[name])
-                check_moments(stepper.optimizer)
         self._saved_at = self._log.state.step, self._log.state.epoch
         freeze_again(self._module, self._log.state.frozen)
         place: dict[str, Any] = trainer["session"]

@@ -15,8 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.engine.evaluate import Row, predictions, refuse_without_predictions
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.predict import Row, predictions, refuse_without_predictions
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.evaluation import compute, wanted_on

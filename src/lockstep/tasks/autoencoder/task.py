@@ -1,9 +1,10 @@
-"""The autoencoder task: settings, data, model, loss, scores and a picture."""
+"""The autoencoder task: settings, the images in the package, model, loss, scores and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from importlib.resources import files
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,30 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
 from lockstep.models.vision import Autoencoder
-from lockstep.tasks.autoencoder.digits import load_digits
 
+#: Where each split lies in the source's order of 1,797 digits (see ``digits.txt``).
+SPLITS: dict[str, slice] = {"train": slice(0, 1400), "val": slice(1400, 1597), "test": slice(1597, 1797)}
+LARGEST_PIXEL = 16
 #: How many images a picture shows.
 EXAMPLES = 12
+
+
+class Digits(NamedTuple):
+    """``images`` (n, 1, 8, 8) from 0 to 1, 32-bit floats; ``labels`` (n,) from 0 to 9."""
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+
+def load_digits(split: Literal["train", "val", "test"]) -> Digits:
+    with files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file) as content:
+        return scale(content["images"][SPLITS[split]], content["labels"][SPLITS[split]])
+
+
+def scale(images: NDArray[Any], labels: NDArray[Any]) -> Digits:
+    """Pixels from 0 to 16, of shape (n, 8, 8) or (n, 64), as the network wants them."""
+    scaled = np.asarray(images, dtype=np.float32).reshape(-1, 1, 8, 8) / np.float32(LARGEST_PIXEL)
+    return Digits(scaled, np.asarray(labels, dtype=np.int64))
 
 
 class AutoencoderConfig(TaskConfig):
@@ -70,8 +91,7 @@ class AutoencoderTask(Task):
         """Images ``(1, 8, 8)`` from 0 to 1."""
         if self.data.data_dir is not None or self.data.download:
             raise ConfigError(
-                "the autoencoder task reads no folder and downloads nothing",
-                why="its images are in the package",
+                "the autoencoder task reads no folder and downloads nothing: its images are in the package",
                 fix="leave --data-dir and --download out",
             )
         train, val, test = (ArrayDataset(load_digits(split).images) for split in ("train", "val", "test"))
@@ -89,11 +109,7 @@ class AutoencoderTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Squared error, summed over pixels; the items are pixels."""
-        (images,) = batch
-        return self._loss(model(images), images)
-
-    def _loss(self, reconstructions: Tensor, images: Tensor) -> Loss:
-        return Loss(F.mse_loss(reconstructions.float(), images, reduction="sum"), images.numel())
+        return self.validate(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         (images,) = batch
@@ -103,6 +119,9 @@ class AutoencoderTask(Task):
         rows = self.evaluate(model, batch)
         return self._loss(*rows), rows
 
+    def _loss(self, reconstructions: Tensor, images: Tensor) -> Loss:
+        return Loss(F.mse_loss(reconstructions.float(), images, reduction="sum"), images.numel())
+
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The code of each image, and the mean squared error of its pixels."""
         (images,) = batch
@@ -111,7 +130,6 @@ class AutoencoderTask(Task):
         return {"code": code, "mse": (model.decoder(code).float() - images).square().flatten(1).mean(1)}
 
     def metrics(self) -> Metrics:
-        """Mean squared error of a pixel, and the peak signal-to-noise ratio in decibels."""
         self._scores = PixelErrors()
         return self._scores
 
@@ -127,8 +145,7 @@ def draw(images: Any, reconstructions: Any, zoom: int = 8) -> NDArray[np.uint8]:
     """Two rows of ``n`` images as grey pixels: (2 · 8 · ``zoom``, n · 8 · ``zoom``).
 
     Args:
-        images: (n, 1, 8, 8), from 0 to 1; tensors on the CPU, or arrays.
-        reconstructions: the same.
+        images, reconstructions: (n, 1, 8, 8), from 0 to 1; tensors on the CPU, or arrays.
         zoom: screen pixels to a pixel.
     """
     rows = [np.concatenate(list(np.asarray(part)[:, 0]), axis=1) for part in (images, reconstructions)]

@@ -8,8 +8,7 @@ from torch import Tensor
 
 def count(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
     """The confusion matrix (classes, classes) of ``predicted`` and ``target``, both (rows,) of classes."""
-    pairs = torch.bincount(target * classes + predicted, minlength=classes**2)
-    return pairs.reshape(classes, classes)
+    return torch.bincount(target * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def scores(confusion: Tensor) -> dict[str, Tensor]:
@@ -18,16 +17,11 @@ def scores(confusion: Tensor) -> dict[str, Tensor]:
     F1 is the mean over the classes that occur, in truth or prediction, as torchmetrics' macro average.
     """
     right, occurrences = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
-    f1 = (2 * right / occurrences)[occurrences > 0].mean()
-    return {"accuracy": right.sum() / confusion.sum(), "f1": f1}
+    return {"accuracy": right.sum() / confusion.sum(), "f1": (2 * right / occurrences)[occurrences > 0].mean()}
 
 
 class ClassScores:
-    """Accuracy, macro F1 and confusion matrix of all rows.
-
-    Args:
-        classes: number of classes.
-    """
+    """Accuracy, macro F1 and confusion matrix of all rows, of ``classes`` classes."""
 
     def __init__(self, classes: int) -> None:
         self.classes = classes
@@ -45,13 +39,8 @@ class ClassScores:
 class WindowScores:
     """Scores of windows when each channel of a window was classified on its own (mode ``flatten``), and of channels.
 
-    A window's class is the one with the largest mean probability over its channels. Rows may come in any
-    order and in any batches; a window is counted when its last channel has arrived, so only windows that
-    are not complete take memory.
-
-    Args:
-        classes: number of classes.
-        channels: rows that make a window.
+    A window's class is the one with the largest mean probability over its channels. Rows may come in any order and in
+    any batches; a window is counted when the last of its ``channels`` has arrived.
     """
 
     def __init__(self, classes: int, channels: int) -> None:

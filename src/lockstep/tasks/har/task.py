@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,10 +18,9 @@ from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.har import Cnn, Mlp, Transformer
 from lockstep.models.vision import LinePlots, Vit
+from lockstep.tasks.har import data
+from lockstep.tasks.har.data import HarData, Mode, Standardiser, Windows
 from lockstep.tasks.har.metrics import ClassScores, WindowScores
-from lockstep.tasks.har.sources import Repeated, has_tensors, load_tensors, load_watch, make_synthetic
-from lockstep.tasks.har.uci import fetch_uci, find_uci, load_uci
-from lockstep.tasks.har.windows import AugmentedWindows, HarData, Mode, Standardiser, Windows, as_dataset
 
 Source = Literal["watch", "uci", "pt", "synthetic"]
 Subjects = tuple[int, ...]
@@ -89,34 +88,30 @@ class HarTask(Task):
     config: HarConfig
 
     def prepare(self) -> None:
-        """Fetch UCI-HAR when the run asks for a download."""
         if self.data.download:
             if self.config.source not in ("auto", "uci"):
                 raise ConfigError(
                     f"there is nothing to download for task.source={self.config.source}",
                     fix="leave --download out, or choose task.source=uci",
                 )
-            fetch_uci(self._folder())
+            data.fetch_uci(self._folder())
 
     @cached_property
     def source(self) -> Source:
         """Where the windows come from, decided."""
-        if self.config.source == "auto":
-            return self._found_source()
-        if self.config.source in ("watch", "synthetic") and self.data.data_dir is not None:
+        given = self.config.source
+        if given in ("watch", "synthetic") and self.data.data_dir is not None:
             raise ConfigError(
-                f"task.source={self.config.source} reads no folder, but data.data_dir is set",
-                fix="leave one of the two out",
+                f"task.source={given} reads no folder, but data.data_dir is set", fix="leave one of the two out"
             )
-        return self.config.source
-
-    def _found_source(self) -> Source:
+        if given != "auto":
+            return given
         if self.data.data_dir is None and not self.data.download:
             return "watch"
         folder = self._folder()
-        if find_uci(folder) is not None:
+        if data.find_uci(folder) is not None:
             return "uci"
-        if has_tensors(folder):
+        if data.has_tensors(folder):
             return "pt"
         raise DataError(
             f"{folder} holds no data that this task knows" if folder.is_dir() else f"there is no folder {folder}",
@@ -133,31 +128,27 @@ class HarTask(Task):
     def windows(self) -> HarData:
         """The windows of the source, in its own units."""
         config, source = self.config, self.source
-        self._refuse_foreign_settings(source)
+        for name, sources in (("val_subjects", ("watch", "uci")), ("test_subjects", ("watch",))):
+            if getattr(config, name) is not None and source not in sources:
+                raise ConfigError(f"task.{name} means nothing to {source}, which has its own split", fix="leave it out")
         if source == "watch":
-            return load_watch(
+            return data.load_watch(
                 val_subjects=config.val_subjects, test_subjects=config.test_subjects, mirror=config.mirror
             )
         if source == "synthetic":
-            return make_synthetic(
+            return data.make_synthetic(
                 config.synthetic_samples, config.synthetic_shape, config.synthetic_classes, seed=self.data.seed
             )
         if source == "pt":
-            return load_tensors(self._folder())
-        found = find_uci(self._folder())
+            return data.load_tensors(self._folder())
+        found = data.find_uci(self._folder())
         if found is None:
             raise DataError(
                 f"{self._folder()} does not hold UCI-HAR",
                 why="looked for train/Inertial Signals in it and in 'UCI HAR Dataset' below it",
                 fix="check --data-dir, or add --download",
             )
-        return load_uci(found, val_subjects=config.val_subjects)
-
-    def _refuse_foreign_settings(self, source: Source) -> None:
-        if self.config.val_subjects is not None and source not in ("watch", "uci"):
-            raise ConfigError(f"task.val_subjects means nothing to {source}: it names no subjects", fix="leave it out")
-        if self.config.test_subjects is not None and source != "watch":
-            raise ConfigError(f"task.test_subjects means nothing to {source}: its test is given", fix="leave it out")
+        return data.load_uci(found, val_subjects=config.val_subjects)
 
     @cached_property
     def standardiser(self) -> Standardiser:
@@ -169,52 +160,51 @@ class HarTask(Task):
         return self.windows.class_names
 
     def datasets(self) -> Datasets:
-        data = self.windows
-        val, test = (self._plain(part) if len(part) else None for part in (data.val, data.test))
-        return Datasets(self._training(data.train), val, test)
+        given = self.windows
+        val, test = (self._plain(part) if len(part) else None for part in (given.val, given.test))
+        return Datasets(self._training(given.train), val, test)
 
     def _training(self, windows: Windows) -> Any:
-        on_watch = self.source == "watch" and self.config.mode == "joint"
-        rotate = self.config.rotate_deg if self.config.rotate_deg is not None else WATCH_ROTATION_DEG * on_watch
-        gain = self.config.gain if self.config.gain is not None else WATCH_GAIN * on_watch
+        config, on_watch = self.config, self.source == "watch" and self.config.mode == "joint"
+        rotate = config.rotate_deg if config.rotate_deg is not None else WATCH_ROTATION_DEG * on_watch
+        gain = config.gain if config.gain is not None else WATCH_GAIN * on_watch
         if not rotate and not gain:
-            plain, wanted = self._plain(windows), self.config.synthetic_samples
-            if self.source == "synthetic" and wanted > len(windows):
-                samples_per_window = len(plain) // len(windows)
-                return Repeated(plain, wanted * samples_per_window)
-            return plain
-        if self.config.mode != "joint":
+            plain, wanted = self._plain(windows), config.synthetic_samples
+            if self.source != "synthetic" or wanted <= len(windows):
+                return plain
+            return data.Repeated(plain, wanted * (len(plain) // len(windows)))  # one window may be several samples
+        if config.mode != "joint":
             raise ConfigError(
-                f"task.rotate_deg and task.gain do not work with task.mode={self.config.mode}",
+                f"task.rotate_deg and task.gain do not work with task.mode={config.mode}",
                 why="they need all channels of a window",
                 fix="set them to 0, or task.mode to joint",
             )
         if rotate and self.windows.shape[0] % 3:
-            raise ConfigError(
-                f"task.rotate_deg needs channels in xyz triples, these windows have {self.windows.shape[0]}",
-                fix="set it to 0",
-            )
-        return AugmentedWindows(windows, self.standardiser, rotate_deg=rotate, gain=gain)
+            what = f"task.rotate_deg needs channels in xyz triples, these windows have {self.windows.shape[0]}"
+            raise ConfigError(what, fix="set it to 0")
+        return data.AugmentedWindows(windows, self.standardiser, rotate_deg=rotate, gain=gain)
 
     def _plain(self, windows: Windows) -> ArrayDataset:
-        return as_dataset(Windows(self.standardiser.apply(windows.samples), windows.labels), self.config.mode)
+        return data.as_dataset(Windows(self.standardiser.apply(windows.samples), windows.labels), self.config.mode)
 
     def model(self) -> nn.Module:
         channels, length = self.windows.shape
-        channels = channels if self.config.mode == "joint" else 1
-        classes, hidden = len(self.class_names), self.config.hidden
-        options: dict[str, Any] = {} if self.config.dropout is None else {"dropout": self.config.dropout}
+        name, hidden, sizes = self.config.model, self.config.hidden, dict[str, Any]()
         try:
-            if self.config.model == "cnn":
-                return Cnn(channels, classes, length, **options, widths=(64, 128, 128) if hidden is None else hidden)
-            if self.config.model == "mlp":
-                return Mlp(channels, classes, length, **options, hidden=(128,) if hidden is None else hidden)
-            if self.config.model == "vit_plots":
-                return _vit_of_plots(channels, classes, length, 64 if hidden is None else _only(hidden), options)
-            return Transformer(channels, classes, length, **options, width=64 if hidden is None else _only(hidden))
+            if hidden is not None and name in ("cnn", "mlp"):
+                sizes["widths" if name == "cnn" else "hidden"] = hidden
+            elif hidden is not None:
+                if len(hidden) != 1:
+                    raise ValueError(f"a transformer has one width, task.hidden gives {len(hidden)}")
+                sizes["width"] = hidden[0]
+            if self.config.dropout is not None:
+                sizes["dropout"] = self.config.dropout
+            kinds: dict[str, Callable[..., nn.Module]] = {"cnn": Cnn, "mlp": Mlp, "transformer": Transformer}
+            make = kinds.get(name, _vit_of_plots)
+            return make(channels if self.config.mode == "joint" else 1, len(self.class_names), length, **sizes)
         except ValueError as error:
             raise ConfigError(
-                f"task.model={self.config.model} does not fit windows of {length} steps and these settings",
+                f"task.model={name} does not fit windows of {length} steps and these settings",
                 why=str(error),
                 fix="change task.hidden, or choose another task.model",
             ) from None
@@ -273,14 +263,7 @@ class HarTask(Task):
         self.standardiser = Standardiser(mean, std)
 
 
-def _vit_of_plots(channels: int, classes: int, length: int, width: int, options: dict[str, Any]) -> nn.Module:
+def _vit_of_plots(channels: int, classes: int, length: int, **sizes: Any) -> nn.Module:
     """Line plots of 32 rows and a multiple of 8 columns, in patches of 8×8 pixels."""
     columns = max(8, -(-length // 8) * 8)
-    vit = Vit(channels, classes, (32, columns), patch=(8, 8), width=width, **options)
-    return nn.Sequential(LinePlots(32, columns), vit)
-
-
-def _only(hidden: tuple[int, ...]) -> int:
-    if len(hidden) != 1:
-        raise ValueError(f"a transformer has one width, task.hidden gives {len(hidden)}")
-    return hidden[0]
+    return nn.Sequential(LinePlots(32, columns), Vit(channels, classes, (32, columns), patch=(8, 8), **sizes))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.files import cache_folder, inside
 from lockstep.errors import DataError, StorageError, UnsupportedError, many
-from lockstep.tasks.autoencoder.digits import load_digits
+from lockstep.tasks.autoencoder.task import load_digits
 from lockstep.telemetry.files import make_folder
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

@@ -1,0 +1,420 @@
+"""Windows of sensor signals: in the package, of UCI-HAR, from tensors on disk, or made up; and how they become samples.
+
+Everything is NumPy until the last step, so that it means the same under any default device of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.download import download, extract, put_unpacked
+from lockstep.errors import ConfigError, DataError
+
+Mode = Literal["joint", "flatten", "average", "first"]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """``samples`` (windows, channels, time) float32 and ``labels`` (windows,) int64."""
+
+    samples: Floats
+    labels: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class HarData:
+    """What a source delivers. ``split`` says in words how training, validation and test were kept apart."""
+
+    train: Windows
+    val: Windows
+    test: Windows
+    class_names: tuple[str, ...]
+    split: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        _, channels, length = self.train.samples.shape
+        return channels, length
+
+
+def checked(
+    samples: npt.NDArray[Any], labels: npt.NDArray[Any], *, classes: int | None, where: str, first: int = 0
+) -> Windows:
+    """``samples`` and ``labels`` as :class:`Windows`, with labels from 0 instead of ``first``.
+
+    ``where``: what to call the data in an error. ``classes``: how many; ``None``: any label from ``first`` on.
+    """
+    if samples.ndim != 3 or 0 in samples.shape[1:]:
+        raise _wrong(f"{where}: the samples have shape {samples.shape}, not (windows, channels, time)")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise _wrong(
+            f"{where}: the labels have shape {labels.shape} and type {labels.dtype}, not one integer per window"
+        )
+    if len(samples) != len(labels):
+        raise _wrong(f"{where}: {len(samples)} windows but {len(labels)} labels")
+    if len(samples) == 0:
+        raise _wrong(f"{where}: there is no window in it")
+    with np.errstate(invalid="ignore", over="ignore"):
+        samples = np.ascontiguousarray(samples, dtype=np.float32)
+        # The sum is finite when all values are, and needs no array of flags as large as the data.
+        is_finite = np.isfinite(samples.sum(dtype=np.float64))
+    if not is_finite:
+        bad = int(np.flatnonzero(~np.isfinite(samples).all(axis=(1, 2)))[0])
+        raise _wrong(f"{where}: window {bad} holds values that are not finite", fix="remove it, or fill its gaps")
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < first or (classes is not None and highest >= first + classes):
+        known = f"{first} to {first + classes - 1}" if classes is not None else f"whole numbers from {first}"
+        raise _wrong(f"{where}: labels go from {lowest} to {highest}, out of range; the classes are {known}")
+    return Windows(samples, labels.astype(np.int64) - first)
+
+
+def _wrong(
+    what: str, fix: str = "restore the files, or save them again in the form that docs/har.md describes"
+) -> DataError:
+    return DataError(what, fix=fix)
+
+
+def by_subject(
+    windows: Windows, subjects: npt.NDArray[Any], val: Sequence[int], test: Sequence[int]
+) -> tuple[list[Windows], list[int]]:
+    """Windows for training, validation and test by the subject of each; and the subjects left for training."""
+    here = set(subjects.tolist())
+    train, twice, unknown = here - {*val, *test}, {*val} & {*test}, {*val, *test} - here
+    problem = ""
+    if unknown:
+        problem = f"there is no subject {', '.join(map(str, sorted(unknown)))} to keep apart"
+    elif twice:
+        problem = f"subject {', '.join(map(str, sorted(twice)))} is in task.val_subjects and task.test_subjects"
+    elif not train or not val:
+        problem = f"the split leaves no subject for {'validation' if train else 'training'}"
+    if problem:
+        raise ConfigError(problem, fix=f"choose among the subjects {', '.join(map(str, sorted(here)))}")
+    masks = [np.isin(subjects, list(chosen)) for chosen in (train, val, test)]
+    return [Windows(windows.samples[mask], windows.labels[mask]) for mask in masks], sorted(train)
+
+
+# The data in the package: seven shoulder exercises of ten subjects with a smart watch (see ``watch.txt``).
+
+WINDOW_S = 2.0
+#: The first six of the ten subjects train.
+VAL_SUBJECTS, TEST_SUBJECTS = (7, 8), (9, 10)
+#: What a reflection at the body's plane of symmetry reverses: an arrow's x (ax); for a rotation, which is a
+#: pseudovector, everything but x (wy, wz).
+MIRRORED = ("ax", "wy", "wz")
+
+
+def load_watch(*, val_subjects: Sequence[int] | None, test_subjects: Sequence[int] | None, mirror: bool) -> HarData:
+    """Windows of two seconds at half overlap, split by subject.
+
+    Args:
+        mirror: reflect the recordings of the left arm, so that both arms look like a right one.
+
+    Raises:
+        ConfigError: subjects that are not there, or in two splits.
+    """
+    val = VAL_SUBJECTS if val_subjects is None else tuple(val_subjects)
+    test = TEST_SUBJECTS if test_subjects is None else tuple(test_subjects)
+    with files("lockstep.tasks.har").joinpath("watch.npz").open("rb") as file, np.load(file) as content:
+        arrays = {name: content[name] for name in content.files}
+    signals = arrays["signals"] * arrays["scale"].astype(np.float32)[:, None]
+    length = round(WINDOW_S * int(arrays["rate_hz"]))
+    flip = np.array([[-1.0 if name in MIRRORED else 1.0] for name in arrays["channel_names"]], dtype=np.float32)
+    recordings = np.split(signals, np.cumsum(arrays["lengths"])[:-1], axis=1)
+    mirrored = [mirror and side == 0 for side in arrays["side"]]
+    cut = [
+        cut_windows(recording * flip if reflect else recording, length, length // 2)
+        for recording, reflect in zip(recordings, mirrored, strict=True)
+    ]
+    counts, names = [len(part) for part in cut], tuple(arrays["class_names"].tolist())
+    labels, subjects = np.repeat(arrays["label"], counts), np.repeat(arrays["subject"], counts)
+    windows = checked(np.concatenate(cut), labels, classes=len(names), where="watch.npz")
+    (training, validation, held_out), train = by_subject(windows, subjects, val, test)
+    return HarData(
+        training,
+        validation,
+        held_out,
+        names,
+        f"by subject: training {train}, validation {list(val)}, test {list(test)}",
+    )
+
+
+def cut_windows(recording: Floats, length: int, hop: int) -> Floats:
+    """``(channels, time)`` → ``(windows, channels, length)``; a rest shorter than a window is left out."""
+    if recording.shape[1] < length:
+        return np.empty((0, len(recording), length), dtype=np.float32)
+    views = np.lib.stride_tricks.sliding_window_view(recording, length, axis=1)[:, ::hop]
+    return np.ascontiguousarray(views.transpose(1, 0, 2), dtype=np.float32)
+
+
+# UCI-HAR: six activities of thirty people with a phone at the waist, as the archive unpacks.
+# Anguita, Ghio, Oneto, Parra, Reyes-Ortiz, "A Public Domain Dataset for Human Activity Recognition Using Smartphones",
+# ESANN 2013; https://doi.org/10.24432/C54S4K, CC BY 4.0. Windows of 128 samples at 50 Hz.
+
+FOLDER = "UCI HAR Dataset"
+CLASSES = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
+CHANNELS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
+LENGTH = 128
+#: One in so many of the official training subjects, those of the highest numbers, is for validation.
+VAL_SHARE = 5
+#: A zip archive that holds ``UCI HAR Dataset.zip``.
+URL = "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
+#: The publisher gives no checksum; this is what several independent projects recorded for this address.
+SHA256 = "c00b803081a5c797cd5e4b83700a9810b38d53d9d84e01917e090e1fdbc81031"
+
+
+def find_uci(folder: Path) -> Path | None:
+    """The data set's own folder: ``folder``, or the one in it, if it looks like UCI-HAR."""
+    for place in (folder, folder / FOLDER):
+        if any((place / name).is_dir() for name in ("train/Inertial Signals", "test/Inertial Signals")):
+            return place
+    return None
+
+
+def fetch_uci(folder: Path, *, url: str = URL, sha256: str = SHA256) -> Path:
+    """Download and unpack the data set into ``folder`` unless it is there; returns its own folder."""
+    found = find_uci(folder)
+    if found is not None:
+        return found
+    outer = download(url, folder / "uci-har.zip", sha256)
+    put_unpacked(outer, folder / FOLDER, partial(_unpack, outer))
+    return folder / FOLDER
+
+
+def _unpack(outer: Path, temporary: Path) -> Path:
+    inner = extract(outer, temporary / "outer") / f"{FOLDER}.zip"
+    return (extract(inner, temporary / "inner") if inner.exists() else temporary / "outer") / FOLDER
+
+
+def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:
+    """The official split, with some training subjects kept apart for validation."""
+    windows, subjects = _read_split(folder, "train")
+    here = sorted(set(subjects.tolist()))
+    val = here[-max(1, len(here) // VAL_SHARE) :] if val_subjects is None else list(val_subjects)
+    (training, validation, _), train = by_subject(windows, subjects, val, ())
+    split = f"official; by subject: training {train}, validation {val}"
+    return HarData(training, validation, _read_split(folder, "test")[0], CLASSES, split)
+
+
+def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]]:
+    """Windows, and the subject of each."""
+    labels = _read_numbers(folder / part / f"y_{part}.txt", np.int64, columns=1)[:, 0]
+    subjects = _read_numbers(folder / part / f"subject_{part}.txt", np.int64, columns=1)[:, 0]
+    signals = []
+    for channel in CHANNELS:
+        file = folder / part / "Inertial Signals" / f"{channel}_{part}.txt"
+        signals.append(_read_numbers(file, np.float32, columns=LENGTH))
+        if len(signals[-1]) != len(labels):
+            raise _wrong(f"{file} has {len(signals[-1])} windows, y_{part}.txt has {len(labels)}")
+    if len(subjects) != len(labels):
+        raise _wrong(f"{folder / part}: {len(subjects)} subjects but {len(labels)} labels")
+    where = f"{folder}/{part}"
+    return checked(np.stack(signals, axis=1), labels, classes=len(CLASSES), first=1, where=where), subjects
+
+
+def _read_numbers(file: Path, kind: type[np.generic], *, columns: int) -> npt.NDArray[Any]:
+    """The rows of a text file of numbers; shape (rows, columns)."""
+    fix = "unpack the archive again, or fetch it with --download into an empty --data-dir"
+    try:
+        if file.stat().st_size == 0:
+            raise DataError(f"{file} is empty", fix=fix)
+        numbers: npt.NDArray[Any] = np.loadtxt(file, dtype=kind, ndmin=2, encoding="ascii")
+    except FileNotFoundError:
+        raise DataError(f"{file} is missing", fix=fix) from None
+    except (OSError, ValueError) as error:  # ValueError includes text that is not ASCII
+        raise DataError(f"cannot read {file}", why=str(error)[:300], fix=fix) from None
+    if numbers.shape[1] != columns:
+        raise DataError(f"{file} has {numbers.shape[1]} numbers in a row, not {columns}", fix=fix)
+    return numbers
+
+
+# Windows saved with ``torch.save``: ``train.pt``, ``val.pt`` and ``test.pt``.
+
+PARTS = ("train", "val", "test")
+
+
+def has_tensors(folder: Path) -> bool:
+    return any((folder / f"{part}.pt").exists() for part in PARTS)
+
+
+def load_tensors(folder: Path) -> HarData:
+    """The three files; the classes are those of the training labels, numbered from 0."""
+    train = _load(folder / "train.pt", classes=None)
+    classes = int(train.labels.max()) + 1
+    if classes > len(train):
+        what = f"{folder / 'train.pt'}: label {classes - 1} is out of range for {len(train)} windows"
+        raise _wrong(what, fix="number the classes from 0 without gaps")
+    val, test = (_load(folder / f"{part}.pt", classes=classes) for part in PARTS[1:])
+    for part, windows in zip(PARTS[1:], (val, test), strict=True):
+        shape, wanted = windows.samples.shape[1:], train.samples.shape[1:]
+        if shape != wanted:
+            raise _wrong(f"{part}.pt has windows of shape {shape}, train.pt of {wanted}")
+    return HarData(train, val, test, tuple(f"class {number}" for number in range(classes)), "as the files give it")
+
+
+def _load(file: Path, *, classes: int | None) -> Windows:
+    fix = 'save it as {"samples": tensor (windows, channels, time), "labels": tensor (windows)}'
+    try:
+        # weights_only: a file from elsewhere must not run code. On the CPU, whatever torch's default device is.
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise DataError(f"{file} is missing", fix=fix) from None
+    except Exception as error:  # torch.load has many error types for a broken file
+        reason = str(error).partition("\n")[0][:300]
+        raise DataError(f"cannot read {file}", why=f"{type(error).__name__}: {reason}", fix=fix) from None
+    samples, labels = (content.get(key) for key in ("samples", "labels")) if isinstance(content, dict) else (None, None)
+    if not isinstance(samples, Tensor) or not isinstance(labels, Tensor):
+        raise DataError(f"{file} does not hold samples and labels", fix=fix)
+    if samples.is_complex() or samples.dtype == torch.bool:
+        raise DataError(f"{file}: the samples are of type {samples.dtype}", fix="save them as 32-bit floats")
+    return checked(samples.float().numpy(), labels.numpy(), classes=classes, where=str(file))
+
+
+# Made-up windows of any number, shape and class count, for benchmarks and tests.
+
+#: Above it, samples repeat: a data set of any size then takes no more memory than this.
+POOL_BYTES = 256 * 1024**2
+
+
+def make_synthetic(samples: int, shape: tuple[int, int], classes: int, *, seed: int) -> HarData:
+    """Each class is a wave with a separate frequency and phases in noise; a tenth as many windows validate, and test.
+
+    Args:
+        samples: distinct training windows wanted; fewer are made when they would take more than ``POOL_BYTES``.
+        shape: channels and time steps.
+    """
+    distinct = max(1, min(samples, POOL_BYTES // (4 * shape[0] * shape[1])))
+    phases = np.random.default_rng([seed, 0]).uniform(0, 2 * np.pi, (classes, shape[0], 1))
+    held_out = max(1, distinct // 10)
+    train, val, test = (
+        _waves(count, shape, phases, np.random.default_rng([seed, part]))
+        for part, count in enumerate((distinct, held_out, held_out), start=1)
+    )
+    return HarData(train, val, test, tuple(f"class {number}" for number in range(classes)), "made up")
+
+
+def _waves(count: int, shape: tuple[int, int], phases: npt.NDArray[Any], rng: np.random.Generator) -> Windows:
+    labels = rng.integers(len(phases), size=count)
+    time = np.linspace(0, 2 * np.pi, shape[1], endpoint=False)
+    waves = np.sin((np.arange(len(phases))[:, None, None] + 1) * time + phases).astype(np.float32)
+    samples = rng.standard_normal((count, *shape), dtype=np.float32)
+    for label, wave in enumerate(waves):
+        samples[labels == label] += wave
+    return Windows(samples, labels.astype(np.int64))
+
+
+# How windows become samples.
+
+
+@dataclass(frozen=True)
+class Standardiser:
+    """Mean and standard deviation of each channel, of the training windows alone."""
+
+    mean: Floats
+    std: Floats
+
+    @classmethod
+    def fit(cls, windows: Windows) -> Standardiser:
+        mean = windows.samples.mean(axis=(0, 2), dtype=np.float64)
+        std = windows.samples.std(axis=(0, 2), dtype=np.float64)
+        # A channel that never changes stays at 0 instead of becoming infinite.
+        return cls(mean.astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32))
+
+    def apply(self, samples: Floats) -> Floats:
+        """Of shape (…, channels, time); the result has mean 0 and standard deviation 1 on the training windows."""
+        result: Floats = (samples - self.mean[:, None]) / self.std[:, None]
+        return result
+
+
+def as_dataset(windows: Windows, mode: Mode) -> ArrayDataset:
+    """Standardised windows as samples ``(channels', time)`` and labels.
+
+    ``joint``: all channels are one sample. ``average``, ``first``: one channel is left. ``flatten``: each
+    channel is a sample with the window's label; the third array says which window it is from.
+    """
+    samples, labels = torch.from_numpy(windows.samples), torch.from_numpy(windows.labels)
+    if mode == "joint":
+        return ArrayDataset(samples, labels)
+    if mode == "average":
+        return ArrayDataset(samples.mean(dim=1, keepdim=True), labels)
+    if mode == "first":
+        return ArrayDataset(samples[:, :1].contiguous(), labels)
+    count, channels, length = samples.shape
+    window = torch.from_numpy(np.arange(count)).repeat_interleave(channels)
+    return ArrayDataset(samples.reshape(-1, 1, length), labels.repeat_interleave(channels), window)
+
+
+class Repeated:
+    """``length`` samples out of fewer: sample ``i`` is ``dataset[i % len(dataset)]``."""
+
+    def __init__(self, dataset: ArrayDataset, length: int) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self._dataset[index % len(self._dataset)]
+
+    def __getitems__(self, indices: Any) -> tuple[Tensor, ...]:
+        return self._dataset.__getitems__(np.asarray(indices) % len(self._dataset))
+
+
+class AugmentedWindows:
+    """Training windows, turned and scaled a little in a new way each epoch, then standardised.
+
+    A watch never sits twice at the same angle, and people move with different force: a random rotation of the sensor's
+    axes (the same for every sensor) and a random gain of each channel stand for both.
+
+    Args:
+        windows: in the sensors' own units, channels in xyz triples (needed for a rotation only).
+        rotate_deg: standard deviation of the angle, about a random axis.
+        gain: standard deviation of a channel's gain around 1.
+    """
+
+    def __init__(self, windows: Windows, standardiser: Standardiser, *, rotate_deg: float, gain: float) -> None:
+        self._windows, self._standardiser = windows, standardiser
+        self._angle, self._gain = math.radians(rotate_deg), gain
+        self.labels = windows.labels  # for data.sampling=balanced
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def sample(self, index: int, rng: np.random.Generator) -> tuple[Tensor, int]:
+        """Window ``index`` of shape (channels, time), and its label."""
+        window = self._windows.samples[index]
+        channels, length = window.shape
+        if self._angle:
+            rotation = _rotation(rng.standard_normal(3), self._angle * rng.standard_normal())
+            window = (rotation @ window.reshape(channels // 3, 3, length)).reshape(channels, length)
+        if self._gain:
+            window = window * (1.0 + self._gain * rng.standard_normal(channels)).astype(np.float32)[:, None]
+        return torch.from_numpy(self._standardiser.apply(window)), int(self._windows.labels[index])
+
+
+def _rotation(axis: npt.NDArray[np.float64], angle: float) -> Floats:
+    """The matrix that turns by ``angle`` (radians) about ``axis`` (not normalised): Rodrigues' formula."""
+    x, y, z = (axis / np.sqrt(axis @ axis)).tolist()
+    s, c = math.sin(angle), math.cos(angle)
+    t = 1.0 - c
+    rows = [
+        [c + t * x * x, t * x * y - s * z, t * x * z + s * y],
+        [t * x * y + s * z, c + t * y * y, t * y * z - s * x],
+        [t * x * z - s * y, t * y * z + s * x, c + t * z * z],
+    ]
+    return np.array(rows, dtype=np.float32)
