@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.engine import predict as engine
+from lockstep.engine import evaluate as engine
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launch.finished.predict import predict

@@ -110,11 +110,12 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
     call = signature(kind)
     given: dict[str, Any] = {"cfg" if "cfg" in call.parameters else "config": config}
-    if not _takes(call, given):
+    if _refused(call, given):
         given = {}
-        if model.model_fields or not _takes(call, given):
+        problem = _refused(call, given) or ("no parameter `config`" if model.model_fields else "")
+        if problem:
             raise TaskError(
-                f"{kind.__name__}.__init__ has no parameter `config`, or others without a default",
+                f"{kind.__name__}.__init__: {problem}",
                 why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
                 fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
                 "`def __init__(self, config=None): super().__init__(config)`",
@@ -122,12 +123,13 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
     return configured(kind(**given), config)
 
 
-def _takes(call: Signature, arguments: dict[str, Any]) -> bool:
+def _refused(call: Signature, arguments: dict[str, Any]) -> str:
+    """Why ``call`` does not take ``arguments``; empty if it does."""
     try:
         call.bind(**arguments)
-    except TypeError:
-        return False
-    return True
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def configured(task: Task, config: BaseModel | None = None) -> Task:
