@@ -87,7 +87,7 @@ def test_settings_are_passed_by_name() -> None:
 
 @pytest.mark.parametrize("kind", [Sized, Configured, Loose])
 def test_an_init_that_takes_other_arguments_than_the_settings_is_refused(kind: type[Task]) -> None:
-    with pytest.raises(TaskError, match=r"__init__: (no parameter `config`|missing a required argument: 'width')") as refused:
+    with pytest.raises(TaskError, match=r"__init__: (no parameter `config`|missing .* 'width')") as refused:
         make_task(kind, {})
     assert "super().__init__(config)" in refused.value.fix
 

@@ -200,8 +200,9 @@ class HarTask(Task):
             if self.config.dropout is not None:
                 sizes["dropout"] = self.config.dropout
             kinds: dict[str, Callable[..., nn.Module]] = {"cnn": Cnn, "mlp": Mlp, "transformer": Transformer}
-            make = kinds.get(name, _vit_of_plots)
-            return make(channels if self.config.mode == "joint" else 1, len(self.class_names), length, **sizes)
+            kinds["vit_plots"] = _vit_of_plots
+            channels = channels if self.config.mode == "joint" else 1
+            return kinds[name](channels, len(self.class_names), length, **sizes)
         except ValueError as error:
             raise ConfigError(
                 f"task.model={name} does not fit windows of {length} steps and these settings",
