@@ -170,7 +170,7 @@ FOLDER = "UCI HAR Dataset"
 CLASSES = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
 CHANNELS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 LENGTH = 128
-#: One in so many of the official training subjects, those of the highest numbers, is for validation.
+#: Of the official training subjects, one in this number is for validation: those of the highest numbers.
 VAL_SHARE = 5
 #: A zip archive that holds ``UCI HAR Dataset.zip``.
 URL = "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
