@@ -102,50 +102,54 @@ def _refuse_for_dp(devices: tuple[str, ...]) -> None:
 
 
 _ENGINE = "lockstep.engine.strategies"
-_SINGLE = StrategySpec(
-    name="single",
-    summary="one process on one device",
-    module=f"{_ENGINE}.build",
-    devices="one",
-    one_process=True,
-    messages="all-reduce",
-    supports_exact=True,
-)
-_DP = StrategySpec(
-    name="dp",
-    summary="one process copies the model to all selected GPUs in every step",
-    module=f"{_ENGINE}.data_parallel",
-    one_process=True,
-    note="ddp is faster than dp: dp copies the model to every GPU in every step, from one process",
-    refuses=_refuse_for_dp,
-)
-_DDP = StrategySpec(
-    name="ddp",
-    summary="one process for each device, gradients averaged by all-reduce",
-    module=f"{_ENGINE}.ddp",
-    messages="all-reduce",
-    supports_exact=True,
-    settings=("distributed.bucket_cap_mb", "distributed.find_unused_parameters"),
-)
-_FSDP = StrategySpec(
-    name="fsdp",
-    summary="one process for each device, with a shard of parameters, gradients and optimizer state",
-    module=f"{_ENGINE}.fsdp",
-    state="sharded",
-    forward_is_collective=True,
-    messages="gather",
-    settings=("fsdp",),
-    refuses=_refuse_for_fsdp,
-)
-_PIPELINE = StrategySpec(
-    name="pipeline",
-    summary="each device has some of the model's stages",
-    module=f"{_ENGINE}.pipeline",
-    state="staged",
-    forward_is_collective=True,
-    settings=("pipeline",),
-)
-_KNOWN = {spec.name: spec for spec in (_SINGLE, _DP, _DDP, _FSDP, _PIPELINE)}
+_KNOWN = {
+    spec.name: spec
+    for spec in (
+        StrategySpec(
+            name="single",
+            summary="one process on one device",
+            module=f"{_ENGINE}.build",
+            devices="one",
+            one_process=True,
+            messages="all-reduce",
+            supports_exact=True,
+        ),
+        StrategySpec(
+            name="dp",
+            summary="one process copies the model to all selected GPUs in every step",
+            module=f"{_ENGINE}.data_parallel",
+            one_process=True,
+            note="ddp is faster than dp: dp copies the model to every GPU in every step, from one process",
+            refuses=_refuse_for_dp,
+        ),
+        StrategySpec(
+            name="ddp",
+            summary="one process for each device, gradients averaged by all-reduce",
+            module=f"{_ENGINE}.ddp",
+            messages="all-reduce",
+            supports_exact=True,
+            settings=("distributed.bucket_cap_mb", "distributed.find_unused_parameters"),
+        ),
+        StrategySpec(
+            name="fsdp",
+            summary="one process for each device, with a shard of parameters, gradients and optimizer state",
+            module=f"{_ENGINE}.fsdp",
+            state="sharded",
+            forward_is_collective=True,
+            messages="gather",
+            settings=("fsdp",),
+            refuses=_refuse_for_fsdp,
+        ),
+        StrategySpec(
+            name="pipeline",
+            summary="each device has some of the model's stages",
+            module=f"{_ENGINE}.pipeline",
+            state="staged",
+            forward_is_collective=True,
+            settings=("pipeline",),
+        ),
+    )
+}
 
 
 def strategies() -> Mapping[str, StrategySpec]:
@@ -167,7 +171,7 @@ def find_strategy(name: str) -> StrategySpec:
 
 def auto_strategy(ranks: int, *, fits: bool = True) -> str:
     """What ``strategy: auto`` means; ``fits``: parameters, gradients and optimizer state have room on one device."""
-    return (_SINGLE if ranks == 1 else _DDP if fits else _FSDP).name
+    return "single" if ranks == 1 else "ddp" if fits else "fsdp"
 
 
 def register_strategy(spec: StrategySpec) -> None:

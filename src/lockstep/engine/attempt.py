@@ -88,7 +88,7 @@ def _built(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot
     source = training_source(task, datasets, rank.plan, rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl")
     # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
     # is complete only when all ranks have done theirs.
-    untimed = rank.config.training.compile or strategy.is_sharded
+    untimed = rank.config.training.compile or strategy.divided_by is not None
     share = None
     if rank.device.type == "cuda":
         share, text = peak_share(task, source, rank.plan)

@@ -184,16 +184,13 @@ class RunStatus(CompleteRows):
         else:
             self._end("failed", error="".join(traceback.format_exception(exception)))
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop_heartbeat()
-
-    def _stop_heartbeat(self) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
 
     def _end(self, status: str, **changes: Any) -> None:
-        self._stop_heartbeat()
+        self.teardown()
         if self._run is not None:
             self._run.update(status=status, completed_at=utc_now(), **changes)
 
@@ -287,11 +284,10 @@ class StopOnSignal(Callback):
                     trainer.save_checkpoint(self._checkpoint_dir / "stopped.ckpt")
                 return
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self._request.restore()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._request.restore()
+    on_exception = on_train_end
 
 
 class DeviceMonitor(Callback):
@@ -314,11 +310,10 @@ class DeviceMonitor(Callback):
         monitor = device_monitor(self._folder, devices, node=trainer.node_rank, interval_s=self._interval_s)
         self._open.enter_context(monitor)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self._open.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._open.close()
+    on_exception = on_train_end
 
 
 class LearningRate(Callback):

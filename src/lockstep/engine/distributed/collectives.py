@@ -88,12 +88,13 @@ class Collectives:
             return [value if rank == target else self._received(rank) for rank in range(self.size)]
 
     def _received(self, source: int) -> Any:
-        sizes = torch.empty(2, dtype=torch.int64)
-        dist.recv(sizes, source, group=self.group)
-        number, length = sizes.tolist()
+        header = torch.empty(2, dtype=torch.int64)
+        dist.recv(header, source, group=self.group)
+        number, length = header.tolist()
         message = torch.empty(length, dtype=torch.uint8)
         dist.recv(message, source, group=self.group)
-        return _unpacked(message, number)
+        *tensors, rest = message[8 * number :].split(message[: 8 * number].view(torch.int64).tolist())
+        return pickle.loads(rest.numpy().tobytes(), buffers=tensors)
 
     def sum(self, *values: V) -> tuple[V, ...]:
         """Element-wise sums over ranks, in float64, of numbers, or of tensors whose shapes all ranks share."""
@@ -164,8 +165,9 @@ class Collectives:
 
     def check(self, call: str) -> None:
         """Raise :class:`CollectiveError` where another rank makes another call, if that is checked. Collective."""
-        with contextlib.nullcontext() if self.group is None else self._call(call):
-            pass
+        if self.group is not None:
+            with self._call(call):
+                pass
 
     def begin(self, call: str) -> None:
         """Count ``call``, which another group carries: nothing is compared unless :meth:`look` is called."""
@@ -202,12 +204,6 @@ def _packed(value: object) -> tuple[Tensor, Tensor]:
     parts = [torch.from_numpy(np.asarray(buffer)) for buffer in (*buffers, file.getbuffer())]
     message = torch.cat([torch.tensor([part.numel() for part in parts]).view(torch.uint8), *parts])
     return torch.tensor([len(parts), message.numel()]), message
-
-
-def _unpacked(message: Tensor, number: int) -> Any:
-    sizes = message[: 8 * number].view(torch.int64).tolist()
-    *tensors, rest = message[8 * number :].split(sizes)
-    return pickle.loads(rest.numpy().tobytes(), buffers=tensors)
 
 
 class Call(NamedTuple):

@@ -189,11 +189,11 @@ class Strategy:
 
     Attributes:
         module: what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
-        is_sharded: each rank has a part of the parameters only, so that reading all is collective.
+        divided_by: the strategy that has given each rank a part of the parameters, so that reading all is collective.
         draws: sets the random generators for each sample or micro-batch.
     """
 
-    is_sharded = False
+    divided_by: str | None = None
     #: The mode of :class:`Buffers`.
     _merges: Literal["alone", "ranks", "exact"] = "alone"
 
@@ -252,16 +252,15 @@ class Strategy:
 
     def _adapt(self) -> None:
         """Train the parameters that require a gradient now. Collective."""
+        if self.divided_by is not None:
+            named = zip(self.module.named_parameters(), self._requires_grad, strict=True)
+            name = next(name for (name, parameter), before in named if parameter.requires_grad != before)
+            raise UnsupportedError(
+                f"strategy {self.divided_by} cannot freeze or unfreeze parameters during training, as {name}",
+                why="they are divided among the ranks as they were at the start",
+                fix="call requires_grad_() in the task's model(), or use --strategy ddp",
+            )
         self._follow()
-
-    def _refuse_change(self, strategy: str) -> None:
-        named = zip(self.module.named_parameters(), self._requires_grad, strict=True)
-        name = next(name for (name, parameter), before in named if parameter.requires_grad != before)
-        raise UnsupportedError(
-            f"strategy {strategy} cannot freeze or unfreeze parameters during training, as {name}",
-            why="they are divided among the ranks as they were at the start",
-            fix="call requires_grad_() in the task's model(), or use --strategy ddp",
-        )
 
     def _clear(self) -> None:
         for parameter in self._parameters:
@@ -290,7 +289,7 @@ class Strategy:
     def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
         if isinstance(batch, Unreadable):
             with ghost(self.module), self._buffers.untouched():
-                return without_count(self._forward_pass(batch.stand_in, step, part))
+                return without_count(*self._forward_pass(batch.stand_in, step, part))
         batch = self._arrived(batch)
         self._buffers.rewind()
         self.draws(step, part)

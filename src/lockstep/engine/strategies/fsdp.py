@@ -167,7 +167,7 @@ class FsdpStrategy(RanksStrategy):
     afterwards, and it contributes zeros to the reduction.
     """
 
-    is_sharded = True
+    divided_by = "fsdp"
 
     def __init__(self, replica: Replica, sharded: ShardedModel) -> None:
         super().__init__(replica)
@@ -187,9 +187,6 @@ class FsdpStrategy(RanksStrategy):
                     self._sums.send()
                 self._backward(total)
         return self._sums.reduced(step, float(self._world_size))
-
-    def _adapt(self) -> None:
-        self._refuse_change("fsdp")
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         found: dict[str, Any] = gathered(state, keep=keep)

@@ -118,8 +118,7 @@ class CheckedLoss:
         return loss
 
 
-def without_count(loss: tuple[Tensor, Tensor | int]) -> tuple[Tensor, Tensor | int]:
+def without_count(total: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor | int]:
     """A loss of 0 for 0 items, with gradients of 0: of a batch that replaces one without readable samples."""
-    total, count = loss
     total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
     return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0

@@ -177,7 +177,7 @@ class PipelineStrategy(Strategy):
     Every rank gets every micro-batch: the first takes its input, the last what its loss compares with.
     """
 
-    is_sharded = True
+    divided_by = "pipeline"
 
     def __init__(self, replica: Replica, model: PipelineModel, config: RunConfig, world: World) -> None:
         super().__init__(replica)
@@ -202,9 +202,6 @@ class PipelineStrategy(Strategy):
         self._up.flush()
         self._sums.send()
         return self._sums.reduced(step, 1.0)
-
-    def _adapt(self) -> None:
-        self._refuse_change("pipeline")
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         return self._pipeline.whole(state, collectives, keep=keep)
