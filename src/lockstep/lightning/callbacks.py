@@ -284,7 +284,7 @@ class StopOnSignal(Callback):
                     trainer.save_checkpoint(self._checkpoint_dir / "stopped.ckpt")
                 return
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._request.restore()
 
     on_exception = on_train_end
@@ -310,7 +310,7 @@ class DeviceMonitor(Callback):
         monitor = device_monitor(self._folder, devices, node=trainer.node_rank, interval_s=self._interval_s)
         self._open.enter_context(monitor)
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._open.close()
 
     on_exception = on_train_end
