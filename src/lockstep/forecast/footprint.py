@@ -95,7 +95,7 @@ class Ledger(TorchDispatchMode):
         fresh = [tensor for tensor in _tensors(result) if storage_key(tensor) not in self._alive]
         for tensor in fresh:
             self._note(tensor, self._kind)
-        if fresh or is_mutable(func):
+        if any(tensor.untyped_storage().nbytes() for tensor in fresh) or is_mutable(func):
             packet = overload_packet(func)
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result) if packet in flop_registry else 0
             used = _tensors((args, kwargs, result))

@@ -238,7 +238,7 @@ def _cuda_graphs(given: Given, batch: BatchPlan) -> list[Decision]:
         (len(placement.devices) > 1, "several devices", "their gradients are reduced while the backward runs"),
         (given.exact, "reproducibility: exact", "lanes are computed one by one"),
         (placement.precision == "16-mixed", "precision 16-mixed", "the scale of the loss changes between steps"),
-        (training.compile, "training.compile", "its mode reduce-overhead makes graphs of the compiled code"),
+        (training.compile, "training.compile", "its compile_mode reduce-overhead makes graphs of compiled code"),
         (batch.accumulate > 1, "accumulation", "gradients of a graph are written to the same memory again"),
         (facts.lengths is not None, "samples of different lengths", "each shape would need a graph"),
         (looks_inside, "debug settings", "they look into each step"),
