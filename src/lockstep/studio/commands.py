@@ -222,12 +222,7 @@ class Starts:
         before = self.read(name)
         if before is not None and is_alive(before.process):
             raise in_progress(name)
-        is_new = before is None and attempt_before == 0
-        with files.storing(folder):
-            try:
-                folder.mkdir(parents=True, exist_ok=not is_new)
-            except FileExistsError:
-                raise in_progress(name, "it has just been started") from None
+        files.make_folders(folder)
         output = self.output(name)
         begins = output.stat().st_size if output.exists() else 0
         shown = list(shown) or (before.shown if before is not None else [])
@@ -235,7 +230,7 @@ class Starts:
         try:
             return launch(folder / "start.json", arguments, config, output, output, shown=shown, **more)
         except BaseException:
-            if is_new:
+            if before is None and attempt_before == 0:
                 with contextlib.suppress(StorageError):
                     self.forget(name)
             raise

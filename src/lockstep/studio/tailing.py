@@ -329,8 +329,6 @@ class Feed:
         self._attempts: dict[int, int] = {}
         #: When attempts and epochs were changed, at the last look.
         self._stamp = (-1, -1)
-        #: Those made since the last poll, the same for every tab.
-        self._frames: dict[tuple[Any, ...], bytes] = {}
 
     def poll(self) -> None:
         """Read what is new, though not again within half a tick, for several tabs. The caller has the lock."""
@@ -338,7 +336,6 @@ class Feed:
         if now - self._polled < TICK_S / 2 and not self.behind:
             return
         self._polled = now
-        self._frames.clear()
         if now - self._looked >= _STATE_S:
             self._looked = now
             self._look()
@@ -353,19 +350,16 @@ class Feed:
                     break
         self.behind = any(tail.behind for tail in self.tails.values())
 
-    def frame(self, kind: str, stream: str, columns: Columns, start: int = 0, *, preview: bool = False) -> bytes:
-        """The rows from ``start`` on: a ``delta``, or all of a ``history``."""
-        key = (kind, stream, preview, start)
-        if key not in self._frames:
-            self._frames[key] = self._frame(kind, stream, columns, start, columns.rows, preview=preview)
-        return self._frames[key]
-
     def range(self, stream: str, low: float | None, high: float | None, request: Any) -> bytes:
         """A frame of the rows with ``low`` ≤ x ≤ ``high``."""
         columns = self.tails[stream].columns
-        return self._frame("range", stream, columns, *columns.between(low, high), request=request)
+        return self.frame("range", stream, columns, *columns.between(low, high), request=request)
 
-    def _frame(self, kind: str, stream: str, columns: Columns, start: int, end: int, **more: Any) -> bytes:
+    def frame(
+        self, kind: str, stream: str, columns: Columns, start: int = 0, end: int | None = None, **more: Any
+    ) -> bytes:
+        """Rows: all of a ``history``, a ``delta`` from ``start`` on, or a ``range``."""
+        end = columns.rows if end is None else end
         part, thin = columns.part(start, end)
         where = {"kind": kind, "run": self.name, "stream": stream, "x": columns.x, "start": start, "rows": end - start}
         state = {"generation": columns.generation, "total": columns.rows, "downsampled": thin, "cut": columns.cut}
