@@ -33,7 +33,7 @@ from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.world import World
-from lockstep.launch.api import evaluate
+from lockstep.launch.finished.evaluation import evaluate
 from lockstep.planning import BatchPlan, Plan
 from lockstep.planning.decision import Decision, by_key
 from lockstep.planning.horizon import resolve_schedule

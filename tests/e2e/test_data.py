@@ -10,7 +10,8 @@ import pytest
 import lockstep
 from lockstep import RunResult
 from lockstep.errors import CheckpointError
-from lockstep.launch.api import evaluate, resume
+from lockstep.launch.api import resume
+from lockstep.launch.finished.evaluation import evaluate
 from lockstep.telemetry.rundir import RunDir
 from tests.drawing import Drawing, Noisy, Unseeded
 from tests.e2e.test_exact import fingerprint

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.nodes.membership import meeting
 from lockstep.launch.nodes.preparation import Request, prepare_together
-from lockstep.launch.prepare import Prepared, make_plan, prepare, settle
+from lockstep.launch.prepare import Prepared, prepare, settle
 from lockstep.launch.run_claim import changed_config, create_folder, resume_point
 from lockstep.telemetry.rundir import RunDir
 from tests.toys import Toy
@@ -129,15 +129,15 @@ def begin_as_rank(settings: dict[str, Any]) -> None:
 
 def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert make_plan(Toy, {"hardware": {"selected_devices": "cpu"}}).threads == 3
-    plan = make_plan(Toy, {"hardware": {"selected_devices": "cpu,cpu"}})
+    assert prepare(Toy, {"hardware": {"selected_devices": "cpu"}}).plan.threads == 3
+    plan = prepare(Toy, {"hardware": {"selected_devices": "cpu,cpu"}}).plan
     assert (plan.threads, plan.decisions["threads"].reason) == (3, "OMP_NUM_THREADS")
-    assert make_plan(Toy, {"hardware": {"selected_devices": "cpu"}, "training": {"threads": 2}}).threads == 2
+    assert prepare(Toy, {"hardware": {"selected_devices": "cpu"}, "training": {"threads": 2}}).plan.threads == 2
     monkeypatch.delenv("OMP_NUM_THREADS")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        plan = make_plan(Toy, {"hardware": {"selected_devices": "cpu"}})
+        plan = prepare(Toy, {"hardware": {"selected_devices": "cpu"}}).plan
     finally:
         torch.set_num_threads(before)
     assert plan.threads == 1

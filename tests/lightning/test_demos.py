@@ -23,8 +23,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
-from lockstep.launch.api import RunResult
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import weights

@@ -21,7 +21,8 @@ import lockstep
 from lockstep.engine.lightning.module_fit import evaluate_module
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
-from lockstep.launch.api import evaluate, resume
+from lockstep.launch.api import resume
+from lockstep.launch.finished.evaluation import evaluate
 from lockstep.launch.finished.export import export
 from lockstep.lightning import fit
 from lockstep.telemetry.rundir import RunDir

@@ -73,10 +73,10 @@ def plan(
     Raises:
         UsageError: the task or a setting is wrong. DataError: the data cannot be used.
     """
-    from lockstep.launch.prepare import make_plan
+    from lockstep.launch.prepare import prepare
 
     given = mapping_of(config, settings)
-    return make_plan(_named(task, given), given)
+    return prepare(_named(task, given), given).plan
 
 
 def verify(

@@ -27,10 +27,10 @@ from lockstep.telemetry.tables import say
 @verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
 def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: AsJson = False) -> None:
     name, mapping = to_mapping(settings, task)
-    from lockstep.launch.api import make_plan
+    from lockstep.launch.prepare import prepare
     from lockstep.telemetry.console import print_plan
 
-    made = make_plan(name, mapping)
+    made = prepare(name, mapping).plan
     if as_json:
         print_json(made.as_dict(), sys.stdout)
         return

@@ -20,16 +20,13 @@ from lockstep.errors import RankOutOfMemory, RunFolderError
 from lockstep.events import Note
 from lockstep.hardware import read_world
 from lockstep.launch import run_claim
-from lockstep.launch.finished.evaluation import evaluate
 from lockstep.launch.local.start import start
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
-from lockstep.launch.prepare import Prepared, make_plan, overrides_of, plan_settled, settle
+from lockstep.launch.prepare import Prepared, overrides_of, plan_settled, settle
 from lockstep.telemetry.rundir import LIVE, RunDir
 from lockstep.telemetry.sinks import check_sinks
-
-__all__ = ["RunResult", "evaluate", "make_plan", "resume", "stop", "train"]
 
 #: Of a run that is out of memory: four halvings find a micro-batch that was 16 times too large.
 RETRIES = 4

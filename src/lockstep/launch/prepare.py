@@ -22,8 +22,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.host import usable_cores
 from lockstep.hardware.resolve import divide_if_needed
-from lockstep.planning import Plan, ResumePoint, TaskFacts
-from lockstep.planning import make_plan as compute_plan
+from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task
 from lockstep.tasks.trusted_tasks import class_paths, remember
@@ -166,7 +165,7 @@ def plan_for(
         placement = divide_if_needed(placement, facts.parameters * each, devices or detect_devices())
     cores = usable_cores()
     preset = _preset_threads(placement, cores)
-    plan = compute_plan(config, placement, facts, cores=cores, preset=preset, resume=resume)
+    plan = make_plan(config, placement, facts, cores=cores, preset=preset, resume=resume)
     if plan.pipelined:
         tried = trial_of(task)
         stages_of(tried, on_meta(tried), max(placement.world_size, len(placement.devices)))
@@ -192,8 +191,3 @@ def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bo
     training = config.training
     several = placement.world_size > 1 and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
     return several and facts.loader is None and training.reproducibility == "fast" and not training.compile
-
-
-def make_plan(task: Task | type[Task] | str | None = None, config: RunConfig | Mapping[str, Any] | None = None) -> Plan:
-    """The plan that :func:`lockstep.train` would use, with its reasons; starts nothing."""
-    return prepare(task, config).plan
