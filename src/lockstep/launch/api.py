@@ -59,7 +59,7 @@ def train(
         with run_claim.claimed(existing):
             return _go_on(existing, built, whole, hold=True, accept_data=accept_data)
     check_sinks(whole, whole.save_dir)
-    prepared = plan_settled(built, whole, world, None)
+    prepared = plan_settled(built, whole, None)
     run_dir = run_claim.create_folder(prepared.config)
     return _start_with_retries(prepared, run_dir, resumed_from=0)
 
@@ -84,7 +84,7 @@ def resume(
 def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_data: bool) -> RunResult:
     check_sinks(config, run.path)
     point = run_claim.resume_point(run, hold=hold, accept_data=accept_data, report=run_claim.warn)
-    prepared = plan_settled(task, config, read_world(os.environ), point)
+    prepared = plan_settled(task, config, point)
     run_claim.keep_config(run, config)
     return _start_with_retries(prepared, run, resumed_from=point.step if point else 0)
 
@@ -108,7 +108,7 @@ def _start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -
         if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
             torch.cuda.empty_cache()
         point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
-        prepared = plan_settled(prepared.task, smaller, read_world(os.environ), point)
+        prepared = plan_settled(prepared.task, smaller, point)
         batch = prepared.plan.batch
         text = (
             f"Out of memory ({what[:200]}): the micro-batch is now {batch.batch_size} samples, {batch.accumulate} a "

@@ -123,15 +123,14 @@ def prepare(
     config: RunConfig | Mapping[str, Any] | None,
     *,
     resume: ResumePoint | None = None,
-    world: World | None = None,
 ) -> Prepared:
     """Everything up to the plan; opens the data, starts nothing."""
-    return plan_settled(*settle(task, config), world or read_world(os.environ), resume)
+    return plan_settled(*settle(task, config), resume)
 
 
-def plan_settled(task: Task, config: RunConfig, world: World, resume: ResumePoint | None) -> Prepared:
+def plan_settled(task: Task, config: RunConfig, resume: ResumePoint | None) -> Prepared:
     """Placement, data and plan of what :func:`settle` returned."""
-    return plan_for(task, config, place(config, world), open_data(task, config), resume)
+    return plan_for(task, config, place(config, read_world(os.environ)), open_data(task, config), resume)
 
 
 def place(config: RunConfig, world: World) -> Placement:
