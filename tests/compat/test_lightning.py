@@ -43,6 +43,15 @@ class Logging(BoringModel):
     val_dataloader = None  # type: ignore[assignment]
 
 
+def test_optimizers_in_any_form() -> None:
+    made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    settings = {"scheduler": torch.optim.lr_scheduler.StepLR(made, 1), "interval": "step"}
+    for given in ({"optimizer": made, "lr_scheduler": settings}, ([made], [settings])):
+        optimizers, [scheduler] = compat.optimizers_of(given)
+        assert (optimizers, scheduler.scheduler) == ([made], settings["scheduler"])
+        assert (scheduler.interval, scheduler.frequency, scheduler.reduce_on_plateau) == ("step", 1, False)
+
+
 def test_ddp_without_a_launcher() -> None:
     strategy = compat.LaunchedDdp()
     strategy._configure_launcher()

@@ -149,7 +149,12 @@ class RunStatus(CompleteRows):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        run = self._run = _open_or_create(self._path, type(pl_module))
+        if (self._path / "run.json").exists():
+            run = RunDir.open(self._path)
+        else:
+            config = resolve({"task": {"name": f"{type(pl_module).__module__}:{type(pl_module).__qualname__}"}})
+            run = RunDir.create(self._path, config, run_id=new_run_id(self._path), command=sys.argv)
+        self._run = run
         record = run.read()
         best = monitored(record.best_metric, self._monitor)
         if trainer.global_step and best is not None:
@@ -193,13 +198,6 @@ class RunStatus(CompleteRows):
         self.teardown()
         if self._run is not None:
             self._run.update(status=status, completed_at=utc_now(), **changes)
-
-
-def _open_or_create(path: Path, kind: type) -> RunDir:
-    if (path / "run.json").exists():
-        return RunDir.open(path)
-    config = resolve({"task": {"name": f"{kind.__module__}:{kind.__qualname__}"}})
-    return RunDir.create(path, config, run_id=new_run_id(path), command=sys.argv)
 
 
 def _placement(trainer: Trainer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep._compat.torch import ConvertedModule, tree_leaves
@@ -180,18 +180,21 @@ class ModuleSteps(Task):
         return _Means(self._logged)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        made = model.module.configure_optimizers()  # type: ignore[union-attr, operator]
-        optimizers, schedulers = _parts(made)
-        if len(optimizers) != 1 or len(schedulers) > 1:
+        from lockstep._compat.lightning import optimizers_of
+
+        optimizers, schedulers = optimizers_of(model.module.configure_optimizers())  # type: ignore[union-attr, operator]
+        if len(optimizers) != 1 or len(schedulers) > 1 or any(each.frequency != 1 for each in schedulers):
             raise UnsupportedError(
                 f"{self._name}.configure_optimizers() returned {len(optimizers)} optimizers and {len(schedulers)} "
-                "schedulers",
-                why="verify and bench take one optimizer step for each batch, with at most one scheduler",
+                "schedulers, or a scheduler with a frequency",
+                why="verify and bench take one optimizer step for each batch, and step at most one scheduler: after "
+                "every step, every epoch or every evaluation",
                 fix="return one optimizer; or write a lockstep.Task",
             )
         [optimizer] = optimizers
+        made = [Scheduler(s.scheduler, "metric" if s.reduce_on_plateau else s.interval) for s in schedulers]
         # The scheduler is returned by scheduler(), and an optimizer is expected without the wrapper that it adds.
-        self._made = (_scheduler(schedulers[0]) if schedulers else None, vars(optimizer).pop("step", None))
+        self._made = (made[0] if made else None, vars(optimizer).pop("step", None))
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> Scheduler:
@@ -200,28 +203,3 @@ class ModuleSteps(Task):
         if wrapped is not None:
             vars(optimizer)["step"] = wrapped
         return scheduler or Scheduler(ConstantLR(optimizer, factor=1.0))
-
-
-def _parts(made: Any) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers and schedulers among the forms that ``configure_optimizers()`` may return."""
-    if isinstance(made, Mapping):
-        return [made["optimizer"]], [made["lr_scheduler"]] if "lr_scheduler" in made else []
-    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, list | tuple) for part in made):
-        return list(made[0]), list(made[1])
-    if isinstance(made, list | tuple):
-        parts = [_parts(part) for part in made]
-        return [o for optimizers, _ in parts for o in optimizers], [s for _, schedulers in parts for s in schedulers]
-    return [] if made is None else [made], []
-
-
-def _scheduler(given: Any) -> Scheduler:
-    """A scheduler, or the mapping that describes one to Lightning."""
-    settings = given if isinstance(given, Mapping) else {"scheduler": given}
-    if settings.get("frequency", 1) != 1:
-        raise UnsupportedError(
-            f"a scheduler with frequency {settings['frequency']} cannot be driven by verify and bench",
-            why="they step it after every step, every epoch or every evaluation",
-            fix="leave frequency out",
-        )
-    by_metric = isinstance(settings["scheduler"], ReduceLROnPlateau)
-    return Scheduler(settings["scheduler"], "metric" if by_metric else settings.get("interval", "epoch"))
