@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import report
@@ -21,16 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import Task
+from lockstep import Datasets, Task
 from lockstep.bench.measure import peak_memory, reset_peak_memory
 from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
-from lockstep.config import FsdpConfig, RunConfig
+from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.process.runtime import join
 from lockstep.engine.strategies.fsdp import ShardedModel
+from lockstep.engine.strategies.partition import Undivided
 
 RANKS, LAYERS = 2, 8
 WIDTHS = (512, 1024, 2048, 3072)
@@ -45,7 +47,8 @@ def in_turns(rank: Rank, rounds: int, folder: Path) -> None:
     for width in WIDTHS:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
-        ShardedModel(Task(), model, FsdpConfig(), "32", CPU, rank.world)
+        plan: Any = SimpleNamespace(placement={"precision": "32"})
+        ShardedModel(Undivided(Task(), model, RunConfig(), plan, Datasets(None), CPU, rank.world, collectives))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

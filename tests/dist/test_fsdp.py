@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +30,7 @@ from lockstep.engine.rank_context import writing
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
@@ -46,6 +48,12 @@ from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(600)
+
+
+def undivided(task: Task, model: nn.Module, world: World, precision: str = "32", **sections: Any) -> Undivided:
+    plan: Any = SimpleNamespace(placement={"precision": precision})
+    nothing: Any = None
+    return Undivided(task, model, RunConfig(**sections), plan, nothing, CPU, world, nothing)
 
 
 class Case(NamedTuple):
@@ -157,7 +165,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         )
         nodes = 2 if case.sharding == "hybrid" else 1
         world = World(rank, ranks, rank % (ranks // nodes), ranks // nodes)
-        sharded = ShardedModel(task, model, config, "32", CPU, world)
+        sharded = ShardedModel(undivided(task, model, world, fsdp=config))
     schedule, _ = resolve_schedule(
         SchedulerConfig(name="constant", warmup_steps=0),
         lr=0.05,
@@ -357,10 +365,10 @@ def refusals(world: World) -> list[str]:
         (nn.Linear(2, 2), hybrid, replace(world, local_rank=0, local_size=1, node_rank=world.rank)),
     ):
         with pytest.raises(UnsupportedError) as caught:
-            ShardedModel(Weighted(), model, wanted, "32", CPU, where)
+            ShardedModel(undivided(Weighted(), model, where, fsdp=wanted))
         told.append(caught.value.what)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    sharded = ShardedModel(Weighted(), model, FsdpConfig(), "32", CPU, world)
+    sharded = ShardedModel(undivided(Weighted(), model, world))
     replica = Replica(Weighted(), model, Precision("32", CPU, 1.0), CPU, 0, world.rank)
     strategy = FsdpStrategy(replica, sharded)
     model[1].requires_grad_(False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config import FsdpConfig, OptimizerConfig, SchedulerConfig
+from lockstep.config import OptimizerConfig, SchedulerConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.dtensor_state import gathered
@@ -20,7 +20,7 @@ from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
 from lockstep.planning.horizon import resolve_schedule
-from tests.dist.test_fsdp import Deep, Weighted
+from tests.dist.test_fsdp import Deep, Weighted, undivided
 from tests.gloo import run_ranks
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def train(rank: int, ranks: int, precision: str) -> tuple[list[float], list[Tens
     batch = BatchPlan(
         samples=SAMPLES, global_batch=PER_STEP, batch_size=PER_STEP // 2, accumulate=2 // ranks, ranks=ranks
     )
-    sharded = ShardedModel(task, model, FsdpConfig(), precision, CPU, world) if ranks > 1 else None
+    sharded = ShardedModel(undivided(task, model, world, precision)) if ranks > 1 else None
     schedule, _ = resolve_schedule(
         SchedulerConfig(name="constant", warmup_steps=0), lr=0.01, total_steps=16, steps_per_epoch=8, offset=0
     )

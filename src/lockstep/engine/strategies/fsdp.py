@@ -47,11 +47,7 @@ _HALF = {"32": None, "bf16-true": None, "16-mixed": torch.float16, "bf16-mixed":
 
 def divide(whole: Undivided) -> Divided:
     """Shard the model's parameters among the ranks. Collective."""
-    task, model, config, plan, _, device, world, _ = whole
-    recompute = config.fsdp.activation_checkpointing or config.training.activation_checkpointing
-    settings = config.fsdp.model_copy(update={"activation_checkpointing": recompute})
-    mode = config.training.compile_mode if config.training.compile else None
-    return ShardedModel(task, model, settings, plan.placement["precision"], device, world, mode)
+    return ShardedModel(whole)
 
 
 class _ReduceScatter:
@@ -73,21 +69,11 @@ class _ReduceScatter:
 class ShardedModel(Divided):
     """A model whose parameters have been divided among the ranks of a run, for good. Collective.
 
-    Args:
-        model: the same on every rank; on the host it is moved to ``device`` block by block.
-        mode: compiles each block: a mode of ``torch.compile``. What gathers a block's parameters stays outside.
+    On the host it is moved to the device block by block. What gathers a block's parameters is not compiled.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        config: FsdpConfig,
-        precision: str,
-        device: torch.device,
-        world: World,
-        mode: str | None = None,
-    ) -> None:
+    def __init__(self, whole: Undivided) -> None:
+        task, model, config, plan, _, device, world, _ = whole
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 or not parameter.is_contiguous():
                 raise UnsupportedError(
@@ -96,21 +82,21 @@ class ShardedModel(Divided):
                     "transposed view do not lie one behind the other",
                     fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
                 )
-        self.module, self._mesh, self._device = model, _mesh(config, device, world), device
+        self.module, self._mesh, self._device = model, _mesh(config.fsdp, device, world), device
         blocks = blocks_of(task, model)
         self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
-        for block in blocks if mode is not None else []:
-            block.forward = compiled(block.forward, cast(str, mode))
-        if config.activation_checkpointing:
+        for block in blocks if config.training.compile else []:
+            block.forward = compiled(block.forward, config.training.compile_mode)
+        if config.fsdp.activation_checkpointing or config.training.activation_checkpointing:
             checkpoint_activations(model, blocks)
         self.root, self.reduce_scatter = Asked(model), _ReduceScatter()
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
         for module in (*blocks, self.root):
             fully_shard(
                 module,
                 mesh=self._mesh,
                 reshard_after_forward=True,
-                mp_policy=_policy(module, blocks, precision),
+                mp_policy=_policy(module, blocks, plan.placement["precision"]),
                 offload_policy=offload,
             )
             cast(FSDPModule, module).set_custom_reduce_scatter(cast(Any, self.reduce_scatter))
