@@ -287,9 +287,9 @@ class Reader:
 
         Also which others samples drew from; with ``notes``, which of all of them samples did, and which the batch.
         """
-        seeded, every, by_samples = samples | batches, generators(), set[int]()
-        if not seeded:
+        if not samples and not batches:
             return self._collated(self._samples(wanted), wanted.indices), set(), set()
+        seeded, every, by_samples = samples | batches, generators(), set[int]()
         with _entered(seeded):
             between = [(place, every[place].mark()) for place in batches - samples]
             items = self._samples(wanted, samples, by_samples if notes else None)
@@ -315,7 +315,8 @@ class Reader:
         if seeded:
             sown = sample_words(self._seed, wanted.epoch, wanted.keys)
         pairs = [(place, generators()[place]) for place in seeded]
-        items, readable = list[Any](), list[int]()
+        items: list[Any] = []
+        readable: list[int] = []
         for index, key, words in zip(numbers, wanted.keys.tolist(), sown, strict=False):
             for place, generator in pairs:
                 generator.seed(words[place])

@@ -68,7 +68,9 @@ class JsonLines(_Records):
 
     def _records(self, parts: list[int], places: list[int]) -> list[Any]:
         # As one text, with a character between records that no JSON value may have.
-        text = b"\0".join([*map(self._bytes, parts, places), b""]).decode()
+        opened = self._opened
+        found = [opened(part).record(place) for part, place in zip(parts, places, strict=True)]
+        text = b"\0".join([*found, b""]).decode()
         values, end = [], -1
         for _ in parts:
             value, end = _decode(text, end + 1)
