@@ -84,7 +84,8 @@ class Stream:
         self._first, self._passes, self._given = position, 0, 0
         #: Items from number ``_first`` on; in the place of one that could not be read, its error.
         self._kept: list[Any] = []
-        self._states: dict[int, Any] = {}
+        #: What :meth:`state_dict` returns, by item.
+        self._states: dict[int, dict[str, Any]] = {}
         self._ended: StreamEnded | None = None
 
     def __len__(self) -> int:
@@ -202,7 +203,8 @@ class Stream:
         self._kept.append(error)
 
     def _note(self) -> None:
-        self._states[self._next] = (self._passes, self._given, copy.deepcopy(self.dataset.state_dict()))
+        state = copy.deepcopy(self.dataset.state_dict())
+        self._states[self._next] = {"item": self._next, "passes": self._passes, "given": self._given, "state": state}
 
     def _again(self) -> None:
         if not self._given:
@@ -239,14 +241,15 @@ class Stream:
         if saved is not None or self._first:
             self._begin_at(position)
         elif position:
-            self._first, self._states = position, {position + item: state for item, state in self._states.items()}
+            self._first = position
+            self._states = {position + n: {**state, "item": position + n} for n, state in self._states.items()}
         # It is at its beginning: what the plan has looked at stays.
         self._asked, self._window = [position] * world.local_size, window
         if saved is not None:
             self._first, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
             self._set_epoch()
             self.dataset.load_state_dict(copy.deepcopy(saved["state"]))
-            self._states[self._first] = (self._passes, self._given, saved["state"])
+            self._states[self._first] = saved
         if world.local_size > 1:
             with contextlib.suppress(FileNotFoundError):
                 Path(address).unlink()
@@ -262,11 +265,7 @@ class Stream:
         with self._lock:
             if self._next <= position and self._next not in self._states:
                 self._note()
-            item = max((number for number in self._states if number <= position), default=None)
-            if item is None:
-                return None
-            passes, given, state = self._states[item]
-            return {"item": item, "passes": passes, "given": given, "state": state}
+            return self._states.get(max((number for number in self._states if number <= position), default=-1))
 
     def _serve(self) -> None:
         """Answer one rank of this node until it ends."""
