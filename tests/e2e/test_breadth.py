@@ -52,6 +52,7 @@ def test_sixteen_bit_training_scales_its_loss_and_recovers_from_overflow(tmp_pat
     assert run.read().status == "completed"
 
 
+@pytest.mark.drill
 def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
     losses = []
     for name, batch in (("whole", ("--batch-size", "32")), ("parts", ("--batch-size", "8", "--grad-accum-steps", "4"))):

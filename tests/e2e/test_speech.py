@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lockstep.cli.main import main
 from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import finish, losses, start
@@ -20,16 +22,32 @@ SHARED = ("--global-batch-size", "8", "--batch-size", "8", "--set", "telemetry.t
 @pytest.fixture
 def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
     return make_recordings(tmp_path / "recordings", 21)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A command in this process, where what speech needs is imported once; its output."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main(arguments) == code
+        found = capsys.readouterr()
+        return found.out if "--json" in arguments else found.out + found.err
+
+    return run
 
 
 def flags(manifest: Path) -> tuple[str, ...]:
     return ("--set", f"task.train_manifest={manifest}", "--set", f"task.val_manifest={manifest}", *TINY, *SHARED)
 
 
-def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(tmp_path: Path, manifest: Path) -> None:
-    for run, devices in (("one", "cpu"), ("two", "cpu,cpu")):
-        arguments = ("--save-dir", run, "--devices", devices, "--set", "task.dropout=0", *flags(manifest))
+def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(
+    tmp_path: Path, manifest: Path, run: Callable[..., str]
+) -> None:
+    for name, devices in (("one", "cpu"), ("two", "cpu,cpu")):
+        arguments = ("--save-dir", name, "--devices", devices, "--set", "task.dropout=0", *flags(manifest))
         output = finish(start("train", "speech", *arguments, cwd=tmp_path))
         assert output.count("said: ") == 3
         assert "val: all of 21 utterances are training data too" in output
@@ -37,44 +55,43 @@ def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(tmp_path
     for key in ("train_loss", "val_loss"):
         assert one[key] == pytest.approx(two[key], rel=1e-5)
     assert one["val_wer"] == two["val_wer"]
-    evaluated = finish(start("evaluate", "two", "--data", str(manifest), "--json", cwd=tmp_path))
-    metrics = json.loads(evaluated[evaluated.index("{") :])["metrics"]
+    metrics = json.loads(run("evaluate", "two", "--data", str(manifest), "--json"))["metrics"]
     assert metrics["test_cer"] == two["val_cer"]
-    assert "cannot read the manifest" in finish(start("evaluate", "two", "--data", "no.jsonl", cwd=tmp_path), code=2)
+    assert "cannot read the manifest" in run("evaluate", "two", "--data", "no.jsonl", code=2)
     recordings = [str(manifest.parent / f"{index}.wav") for index in (0, 1)]
-    heard = json.loads(finish(start("transcribe", "two", *recordings, "--json", cwd=tmp_path)))
+    heard = json.loads(run("transcribe", "two", *recordings, "--json"))
     assert [row["file"] for row in heard["transcripts"]] == recordings
-    refused = finish(start("transcribe", "two", "missing.wav", cwd=tmp_path), code=2)
+    refused = run("transcribe", "two", "missing.wav", code=2)
     assert "there is no file missing.wav" in refused
     assert "Traceback" not in refused
 
 
-def test_another_alphabet_is_trained_and_transcribed(tmp_path: Path, manifest: Path) -> None:
+def test_another_alphabet_is_trained_and_transcribed(tmp_path: Path, manifest: Path, run: Callable[..., str]) -> None:
     lines = [json.loads(line) | {"text": "Größe öß"} for line in manifest.read_text().splitlines()]
     german = write_lines(manifest.parent / "german.jsonl", lines)
     letters = ("--set", "task.alphabet=abcdefghijklmnopqrstuvwxyzäöüß")
-    output = finish(start("train", "speech", "--save-dir", "run", *letters, *flags(german), cwd=tmp_path))
+    output = run("train", "speech", "--save-dir", "run", *letters, *flags(german))
     assert "said: 'größe öß'" in output
-    heard = json.loads(finish(start("transcribe", "run", str(manifest.parent / "0.wav"), "--json", cwd=tmp_path)))
+    heard = json.loads(run("transcribe", "run", str(manifest.parent / "0.wav"), "--json"))
     assert set(heard["transcripts"][0]["text"]) <= set("abcdefghijklmnopqrstuvwxyzäöüß '")
-    refused = finish(start("train", "speech", "--set", "task.alphabet=aba", *flags(german), cwd=tmp_path), code=2)
+    refused = run("train", "speech", "--set", "task.alphabet=aba", *flags(german), code=2)
     assert "repeats a letter" in refused and "Traceback" not in refused
 
 
-def test_the_n_grams_of_a_text_weigh_what_is_heard(tmp_path: Path, manifest: Path) -> None:
+def test_the_n_grams_of_a_text_weigh_what_is_heard(tmp_path: Path, manifest: Path, run: Callable[..., str]) -> None:
     said = {json.loads(line)["text"] for line in manifest.read_text().splitlines()}
     text = tmp_path / "text.txt"
     text.write_text("\n".join(said))
     settings = ("--set", f"task.lm_text=[{text}]", "--set", "task.lm_weight=50", *flags(manifest))
     beam = ("--set", "task.decoder=beam")
-    finish(start("train", "speech", "--save-dir", "run", *beam, *settings, cwd=tmp_path))
+    run("train", "speech", "--save-dir", "run", *beam, *settings)
     recordings = [str(manifest.parent / f"{index}.wav") for index in range(3)]
-    heard = json.loads(finish(start("transcribe", "run", *recordings, "--json", cwd=tmp_path)))
+    heard = json.loads(run("transcribe", "run", *recordings, "--json"))
     assert {row["text"] for row in heard["transcripts"]} <= said, "after one epoch, only the text knows words"
-    refused = finish(start("plan", "speech", *settings, cwd=tmp_path), code=2)
+    refused = run("plan", "speech", *settings, code=2)
     assert "set task.decoder=beam" in refused and "Traceback" not in refused
     text.unlink()
-    refused = finish(start("transcribe", "run", *recordings, cwd=tmp_path), code=2)
+    refused = run("transcribe", "run", *recordings, code=2)
     assert "cannot read the text" in refused and "Traceback" not in refused
 
 
@@ -86,7 +103,9 @@ def test_exact_mode_gives_the_same_weights_on_one_and_two_ranks(tmp_path: Path, 
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
 
 
-def test_bad_lines_are_all_told_before_training_or_left_out_on_request(tmp_path: Path, manifest: Path) -> None:
+def test_bad_lines_are_all_told_before_training_or_left_out_on_request(
+    tmp_path: Path, manifest: Path, run: Callable[..., str]
+) -> None:
     bad = [
         {"audio_path": "nowhere.wav", "text": "ON"},
         {"audio_path": "0.wav", "text": "[H]"},
@@ -95,7 +114,7 @@ def test_bad_lines_are_all_told_before_training_or_left_out_on_request(tmp_path:
     ]
     good = [json.loads(line) for line in manifest.read_text().splitlines()]
     mixed = write_lines(manifest.parent / "mixed.jsonl", [*good, *bad])
-    refused = finish(start("train", "speech", "--save-dir", "run", *flags(mixed), cwd=tmp_path), code=2)
+    refused = run("train", "speech", "--save-dir", "run", *flags(mixed), code=2)
     assert "4 of 25 lines cannot be used" in refused
     assert all(f"line {number}:" in refused for number in (22, 23, 24, 25))
     assert "Traceback" not in refused

@@ -14,7 +14,10 @@ from tests.e2e.test_train import finish, start
 UNUSED = {"lightning", "matplotlib", "pandas", "scipy", "sklearn", "sympy", "torch._dynamo", "torchmetrics", "wandb"}
 
 
-@pytest.mark.parametrize(("devices", "processes"), [("cpu", ["caller"]), ("cpu,cpu", ["0", "1", "caller"])])
+@pytest.mark.parametrize(
+    ("devices", "processes"),
+    [pytest.param("cpu", ["caller"], marks=pytest.mark.drill), ("cpu,cpu", ["0", "1", "caller"])],
+)
 def test_a_run_imports_nothing_slow_that_it_does_not_use(devices: str, processes: list[str], tmp_path: Path) -> None:
     task = tmp_path / "told.py"
     task.write_text(
