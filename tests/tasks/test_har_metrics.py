@@ -10,7 +10,7 @@ from torchmetrics.functional.classification import (
     multiclass_f1_score,
 )
 
-from lockstep.tasks.har.metrics import ClassScores, WindowScores
+from lockstep.tasks.har.task import ClassScores, WindowScores
 
 CLASSES = 4
 

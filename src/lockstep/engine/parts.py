@@ -39,7 +39,8 @@ class Parts(NamedTuple):
     notes: list[Note]
 
     def remark(self, text: str | None) -> None:
-        self.notes.extend([Note("remark", text)] if text else [])
+        if text:
+            self.notes.append(Note("remark", text))
 
 
 def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Parts:
@@ -77,8 +78,6 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
     remarks.append(untrained_note(update, model, config.training.max_grad_norm))
     draws = set() if watched is None else watched.draws
-    parts = Parts(rank, strategy, update, state, callbacks, draws, notes=[])
-    for text in remarks:
-        parts.remark(text)
-    parts.notes.extend([] if warning is None else [Note("warning", warning, "warning")])
-    return parts
+    notes = [Note("remark", text) for text in remarks if text]
+    notes += [] if warning is None else [Note("warning", warning, "warning")]
+    return Parts(rank, strategy, update, state, callbacks, draws, notes)

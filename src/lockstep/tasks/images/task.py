@@ -18,7 +18,7 @@ from lockstep.data.arrays import NO_LABEL, filled
 from lockstep.engine.task import Callback, Context, Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.models.vision import ResNet, Vit
-from lockstep.tasks.har.metrics import ClassScores
+from lockstep.tasks.har.task import ClassScores
 from lockstep.tasks.images.folders import (
     Augmentation,
     Images,
