@@ -293,7 +293,7 @@ def test_steps_without_items_change_nothing_and_have_no_row(tmp_path: Path) -> N
 def test_divided_models_refuse_modules_by_name() -> None:
     from lockstep.engine.strategies.stages import stages_of
 
-    with pytest.raises(UnsupportedError, match="pipeline cannot train modules beside the model: head"):
+    with pytest.raises(UnsupportedError, match="pipeline divides the model, and cannot train modules beside it: head"):
         stages_of(ArcFace(), build_model(ArcFace()), 2)
 
 

@@ -59,7 +59,7 @@ def test_lengths_that_change_are_noticed() -> None:
     task, plan = planned()
     before = inspect_task(task, task.datasets(), "it")
     task.train_data.lengths = task.train_data.lengths + 1
-    with pytest.raises(DataError, match="other lengths than before"):
+    with pytest.raises(DataError, match="lengths are not those of the plan"):
         training_source(task, lockstep.Datasets(task.train_data), plan)
     after = inspect_task(task, lockstep.Datasets(task.train_data), "it")
     assert after.fingerprint != before.fingerprint

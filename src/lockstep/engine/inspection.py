@@ -149,11 +149,8 @@ def on_meta(task: Task) -> nn.Module:
             model = build_model(task)
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
-        raise UnsupportedError(
-            f"the parameter {lazy[0]} of the model has no shape yet",
-            why="a lazy module makes its parameters in its first forward pass, after the optimizer is made",
-            fix="call the model once with a small batch in the task's model(), or name the number of input features",
-        )
+        fix = "call the model once with a small batch in the task's model(), or name the number of input features"
+        raise UnsupportedError(f"the parameter {lazy[0]} of a lazy module has no shape yet", fix=fix)
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
     return model

@@ -75,22 +75,16 @@ def bare(module: nn.Module) -> nn.Module:
 
 def refuse_modules(model: nn.Module, strategy: str) -> None:
     if isinstance(model, Trained):
-        raise UnsupportedError(
-            f"strategy {strategy} cannot train modules beside the model: {', '.join(model.extras)}",
-            why="it divides the model among devices, and these belong to no part of it",
-            fix="make them part of the model, or use --strategy ddp",
-        )
+        what = f"strategy {strategy} divides the model, and cannot train modules beside it: {', '.join(model.extras)}"
+        raise UnsupportedError(what, fix="make them part of the model, or use --strategy ddp")
 
 
 def refuse_meta(model: nn.Module) -> None:
     """Raise :class:`TaskError` where a parameter has no memory, since nothing would be trained."""
     name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if name is not None:
-        raise TaskError(
-            f"the parameter {name} of the task's model is on the meta device",
-            why="model() returned what an earlier call had made to count parameters, or made it there",
-            fix="make a new module in each call of model(), or keep it in an attribute of the task",
-        )
+        fix = "make a new module in each call of model(), or keep it in an attribute of the task"
+        raise TaskError(f"the parameter {name} of the task's model is on the meta device", fix=fix)
 
 
 class Callbacks:

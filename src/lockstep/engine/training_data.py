@@ -219,11 +219,8 @@ def _lengths(task: Task, plan: Plan) -> NDArray[Any]:
     lengths = None if given is None else check_lengths(given, plan.task.train_samples)
     found = None if lengths is None else hash_lengths(lengths)
     if lengths is None or found != plan.task.lengths:
-        raise DataError(
-            "the task gives other lengths than before this run's ranks were started",
-            why=f"their hash was {plan.task.lengths}, here it is {found}",
-            fix="let Task.lengths() depend on the data alone",
-        )
+        what = f"the task's lengths are not those of the plan: their hash was {plan.task.lengths}, here it is {found}"
+        raise DataError(what, fix="let Task.lengths() depend on the data alone")
     return lengths
 
 

@@ -50,10 +50,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     refuse_closure(type(optimizer))
     if hasattr(optimizer, "second_step"):
         raise UnsupportedError(
-            f"{kind} evaluates the loss several times in a step",
-            why="a step of a task has one forward and one backward pass for each micro-batch",
-            fix="use an optimizer with one step(), or your own loop with lockstep.Session (docs/own-loop.md), whose "
-            "reduce() and again() are for a second pass",
+            f"{kind} evaluates the loss several times in a step, and a task has one pass for each micro-batch",
+            fix="use an optimizer with one step(), or the reduce() and again() of lockstep.Session (docs/own-loop.md)",
         )
     sparse = sparse_layers(model)
     if sparse and isinstance(optimizer, Adam):
@@ -65,11 +63,8 @@ def refuse_closure(kind: type[Optimizer]) -> None:
     """Raise :class:`UnsupportedError` for an optimizer like L-BFGS, whose step itself calls the loss."""
     closure = signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
-        raise UnsupportedError(
-            f"the step() of {kind.__name__} needs a closure",
-            why="it evaluates the loss as often as it likes, and Lockstep sums the gradients of one pass",
-            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
-        )
+        what = f"the step() of {kind.__name__} needs a closure, which evaluates the loss several times"
+        raise UnsupportedError(what, fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW")
 
 
 def check_sparse(model: nn.Module, *, reduced: bool) -> None:
@@ -226,10 +221,8 @@ def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[
         depths[id(parameter)] = places.get(id(parameter), outside)
     last = max(depths.values(), default=0)
     if last == min(depths.values(), default=0):
-        raise ConfigError(
-            f"optimizer.layer_decay={decay:g} needs a model of several blocks",
-            fix="return the blocks from Task.blocks(model), or remove the setting",
-        )
+        fix = "return the blocks from Task.blocks(model), or remove the setting"
+        raise ConfigError(f"optimizer.layer_decay={decay:g} needs a model of several blocks", fix=fix)
     return {key: decay ** (last - depth) for key, depth in depths.items()}
 
 

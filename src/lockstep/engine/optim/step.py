@@ -339,11 +339,9 @@ class Update:
         groups = self.optimizer.param_groups
         optimizers.check_belongs(self.optimizer, self._named)
         if self._scheduler is not None:
-            raise TaskError(
-                "a parameter group was added to an optimizer that has a scheduler",
-                why="schedulers of torch have one rate for each group that there was when they were made",
-                fix="make all groups in Task.optimizer(); frozen parameters in them are left alone until unfrozen",
-            )
+            what = "a parameter group was added to an optimizer whose scheduler has one rate for each group before"
+            fix = "make all groups in Task.optimizer(); frozen parameters in them are left alone until unfrozen"
+            raise TaskError(what, fix=fix)
         for group in groups[self._groups :]:
             group.setdefault("initial_lr", group["lr"])
         self._groups = len(groups)
@@ -405,10 +403,8 @@ def build_update(
             group["lr"] *= plan.schedule.scale
     scheduler = optimizers.scheduler_of(task, optimizer)
     if scheduler is not None and scheduler.interval == "metric" and not validates:
-        raise TaskError(
-            "the task's scheduler steps by a metric, and there is no validation data",
-            fix="return validation data from datasets(), or a scheduler that steps by step or epoch",
-        )
+        fix = "return validation data from datasets(), or a scheduler that steps by step or epoch"
+        raise TaskError("the task's scheduler steps by a metric, and there is no validation data", fix=fix)
     if scheduler is not None and isinstance(one := scheduler.scheduler, ReduceLROnPlateau) and one.mode != plan.mode:
         raise TaskError(
             f"the task's scheduler has mode {one.mode!r}, and {plan.monitor} is best at its {plan.mode}",

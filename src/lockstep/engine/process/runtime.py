@@ -299,8 +299,7 @@ def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse to resume an exact run where bits would differ."""
     differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
     if differing:
+        fix = "resume where these agree, or give up exactness with --set training.reproducibility=fast"
         raise CheckpointError(
-            "this run is exact, and results would differ in bits here",
-            why="; ".join(differing),
-            fix="resume where these agree, or give up exactness with --set training.reproducibility=fast",
+            "this run is exact, and results would differ in bits here", why="; ".join(differing), fix=fix
         )

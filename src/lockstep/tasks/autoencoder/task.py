@@ -90,10 +90,8 @@ class AutoencoderTask(Task):
     def datasets(self) -> Datasets:
         """Images ``(1, 8, 8)`` from 0 to 1."""
         if self.data.data_dir is not None or self.data.download:
-            raise ConfigError(
-                "the autoencoder task reads no folder and downloads nothing: its images are in the package",
-                fix="leave --data-dir and --download out",
-            )
+            what = "the autoencoder task reads no folder and downloads nothing: its images are in the package"
+            raise ConfigError(what, fix="leave --data-dir and --download out")
         train, val, test = (ArrayDataset(load_digits(split).images) for split in ("train", "val", "test"))
         return Datasets(train, val, test)
 

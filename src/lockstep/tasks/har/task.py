@@ -89,10 +89,8 @@ class HarTask(Task):
     def prepare(self) -> None:
         if self.data.download:
             if self.config.source not in ("auto", "uci"):
-                raise ConfigError(
-                    f"there is nothing to download for task.source={self.config.source}",
-                    fix="leave --download out, or choose task.source=uci",
-                )
+                what = f"there is nothing to download for task.source={self.config.source}"
+                raise ConfigError(what, fix="leave --download out, or choose task.source=uci")
             data.fetch_uci(self._folder())
 
     @cached_property
@@ -173,11 +171,8 @@ class HarTask(Task):
                 return plain
             return data.Repeated(plain, wanted * (len(plain) // len(windows)))  # one window may be several samples
         if config.mode != "joint":
-            raise ConfigError(
-                f"task.rotate_deg and task.gain do not work with task.mode={config.mode}",
-                why="they need all channels of a window",
-                fix="set them to 0, or task.mode to joint",
-            )
+            what = f"task.rotate_deg and task.gain need all channels, and do not work with task.mode={config.mode}"
+            raise ConfigError(what, fix="set them to 0, or task.mode to joint")
         if rotate and self.windows.shape[0] % 3:
             what = f"task.rotate_deg needs channels in xyz triples, these windows have {self.windows.shape[0]}"
             raise ConfigError(what, fix="set it to 0")
