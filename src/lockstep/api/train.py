@@ -95,12 +95,10 @@ def verify(
         lockstep.verify(MyTask(), devices="cpu,cpu").raise_if_different()
 
     Args:
-        task: as for :func:`train`.
-        config: as for :func:`train`; it names at least two devices, as ``devices`` may do.
+        config: as for :func:`train`, as are ``task`` and ``settings``; it, or ``devices``, names at least two devices.
         steps: optimizer steps of each run.
         eval_batches: batches of each validation.
         say: called with a description of each run before it starts.
-        settings: as for :func:`train`.
 
     Raises:
         LockstepError: the task, a setting or a device is wrong, or a run failed.

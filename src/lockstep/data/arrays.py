@@ -109,15 +109,15 @@ class FrameRows:
         return {name: tensor.index_select(0, where) for name, tensor in self._tensors.items()}
 
 
-def is_loader(what: str, loader: DataLoader[Any], fix: str, place: str = "Datasets(train=…") -> TaskError:
-    """The error where a loader is given in place of its data set; ``place`` is what takes the weights of samples."""
+def is_loader(what: str, loader: DataLoader[Any], fix: str) -> TaskError:
+    """The error where a loader is given in place of its data set."""
     ours = type(loader.batch_sampler) in (torch_data.BatchSampler, type(None))
     sampler = loader.sampler if ours else loader.batch_sampler
     if isinstance(sampler, torch_data.WeightedRandomSampler):
-        fix += f"; its sampler goes to {place}, weights=sampler)"
+        fix += "; its sampler goes to Datasets(train=…, weights=sampler) or session.batches(…, weights=sampler)"
     elif type(sampler).__module__.partition(".")[0] != "torch":
         fix += (
-            f". Its {type(sampler).__name__} then has no effect: write {place}, weights=…), or give an iterable data "
+            f". Its {type(sampler).__name__} then has no effect: write weights=…, or give an iterable data "
             "set that yields samples in that order"
         )
     return TaskError(what, why="Lockstep makes the batches: their order must not depend on the devices", fix=fix)

@@ -46,15 +46,7 @@ def verify(
     What rounding alone changes is measured on one device, with the samples of each micro-batch in other orders.
     Each run is a complete run of Lockstep, with the user's strategy, loader and precision, in a temporary folder.
 
-    Args:
-        task: an object, a class, or a name as on the command line.
-        config: as for :func:`lockstep.train`; it must name at least two devices (``cpu,cpu`` counts as two).
-        steps: optimizer steps of each run.
-        eval_batches: batches of each validation.
-        say: called with a description of each run before it starts.
-
-    Raises:
-        LockstepError: invalid devices or settings, or a run failed.
+    See :func:`lockstep.verify`.
     """
     if read_world(os.environ).from_outside:
         raise UnsupportedError(

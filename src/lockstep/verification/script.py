@@ -72,10 +72,7 @@ def verify_script(
     """Run ``steps`` steps of a script on the first of the devices in ``given`` and on all, and compare.
 
     What rounding alone changes is measured as for a task: on one device, again and with the samples of each
-    micro-batch in other orders.
-
-    Raises:
-        ConfigError: fewer than two devices. LockstepError: a run failed.
+    micro-batch in other orders. Raises :class:`LockstepError`: fewer than two devices, or a run failed.
     """
     names = several_devices(given, "one device cannot differ from itself")
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:

@@ -47,18 +47,15 @@ class Training:
     """The prepared models and optimizers of one rank, and where its loop is.
 
     Attributes:
-        ranks: for calls of the loop between ranks, and of what it does at the ends of epochs.
-        stage: how many loops over batches the epoch has finished.
-        loops: how many have begun, in this attempt.
+        ranks: for calls between ranks that the loop makes.
+        stage: how many loops over batches the epoch has finished; ``loops``: how many have begun in this attempt.
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
         is_cut: whether the run has ended within its epoch, which a resume continues.
         stream: the data of the first loop, if they are one.
-        made: what the loop has made in this epoch (:meth:`lockstep.Session.once`).
         reshuffles: whether the loops of an epoch have different orders.
         skips: whether samples that cannot be read are left out.
         scalars: what the loop has logged since the last row.
-        draws: seeds what its bodies draw.
     """
 
     def __init__(

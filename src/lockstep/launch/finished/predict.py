@@ -48,9 +48,6 @@ def predict(
         out: ends in ``.csv``, ``.jsonl`` or ``.parquet``; ``None``: ``predictions-<data>.csv`` in the run folder.
         devices: as ``--devices``; ``None``: the first one of the run.
         task: the run's task; ``None``: made from its settings.
-
-    Raises:
-        LockstepError: no such data, checkpoint or device; the task has no predictions; a rank failed.
     """
     path = None if str(data) in SPLITS else Path(data).resolve()
     if path is not None and not path.exists():

@@ -26,15 +26,9 @@ from lockstep.telemetry.rundir import RunDir
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate, and on which devices.
+    """The checkpoint of ``step`` on a ``split`` of the run's data, with its configuration and plan on other devices.
 
-    Attributes:
-        config: the run's, with the devices of the evaluation.
-        plan: the run's, with their placement.
-        split: ``val`` or ``test``.
-        step: of the checkpoint.
-        data: a file for the task's ``evaluation_data``, instead of ``split``.
-        out: where predictions are written.
+    ``data``: a file for the task's ``evaluation_data``, instead of ``split``; ``out``: where predictions are written.
     """
 
     run: RunDir

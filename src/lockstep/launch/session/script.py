@@ -62,7 +62,7 @@ def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | Non
 def call_on_ranks(
     function: Callable[..., Any], arguments: Sequence[Any], given: Mapping[str, Any], resume: bool
 ) -> Any:
-    """What rank 0 returns of ``function(*arguments)`` on every device; see :meth:`lockstep.Session.launch`."""
+    """See :meth:`lockstep.Session.launch`."""
     _, code, results = _start(function, arguments, given, getattr(function, "__name__", "function"), resume=resume)
     if code:
         raise RanksStopped(code)
