@@ -316,4 +316,4 @@ def test_samples_that_cannot_be_read_are_left_out_where_a_run_leaves_them_out() 
     settings = {**ONE, "data": {"on_bad_row": "skip"}}
     rows = bench_step(Subject(Torn, settings), steps=2, warm_up=1, max_batch=1).rows
     assert [row["status"] for row in rows] == ["ok"]
-    assert bench_loader(Subject(Torn, settings), seconds=0.2).rows
+    assert bench_loader(Subject(Torn, settings), workers=(0,), seconds=0.2).rows

@@ -59,11 +59,11 @@ def test_the_help_lists_every_verb(run_cli: RunCli) -> None:
     assert run_cli().out == result.out, "no command at all shows the help"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["runs"], ["version"]])
-def test_torch_is_not_imported_before_it_is_needed(arguments: list[str], tmp_path: Path) -> None:
+def test_torch_is_not_imported_before_it_is_needed(tmp_path: Path) -> None:
     heavy = ("torch", "numpy", "torchmetrics", "lightning", "tensorboard")
+    commands = (["--help"], ["train", "--help"], ["--version"], ["runs"], ["version"])
     code = (
-        f"import sys, json\nfrom lockstep.cli.main import main\nassert main({arguments!r}) == 0\n"
+        f"import sys, json\nfrom lockstep.cli.main import main\nassert not any(map(main, {commands!r}))\n"
         f"print(json.dumps([name for name in {heavy!r} if name in sys.modules]), file=sys.stderr)"
     )
     result = subprocess.run(
@@ -78,7 +78,10 @@ def test_the_documentation_has_the_flags_of_the_help(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main([verb, "--help"]) == 0
-    shown = listed(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: lockstep {verb}")
+    assert verb != "train" or "lockstep train har --devices cpu,cpu" in out
+    shown = listed(out)
     in_documentation = documented(verb) | (documented("train") - TRAIN_ONLY if verb == "plan" else set())
     assert shown == in_documentation
     own = {"lightning": "LightningCLI lists them", "bench": "its subcommands have them", "run": "beside the script's"}
@@ -112,15 +115,6 @@ def test_the_configuration_page_has_every_key_with_a_meaning() -> None:
     assert {key.partition(".")[0] for key in keys.keys() - set(all_keys(RunConfig))} == {"task"}
     assert {"task.mode", "task.model"} <= keys.keys()
     assert [key for key, row in keys.items() if row.endswith("|  |")] == []
-
-
-def test_every_verb_says_in_its_help_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in NAMES:
-        assert main([verb, "--help"]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith(f"Usage: lockstep {verb}")
-    assert main(["train", "--help"]) == 0
-    assert "lockstep train har --devices cpu,cpu" in capsys.readouterr().out
 
 
 def test_the_version(run_cli: RunCli) -> None:
