@@ -36,8 +36,7 @@ class Planner:
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._helper: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -58,8 +57,8 @@ class Planner:
         """End the helper, even in the middle of an answer: its caller gets an error."""
         self._closed = True
         while not self._lock.acquire(timeout=0.05):
-            if (process := self._process) is not None:
-                process.kill()
+            if (helper := self._helper) is not None:
+                helper[0].kill()
         try:
             self._end()
         finally:
@@ -82,11 +81,11 @@ class Planner:
     def _exchange(self, request: bytes) -> Any:
         if self._closed:
             raise OSError("the studio is ending")
-        if self._process is None or self._process.poll() is not None:
+        if self._helper is None or self._helper[0].poll() is not None:
             self._end()
-            self._pipe, there = Pipe()
+            here, there = Pipe()
             with there:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "lockstep.studio.plan_helper", str(there.fileno())],
                     pass_fds=[there.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -94,20 +93,20 @@ class Planner:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,  # not ended by Ctrl-C in the studio's terminal
                 )
-        assert self._pipe is not None
-        self._pipe.send_bytes(request)
-        if not self._pipe.poll(self._timeout_s):
+            self._helper = (process, here)
+        _, pipe = self._helper
+        pipe.send_bytes(request)
+        if not pipe.poll(self._timeout_s):
             raise OSError(f"no answer within {self._timeout_s:g} s")
-        return json.loads(self._pipe.recv_bytes())
+        return json.loads(pipe.recv_bytes())
 
     def _end(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            process, pipe = helper
+            pipe.close()
+            process.kill()
+            process.wait()
 
 
 @dataclass(eq=False)

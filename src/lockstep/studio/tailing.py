@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from lockstep.studio.home import modified_ns
-from lockstep.telemetry.files import open_regular
+from lockstep.telemetry.files import open_regular, row_of
 from lockstep.telemetry.rundir import RunDir, or_else
 
 #: Above this number of rows the page gets the minimum and maximum of buckets.
@@ -300,15 +300,8 @@ def _rows(lines: list[bytes]) -> list[dict[str, Any]]:
     try:
         found = from_json(b"[" + b",".join(line for line in lines if line) + b"]", allow_inf_nan=True)
     except ValueError:
-        found = [_row(line) for line in lines]
+        found = map(row_of, lines)
     return [row for row in found if isinstance(row, dict)]
-
-
-def _row(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 class Feed:

@@ -281,7 +281,7 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     if not os.path.lexists(path):
         return []
     *lines, _torn = read_bytes(path, max_bytes=max_bytes).split(b"\n")
-    rows = [row for row in map(_row, lines) if row is not None]
+    rows = [row for row in map(row_of, lines) if row is not None]
     if not rows and any(line.strip() for line in lines):
         raise damaged(path, "none of its lines is a JSON object", "remove the file; the run itself is not affected")
     return rows
@@ -295,7 +295,7 @@ def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: 
             for tail_bytes in (_TAIL_BYTES, _MAX_TAIL_BYTES):
                 file.seek(max(0, size - tail_bytes))
                 *lines, _torn = file.read(tail_bytes).split(b"\n")
-                row = next((row for row in map(_row, reversed(lines)) if row is not None and wanted(row)), None)
+                row = next((row for row in map(row_of, reversed(lines)) if row is not None and wanted(row)), None)
                 if row is not None or tail_bytes >= size:
                     return row
     except OSError:
@@ -313,10 +313,11 @@ def sparse_rows(path: Path, most: int) -> list[dict[str, Any]]:
                 kept.append(line)
             if len(kept) == 2 * most:
                 kept, stride = kept[::2], 2 * stride
-    return [row for row in map(_row, kept) if row is not None]
+    return [row for row in map(row_of, kept) if row is not None]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """The row in one line; ``None`` where a power cut damaged it."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):

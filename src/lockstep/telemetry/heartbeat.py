@@ -113,9 +113,7 @@ def age_difference_s(pid: int, created: float) -> float | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else abs(process.create_time() - created)
-    except psutil.AccessDenied:
-        raise
-    except (psutil.Error, ValueError, OverflowError):
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
         return None
 
 
