@@ -109,7 +109,8 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
 
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
     call = signature(kind)
-    given: dict[str, Any] = {"cfg" if "cfg" in call.parameters else "config": config}
+    name = next((name for name in ("config", "cfg") if name in call.parameters), "config")
+    given: dict[str, Any] = {name: config}
     if _refused(call, given):
         given = {}
         problem = _refused(call, given) or ("no parameter `config`" if model.model_fields else "")
@@ -156,14 +157,10 @@ def _imported(place: str) -> Any:
     except Exception as error:
         own = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(Path(place).resolve())]
         at = f", in line {own[-1].lineno}: {own[-1].line}" if own else ""
-        raise TaskError(
-            f"importing {place} failed",
-            why=f"{type(error).__name__}: {error}{at}",
-            fix="fix that line, or the installation of the package that it imports"
-            if own
-            else "fix the file; a "
-            "package must be installed or in the working folder, or be named as path/to/file.py:Class",
-        ) from error
+        fix = "fix that line, or the installation of the package that it imports"
+        if not own:
+            fix = "fix it; a package must be installed or in the working folder, or be named as path/to/file.py:Class"
+        raise TaskError(f"importing {place} failed", why=f"{type(error).__name__}: {error}{at}", fix=fix) from error
     finally:
         sys.argv = given
 
