@@ -300,7 +300,8 @@ class ClassFolders:
         self.load, self.paths, self.targets = load, list[Path](), list[int]()
         for number, name in enumerate(self.classes):
             files = sorted(map(Path, inside(str(root / name), (suffix,))))
-            self.paths, self.targets = self.paths + files, self.targets + [number] * len(files)
+            self.paths += files
+            self.targets += [number] * len(files)
         if not self.paths:
             fix = "give the folder that has one folder for each class"
             raise DataError(f"{root} has no folders with files", fix=fix)
