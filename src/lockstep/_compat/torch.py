@@ -243,8 +243,10 @@ def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None
 
     A compiler that is imported later takes the flag from ``TORCHINDUCTOR_DETERMINISTIC``.
     """
-    imported, own = "torch._inductor.config" in sys.modules, torch.use_deterministic_algorithms
-    (own if imported else getattr(torch._C, "_set_deterministic_algorithms", own))(mode, warn_only=warn_only)
+    setter: Any = torch.use_deterministic_algorithms
+    if "torch._inductor.config" not in sys.modules:
+        setter = getattr(torch._C, "_set_deterministic_algorithms", setter)
+    setter(mode, warn_only=warn_only)
 
 
 def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:
