@@ -125,6 +125,7 @@ def test_a_loader_that_is_closed_early_leaves_no_process() -> None:
         (10e-3, 20e-3, 0, 8, 2),  # one would be just too slow
         (100e-3, 110e-3, 0, 8, 7),
         (5e-3, 5.5e-3, 0, 1, 0),  # no core for it
+        (18e-3, 20.7e-3, 33_554_432, 2, 2),  # samples of 1 MB: two copy and load at once
         (20e-3, 21e-3, 200_000_000, 2, 0),  # copying is slower than loading
     ],
 )
