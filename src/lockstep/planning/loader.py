@@ -19,8 +19,8 @@ HEADROOM = 1.2
 CLOSE = 0.95
 #: Loader processes of a rank that the first steps may start.
 MOST_WORKERS = 16
-#: What it costs another process to hand over a batch: 1.2 ms and 1 s for each 2.7 GB, on two cores of a server.
-HANDOVER_S, HANDOVER_BYTES_S = 1.2e-3, 2.7e9
+#: What it costs another process to hand over a batch: 1.2 ms and 1 s for each 3 GB, on two cores of a server.
+HANDOVER_S, HANDOVER_BYTES_S = 1.2e-3, 3e9
 
 
 class Recommendation(NamedTuple):
@@ -99,7 +99,7 @@ def resolve_loader(
 
 
 def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> int:
-    """How many loader processes should shorten a step by a seventh or more, at most ``most``; 0 where no number does.
+    """How many loader processes should shorten a step by a fifth or more, at most ``most``; 0 where no number does.
 
     ``load_s``: to load a batch of ``batch_bytes`` in the training process; ``step_s``: from one batch to the next
     there.
@@ -108,7 +108,7 @@ def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> i
     handed_s = load_s + HANDOVER_S + batch_bytes / HANDOVER_BYTES_S
     expected = {n: max(compute_s, handed_s / n, (compute_s + handed_s) / most) for n in range(1, most + 1)}
     best = min(expected.values(), default=step_s)
-    if best > 6 / 7 * step_s:
+    if best > 0.8 * step_s:
         return 0
     return next(workers for workers, seconds in expected.items() if seconds <= best / CLOSE)
 
