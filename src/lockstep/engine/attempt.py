@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 
-from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
-from lockstep.engine.checkpoints import Checkpoints
-from lockstep.engine.diagnostics.step_trace import Trace, trace_file
-from lockstep.engine.fit import Fit, Validation
-from lockstep.engine.inspection import peak_share
+from lockstep.engine.build import build_fit
 from lockstep.engine.lightning.module_task import ModuleTask
-from lockstep.engine.parts import build_parts
-from lockstep.engine.rank_context import RankContext, joined
+from lockstep.engine.rank_context import joined
 from lockstep.engine.resume import load_latest
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import begin_stream, end_data, kept_on, open_data, training_source
+from lockstep.engine.training_data import end_data, open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, RunEnded, Sink
 from lockstep.hardware.world import World
@@ -62,7 +56,7 @@ def run_attempt(
                 datasets = datasets or open_data(task, config, rank.collectives)
                 ending.callback(end_data, datasets)
                 # No name for the snapshot here: it would keep its memory, or its files, until the end.
-                fit = _built(rank, task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
+                fit = build_fit(rank, task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
                 log = fit.log
                 return fit.run()
         except BaseException as error:
@@ -76,33 +70,3 @@ def record_failure(sink: Sink, log: RunLog | None, error: BaseException) -> None
     # The folder may be what failed; then the first error is the one to report.
     with contextlib.suppress(LockstepError):
         sink.emit(RunEnded("failed", step, {}, None, {}, elapsed_s, error=text))
-
-
-def _built(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Fit:
-    """What this rank trains with, from ``snapshot`` or from the start. Collective."""
-    parts = build_parts(rank, task, datasets, snapshot)
-    rank, strategy, debug = parts.rank, parts.strategy, rank.config.debug
-    done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
-    saved = None if snapshot is None else snapshot.trainer.get("stream")
-    begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
-    source = training_source(task, datasets, rank.plan, rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl")
-    # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
-    # is complete only when all ranks have done theirs.
-    untimed = rank.config.training.compile or strategy.divided_by is not None
-    share = None
-    if rank.device.type == "cuda":
-        share, text = peak_share(task, source, rank.plan)
-        parts.remark(text)
-    log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters(), peak_share=share)
-    trace = None
-    if debug.trace != "off":
-        file = trace_file(rank.run_dir.path, rank.world.rank)
-        trace = Trace(debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
-        source = trace.source(source)
-    else:
-        source = replace(source, pad=task.pad, full=rank.plan.filled_to) if rank.plan.filled_to else source
-        source, remark = kept_on(source, rank.device, rank.plan)
-        parts.remark(remark)
-    validation = Validation(rank, task, datasets, parts)
-    checkpoints = Checkpoints(rank, task, parts, log, datasets.train)
-    return Fit(rank, task, datasets, parts, log, validation, checkpoints, trace, source, scalars={})

@@ -6,32 +6,25 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from inspect import signature
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-
-import torch
 
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source, Window
 from lockstep.engine.checkpoints import Checkpoints
 from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
 from lockstep.engine.diagnostics.step_trace import Trace
-from lockstep.engine.evaluate import Evaluator, evaluate, evaluation, train_mode
+from lockstep.engine.evaluate import train_mode
 from lockstep.engine.loop import StepResult, training_steps
 from lockstep.engine.parts import Parts
-from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog, report_skipped
 from lockstep.engine.state import EndedBy, RunResult
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.trained import bare
 from lockstep.engine.training_data import walk
-from lockstep.errors import UnsupportedError
-from lockstep.events import PictureDrawn, Remarked
-from lockstep.telemetry.files import JsonLines, write_json
+from lockstep.engine.validation import Validation
+from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.sinks import check_picture
 
 #: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
 #: :class:`StepResult` of the one that has ended.
@@ -63,102 +56,6 @@ class TimedBatches:
         return waited
 
 
-class Validation:
-    """Evaluates the weights that are being trained: the sanity check, validation, and the test. Methods are collective.
-
-    Refuses a task that shows something of the model after evaluations, where no rank has all of it.
-    """
-
-    def __init__(self, rank: RankContext, task: Task, datasets: Datasets, parts: Parts) -> None:
-        self._rank, self._task, self._datasets, self._parts = rank, task, datasets, parts
-        self._module, precision = parts.strategy.module, parts.update.precision
-        self._evaluator = Evaluator.of_plan(rank.plan, rank.collectives, rank.device, precision)
-        for method in (task.remarks, task.pictures):
-            if rank.plan.strategy.divides and any(p.default is p.empty for p in signature(method).parameters.values()):
-                raise UnsupportedError(
-                    f"the task's {method.__name__}() takes the model, which strategy "
-                    f"{rank.plan.placement['strategy']} divides",
-                    why="it is called on one rank, which has only a part of the model",
-                    fix="keep what it shows in evaluate(), or train with --strategy ddp",
-                )
-
-    def settle_loader(self, workers: int, text: str) -> None:
-        """Evaluate with at most ``workers`` loader processes, which is what training measured to be best."""
-        loader = self._evaluator.loader.model_copy(update={"most_workers": workers})
-        self._evaluator = replace(self._evaluator, loader=loader)
-        self._rank.note("loader", text)
-
-    def sanity_check(self) -> None:
-        """Evaluate a few batches before the first step. What the task shows of untrained weights is not emitted."""
-        steps = self._rank.config.validation.sanity_steps
-        if steps and self._datasets.val is not None and self._parts.state.step == 0:
-            with evaluation(self._task, self._module, self._parts.callbacks):
-                self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
-                self._show(emits=False)
-
-    def run(self) -> dict[str, float]:
-        """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
-        self._parts.strategy.check_buffers()
-        with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
-            others = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
-            found = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in others}
-            values = self._evaluate(self._datasets.val, self._chunks)
-            self._show()
-        found |= {f"{name}_": values for name in [*self._datasets.named][:1]} | {"": values}
-        return {
-            f"val_{prefix}{metric}": value
-            for prefix, of_set in found.items()
-            for metric, value in of_set.items()
-            if isinstance(value, float | int)
-        }
-
-    def test(self, step: int) -> dict[str, float]:
-        """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``."""
-        with evaluation(self._task, self._module, self._parts.callbacks):
-            found = self._evaluate(self._datasets.test, self._chunks, step)
-        values = {f"test_{name}": value for name, value in found.items()}
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
-        tables = {name: value for name, value in values.items() if name not in numbers}
-        if tables and self._rank.collectives.is_main:
-            names = getattr(self._task, "class_names", None)
-            tables |= {"class_names": list(names)} if names else {}
-            write_json(self._rank.run_dir.path / "tables.json", tables)
-        return numbers
-
-    @property
-    def _chunks(self) -> int | None:
-        """How many batches an evaluation takes; ``None``: all."""
-        debug = self._rank.config.debug
-        return self._rank.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
-
-    def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
-        evaluator = replace(self._evaluator, step=self._parts.state.step if step is None else step)
-        task, forward = self._parts.strategy.evaluating(self._task), self._parts.strategy.compiled
-        return evaluate(evaluator, task, self._module, dataset, chunks=chunks, forward=forward)
-
-    def _show(self, *, emits: bool = True) -> None:
-        """Emit the task's remarks and pictures of an evaluation, whose metrics only rank 0 has."""
-        if not self._rank.collectives.is_main:
-            return
-        with torch.no_grad():
-            remarks = self._asked(self._task.remarks)
-            pictures = self._asked(self._task.pictures) if emits else {}
-        if not emits:
-            return
-        place = self._rank.attempt, self._parts.state.epoch + 1, self._parts.state.step
-        if remarks:
-            self._rank.sink.emit(Remarked(*place, remarks))
-        for remark in remarks:
-            self._rank.note("task_remark", str(remark))
-        for name, pixels in pictures.items():
-            check_picture(name, pixels)
-            self._rank.sink.emit(PictureDrawn(*place, name, pixels))
-
-    def _asked(self, method: Callable[..., Any]) -> Any:
-        takes_model = signature(method).parameters and not self._rank.plan.strategy.divides
-        return method(bare(self._module)) if takes_model else method()
-
-
 @dataclass(frozen=True)
 class Fit:
     """What one rank trains with, and the actions around its steps. Each action is called on every rank alike.
@@ -166,7 +63,6 @@ class Fit:
     ``source`` has the training batches, ``scalars`` the newest values of the task's own hooks by name.
     """
 
-    rank: RankContext
     task: Task
     datasets: Datasets
     parts: Parts
@@ -196,7 +92,7 @@ class Fit:
 
     def _train(self) -> None:
         """Take steps until the run ends, and call hooks around them."""
-        rank, plan, state, log, trace = self.rank, self.rank.plan, self.parts.state, self.log, self.trace
+        rank, plan, state, log, trace = self.parts.rank, self.parts.rank.plan, self.parts.state, self.log, self.trace
         before, after = self._hooks_before(), self._hooks_after()
         start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
         requests = chain.from_iterable(window.requests for window in walk(plan, rank.world, **start))
@@ -232,7 +128,8 @@ class Fit:
 
     def _hooks_before(self) -> list[Hook]:
         hooks: list[Hook] = []
-        if self.rank.config.telemetry.record_samples and (self.rank.world.is_main or not self.rank.plan.pipelined):
+        rank = self.parts.rank
+        if rank.config.telemetry.record_samples and (rank.world.is_main or not rank.plan.pipelined):
             # Before, since a step needs all ranks: whichever rank dies, every file has all that a checkpoint has.
             hooks.append(("record the samples", _always, self._recorder()))
         if self.parts.callbacks:
@@ -248,7 +145,7 @@ class Fit:
         return hooks
 
     def _hooks_after(self) -> list[Hook]:
-        rank, trace, checkpoints, losses = self.rank, self.trace, self.checkpoints, self.log.losses
+        rank, trace, checkpoints, losses = self.parts.rank, self.trace, self.checkpoints, self.log.losses
         total, every_steps = rank.plan.total_steps, rank.config.validation.every_steps
 
         def ends_epoch(step: StepResult) -> bool:
@@ -284,7 +181,7 @@ class Fit:
 
     def _of_task(self, hook: Callable[..., Any]) -> Callable[[StepResult], None]:
         def call(step: StepResult) -> None:
-            self.scalars.update(hook(step, bare(self.parts.strategy.module)) or {})
+            self.scalars.update(hook(step, self.parts.model) or {})
 
         return call
 
@@ -294,17 +191,17 @@ class Fit:
 
         def report(step: StepResult) -> None:
             nonlocal known
-            known = report_skipped(self.rank, known)
+            known = report_skipped(self.parts.rank, known)
 
         return report
 
     def _recorder(self) -> Callable[[Window], None]:
         """Appends the indices of this rank's samples to its file (``telemetry.record_samples``)."""
-        file = JsonLines(self.rank.run_dir.samples_file(self.rank.world.rank))
+        file = JsonLines(self.parts.rank.run_dir.samples_file(self.parts.rank.world.rank))
 
         def record(window: Window) -> None:
             indices = [self.source.indices(request).tolist() for request in window.requests if not request.ghost]
-            place = {"attempt": self.rank.attempt, "step": self.parts.state.step + 1, "epoch": window.epoch + 1}
+            place = {"attempt": self.parts.rank.attempt, "step": self.parts.state.step + 1, "epoch": window.epoch + 1}
             file.append({**place, "indices": [*chain.from_iterable(indices)]})
 
         return record
@@ -329,9 +226,9 @@ class Fit:
                     f"Epoch {epoch} has trained nothing: in none of its steps did the loss have items "
                     "and a finite value. A count of 0 says that all samples are left out (weights, ignored labels)."
                 )
-                self.rank.note("nothing_counted", text, "warning")
+                self.parts.rank.note("nothing_counted", text, "warning")
         row, improved = {"train_loss": loss}, False
-        every, is_last = self.rank.config.validation.every_epochs, step.step >= self.rank.plan.total_steps
+        every, is_last = self.parts.rank.config.validation.every_epochs, step.step >= self.parts.rank.plan.total_steps
         if self.datasets.val is not None and (epoch % every == 0 or is_last):
             row |= self._validate()
             # Without ``max_steps`` there would be no evaluation within an epoch here: no scheduler steps by it.
@@ -356,11 +253,11 @@ class Fit:
         return metrics
 
     def _judge(self, metrics: dict[str, float], *, schedules: bool = True) -> bool:
-        monitor = self.rank.plan.monitor
+        monitor = self.parts.rank.plan.monitor
         value = metrics.get(monitor)
         if value is None:
             text = f"Monitored metric {monitor!r} was not reported; available: {', '.join(metrics)}."
-            self.rank.note("monitor_missing", text, "warning")
+            self.parts.rank.note("monitor_missing", text, "warning")
             return False
         if schedules:
             self.parts.update.judge(value)
@@ -369,7 +266,7 @@ class Fit:
     def _end_step(self, step: StepResult) -> None:
         """Decide whether the run ends here; if not, time this rank's work in a step that will be logged."""
         self.log.agreed(step.flags)
-        if self.log.ended_by is None and (step.step + 1) % self.rank.config.telemetry.log_interval == 0:
+        if self.log.ended_by is None and (step.step + 1) % self.parts.rank.config.telemetry.log_interval == 0:
             self.log.time_own_work()
 
 

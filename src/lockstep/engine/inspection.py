@@ -20,10 +20,7 @@ from torch.nn.parameter import is_lazy
 from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
 from lockstep.data.reader import Reader
-from lockstep.data.requests import Request, Source
 from lockstep.data.sampling import check_lengths, hash_lengths
-from lockstep.data.stream import Stream
-from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
@@ -41,8 +38,6 @@ from lockstep.engine.training_data import (
     remarks_of,
 )
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
-from lockstep.hardware.peaks import peak_flops
-from lockstep.planning import Plan
 from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
@@ -231,43 +226,3 @@ def has_quick_samples(dataset: Any) -> bool:
 
     with generators_kept():
         return statistics.median(seconds(int(i)) for i in np.linspace(0, len(dataset) - 1, 5)) < QUICK_S
-
-
-# Model FLOP/s utilisation: which share of its GPUs' peak arithmetic a run uses (Chowdhery et al. 2022, PaLM).
-
-#: Samples whose operations are counted.
-_COUNTED = 8
-
-
-def peak_share(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:
-    """The share of the peak that one sample a second is, and where it comes from; ``None`` and why it is not known."""
-    placement = plan.placement
-    tf32 = plan.value("matmul_precision") == "high"
-    peak, origin = peak_flops(placement.get("gpu", ""), placement["precision"], tf32=tf32)
-    flops, counted = (None, origin) if peak is None else flops_of_sample(task, source, plan)
-    if peak is None or flops is None:
-        return None, f"MFU is not shown: {counted}."
-    devices = len(set(placement["devices"])) * placement["nodes"]
-    text = f"MFU: {flops / 1e9:.4g} GFLOP a sample, {peak / 1e12:.4g} TFLOP/s a GPU ({origin})."
-    return flops / (peak * devices), text
-
-
-def flops_of_sample(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:
-    """Operations of forward and backward as torch's counter sees them on tensors without memory; ``None``, and why."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    if plan.task.lengths is not None or isinstance(source.dataset, Stream):
-        return None, "samples differ in length, or are read once"
-    size = min(_COUNTED, plan.batch.batch_size)
-    counter = FlopCounterMode(display=False)
-    try:
-        with generators_kept():
-            trial = trial_of(task)
-            model = on_meta(trial).train()
-            batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
-            with counter:
-                trial.loss(bare(model), to_device(batch, torch.device("meta"))).total.backward()
-    except Exception as error:  # the task may need values
-        return None, f"operations cannot be counted without values ({type(error).__name__})"
-    total = counter.get_total_flops()
-    return (total / size, "") if total else (None, "torch counts none of the model's operators")

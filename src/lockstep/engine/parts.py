@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
+from torch import nn
+
 from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import check_start
@@ -17,9 +19,8 @@ from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.build import build_strategy, divide, on_device
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
-from lockstep.engine.trained import Callbacks, build_model, refuse_meta
+from lockstep.engine.trained import Callbacks, bare, build_model, refuse_meta
 from lockstep.events import Note
 
 
@@ -37,6 +38,11 @@ class Parts(NamedTuple):
     callbacks: Callbacks
     draws: Set[str]
     notes: list[Note]
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model, without what a strategy has put around it."""
+        return bare(self.strategy.module)
 
     def remark(self, text: str | None) -> None:
         if text:
@@ -57,7 +63,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         model = convert(model, None)
     model, divided = cast(model, plan.placement["precision"]), None
     if plan.strategy.divides:
-        divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
+        divided = divide(task, model, config, plan, datasets, device, rank.world, rank.collectives)
     else:
         model, rank = on_device(model, rank, task, datasets)
         found = [rank.plan.decisions[key] for key in plan.to_measure]

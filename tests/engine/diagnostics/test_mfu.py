@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep import ArrayDataset, Datasets, Loss, Task
-from lockstep.engine.inspection import flops_of_sample, peak_share
+from lockstep.engine.diagnostics.mfu import flops_of_sample, peak_share
 from lockstep.engine.training_data import training_source
 from lockstep.launch.prepare import prepare
 from lockstep.planning import Plan

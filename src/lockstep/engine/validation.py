@@ -1,0 +1,115 @@
+"""Evaluations of the weights that are being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import torch
+
+from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
+from lockstep.engine.parts import Parts
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.task import Datasets, Task
+from lockstep.errors import UnsupportedError
+from lockstep.events import PictureDrawn, Remarked
+from lockstep.telemetry.files import write_json
+from lockstep.telemetry.sinks import check_picture
+
+
+class Validation:
+    """Evaluates the weights that are being trained: the sanity check, validation, and the test. Methods are collective.
+
+    Refuses a task that shows something of the model after evaluations, where no rank has all of it.
+    """
+
+    def __init__(self, rank: RankContext, task: Task, datasets: Datasets, parts: Parts) -> None:
+        self._rank, self._task, self._datasets, self._parts = rank, task, datasets, parts
+        self._module, precision = parts.strategy.module, parts.update.precision
+        self._evaluator = Evaluator.of_plan(rank.plan, rank.collectives, rank.device, precision)
+        for method in (task.remarks, task.pictures):
+            if rank.plan.strategy.divides and any(p.default is p.empty for p in signature(method).parameters.values()):
+                raise UnsupportedError(
+                    f"the task's {method.__name__}() takes the model, which strategy "
+                    f"{rank.plan.placement['strategy']} divides",
+                    why="it is called on one rank, which has only a part of the model",
+                    fix="keep what it shows in evaluate(), or train with --strategy ddp",
+                )
+
+    def settle_loader(self, workers: int, text: str) -> None:
+        """Evaluate with at most ``workers`` loader processes, which is what training measured to be best."""
+        loader = self._evaluator.loader.model_copy(update={"most_workers": workers})
+        self._evaluator = replace(self._evaluator, loader=loader)
+        self._rank.note("loader", text)
+
+    def sanity_check(self) -> None:
+        """Evaluate a few batches before the first step. What the task shows of untrained weights is not emitted."""
+        steps = self._rank.config.validation.sanity_steps
+        if steps and self._datasets.val is not None and self._parts.state.step == 0:
+            with evaluation(self._task, self._module, self._parts.callbacks):
+                self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
+                self._show(emits=False)
+
+    def run(self) -> dict[str, float]:
+        """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
+        self._parts.strategy.check_buffers()
+        with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
+            others = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
+            found = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in others}
+            values = self._evaluate(self._datasets.val, self._chunks)
+            self._show()
+        found |= {f"{name}_": values for name in [*self._datasets.named][:1]} | {"": values}
+        return {
+            f"val_{prefix}{metric}": value
+            for prefix, of_set in found.items()
+            for metric, value in of_set.items()
+            if isinstance(value, float | int)
+        }
+
+    def test(self, step: int) -> dict[str, float]:
+        """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``."""
+        with evaluation(self._task, self._module, self._parts.callbacks):
+            found = self._evaluate(self._datasets.test, self._chunks, step)
+        values = {f"test_{name}": value for name, value in found.items()}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
+        tables = {name: value for name, value in values.items() if name not in numbers}
+        if tables and self._rank.collectives.is_main:
+            names = getattr(self._task, "class_names", None)
+            tables |= {"class_names": list(names)} if names else {}
+            write_json(self._rank.run_dir.path / "tables.json", tables)
+        return numbers
+
+    @property
+    def _chunks(self) -> int | None:
+        """How many batches an evaluation takes; ``None``: all."""
+        debug = self._rank.config.debug
+        return self._rank.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
+
+    def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
+        evaluator = replace(self._evaluator, step=self._parts.state.step if step is None else step)
+        task, forward = self._parts.strategy.evaluating(self._task), self._parts.strategy.compiled
+        return evaluate(evaluator, task, self._module, dataset, chunks=chunks, forward=forward)
+
+    def _show(self, *, emits: bool = True) -> None:
+        """Emit the task's remarks and pictures of an evaluation, whose metrics only rank 0 has."""
+        if not self._rank.collectives.is_main:
+            return
+        with torch.no_grad():
+            remarks = self._asked(self._task.remarks)
+            pictures = self._asked(self._task.pictures) if emits else {}
+        if not emits:
+            return
+        place = self._rank.attempt, self._parts.state.epoch + 1, self._parts.state.step
+        if remarks:
+            self._rank.sink.emit(Remarked(*place, remarks))
+        for remark in remarks:
+            self._rank.note("task_remark", str(remark))
+        for name, pixels in pictures.items():
+            check_picture(name, pixels)
+            self._rank.sink.emit(PictureDrawn(*place, name, pixels))
+
+    def _asked(self, method: Callable[..., Any]) -> Any:
+        takes_model = signature(method).parameters and not self._rank.plan.strategy.divides
+        return method(self._parts.model) if takes_model else method()
