@@ -217,6 +217,11 @@ def parse_yaml(text: str | bytes) -> Any:
         if _expanded(node, {}) > MAX_VALUES:
             raise yaml.YAMLError(f"it has more than {MAX_VALUES:,} values")
         return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark, began = error.problem_mark, error.context_mark
+        where = "" if mark is None else f"line {mark.line + 1}: "
+        during = f" ({error.context} from line {began.line + 1})" if error.context and began is not None else ""
+        raise yaml.YAMLError(f"{where}{error.problem}{during}") from None
     except (AttributeError, LookupError, RecursionError, ValueError) as error:
         # What PyYAML raises for `!!bool maybe`, `!!int ''`, `!!timestamp soon`, the 31st of February, deep nesting.
         raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from None
