@@ -1,5 +1,7 @@
 """Every shell command of README and docs runs, shortened, on CPU ranks; ``ELSEWHERE`` has the others and their tests.
 
+Those of most pages are drills.
+
 Commands within a sentence or a table are parsed, not run, in ``tests/test_guides.py``.
 """
 
@@ -164,7 +166,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [page for page, lines in RUN.items() if lines], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page.stem in ("README", "own-loop") else pytest.mark.drill)
+        for page, lines in RUN.items()
+        if lines
+    ],
+    ids=lambda page: page.stem,
+)
 def test_commands_run(page: Path, prepared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(prepared, folder, symlinks=True)

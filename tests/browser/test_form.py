@@ -79,7 +79,9 @@ def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: 
     expect(dialog.get_by_text("No saved configurations.")).to_be_visible()
     dialog.get_by_label("YAML").fill("training:\n  epochs: [1")
     dialog.get_by_role("button", name="Load YAML").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("did not find expected ',' or ']' (while parsing a flow sequence from line 2)")
+    expect(dialog.get_by_role("alert")).to_contain_text(
+        "did not find expected ',' or ']' (while parsing a flow sequence from line 2)"
+    )
     dialog.get_by_label("YAML").fill("training:\n  epochs: 9")
     dialog.get_by_role("button", name="Load YAML").click()
     expect(dialog).to_be_hidden()
