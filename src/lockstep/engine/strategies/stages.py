@@ -65,8 +65,8 @@ def _mistakes(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[s
             if owner != number:
                 what = f"the stages {owner} and {number} share {name}"
                 yield what, "each is trained by a separate process", "put what shares parameters into one stage"
-    for key in whole.keys() - owners.keys():
-        yield f"no stage holds {whole[key]}", "together the stages must be the whole model", "add it to a stage"
+    for name in (name for key, name in whole.items() if key not in owners):
+        yield f"no stage holds {name}", "together the stages must be the whole model", "add it to a stage"
 
 
 def as_inputs(output: Any) -> Inputs:
