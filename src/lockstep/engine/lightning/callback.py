@@ -241,7 +241,8 @@ class RunLogCallback(Checkpoint):
             self._remarked = True
             text = f"There are several validation loaders: the best epoch is judged by {name}."
             if name is None:
-                names = ", ".join(row.keys() - {"train_loss", "lr", "samples_per_s", "duration_s"}) or "nothing"
+                own = {"train_loss", "lr", "samples_per_s", "duration_s"}
+                names = ", ".join(name for name in row if name not in own) or "nothing"
                 text = f"No epoch is the best: the module does not log {monitor!r}; it logs {names}."
             self._rank.note("monitor_missing", f"{text} checkpoint.monitor sets another name.")
         return found is not None and self._log.judge(_of_validation(row), found[1])
