@@ -136,7 +136,7 @@ def test_the_configuration_of_a_run_can_be_given_again(tmp_path: Path) -> None:
         ({"no_amp": True, "precision": "32"}, {"precision": "32"}),
     ],
 )
-def test_document_001s_spellings(flags: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_other_spellings_of_flags(flags: dict[str, Any], settings: dict[str, Any]) -> None:
     assert mapping_of(**flags)["hardware"] == settings
 
 

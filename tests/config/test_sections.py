@@ -20,7 +20,7 @@ def sections(model: type[BaseModel] = RunConfig) -> list[type[BaseModel]]:
     return found
 
 
-def test_the_hardware_section_of_document_000_is_valid_as_it_stands() -> None:
+def test_the_hardware_section_of_one_gpu_is_valid_as_it_stands() -> None:
     config = resolve({"hardware": {"selected_devices": ["gpu:0"], "precision": "32"}})
     assert config.hardware.selected_devices == ("gpu:0",)
     assert config.hardware.precision == "32"

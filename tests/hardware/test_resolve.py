@@ -47,7 +47,7 @@ def ranks(size: int, local: int | None = None, launcher: Any = "torchrun", rank:
 
 # (selection, GPUs here) → (accelerator, devices, strategy, backend, world size)
 TABLE: list[tuple[str | None, int, tuple[Any, ...]]] = [
-    # document 000, section 2 and 6
+    # the selection rules
     ("gpu:0", 1, ("gpu", ["gpu:0"], "single", None, 1)),
     ("gpu:0,gpu:1", 2, ("gpu", ["gpu:0", "gpu:1"], "ddp", "nccl", 2)),
     ("cpu", 0, ("cpu", ["cpu"], "single", None, 1)),

@@ -1,4 +1,4 @@
-"""What the ``hardware`` section means to a Trainer: the rows of document 000's table, and what cannot be."""
+"""What the ``hardware`` section means to a Trainer: each selection of devices, and what is refused."""
 
 from __future__ import annotations
 

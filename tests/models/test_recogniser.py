@@ -1,4 +1,4 @@
-"""The recogniser: document 004's size, and padding that changes nothing."""
+"""The recogniser: its full size, and padding that changes nothing."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_resumed_run_is_running_again(run: RunDir) -> None:
     assert record.best_epoch == 2
 
 
-def test_training_results_in_the_form_of_document_001(run: RunDir) -> None:
+def test_training_results_in_its_own_form(run: RunDir) -> None:
     send(RunFolderSink(run), started(run), *(ended_epoch(1, n) for n in (1, 2)))
     send(RunFolderSink(run), started(run, step=20), ended_epoch(2, 3), ended(duration_s=20.0))
     results = json.loads((run.path / "training_results.json").read_text())

@@ -192,7 +192,7 @@ def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[st
 
 
 def _aliases(settings: Settings) -> dict[str, Any]:
-    """What document 001's spellings mean."""
+    """What the flags mean that are other spellings of settings: ``--multi-gpu``, ``--gpu-ids``, ``--no-amp``."""
     from lockstep.hardware.world import read_world
 
     result: dict[str, Any] = {}

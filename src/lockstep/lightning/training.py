@@ -46,7 +46,7 @@ def fit(
     Args:
         model: its ``configure_optimizers`` decides optimizer and schedule.
         train_dataloaders: or a ``LightningDataModule``; ``None`` when ``model`` has ``train_dataloader`` itself.
-        hardware: the section of document 000: ``{"selected_devices": ["gpu:0", "gpu:1"], "precision": "bf16-mixed"}``.
+        hardware: the section ``hardware``: ``{"selected_devices": ["gpu:0", "gpu:1"], "precision": "bf16-mixed"}``.
         config: other settings that differ from the defaults: ``{"training": {"epochs": 5}, "save_dir": "run"}``.
             The batch size per device is the DataLoader's.
         trainer: more arguments of the ``Trainer``: callbacks, loggers, a profiler.

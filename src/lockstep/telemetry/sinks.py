@@ -205,7 +205,7 @@ def step_row(event: events.StepLogged) -> dict[str, Any]:
 
 
 def training_results(rows: Sequence[Mapping[str, Any]], event: events.RunEnded, config: RunConfig) -> dict[str, Any]:
-    """What document 001's ``training_results.json`` holds, derived from the same rows as all else.
+    """The content of ``training_results.json``, derived from the same rows as all else.
 
     ``best_<metric>`` are the values at the best epoch, ``test_<metric>`` those of the test set; ``accuracy``
     is spelled ``acc``, as that format does. ``history`` maps each name to its value per epoch.
