@@ -834,6 +834,12 @@ def test_every_loop_of_the_last_epoch_runs_and_a_changed_accumulation_is_taken(s
     assert session.step_count == 4 + 6
 
 
+@pytest.mark.parametrize("model", [nn.LazyLinear(2), nn.Linear(4, 2, device="meta")], ids=["lazy", "meta"])
+def test_a_parameter_without_values_is_refused(session: lockstep.Session, model: nn.Module) -> None:
+    with pytest.raises(TaskError, match=r"the parameter weight of (Lazy)?Linear has no values yet"):
+        session.prepare(model)
+
+
 def test_loops_inside_each_other_are_refused(session: lockstep.Session) -> None:
     prepared(session)
     with pytest.raises(TaskError, match="inside the body of another one"):

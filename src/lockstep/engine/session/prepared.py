@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -88,6 +89,13 @@ class Prepared:
             raise _not_trained(thing)
         if kind == "model":
             thing = compiled_in_place(within_wrapper(thing))  # the loop itself calls the wrapper
+            empty = next((n for n, p in thing.named_parameters() if is_lazy(p) or p.is_meta), None)
+            if empty is not None:
+                raise TaskError(
+                    f"the parameter {empty} of {type(thing).__name__} has no values yet",
+                    why="it is on the meta device, or of a lazy module",
+                    fix="call the module once with a batch before prepare(), or use to_empty() and a checkpoint",
+                )
         known: dict[str, Any] = getattr(self, f"{kind}s")
         if any(thing is one for one in known.values()):
             return None
