@@ -89,10 +89,19 @@ def test_python_draws_the_same_where_its_state_cannot_be_reached(monkeypatch: py
     expected = read(Drawing(everything), np.arange(60), 8)
     state = random.getstate()
     plain = _Python()
-    plain._memory = None
+    plain._memory, plain._made = None, 624
     monkeypatch.setattr("lockstep.data.reader.generators", lambda: (plain, *generators()[1:]))
     assert torch.equal(torch.stack(read(Drawing(everything), np.arange(60), 8)), torch.stack(expected))
     assert random.getstate() == state
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 624, 700, 1300])
+def test_a_sample_may_draw_more_than_was_made_ready_for_it(count: int) -> None:
+    generators.cache_clear()
+    drawing, few = (Drawing(lambda index, n=n: [random.getrandbits(32) for _ in range(n)]) for n in (count, 8))
+    first, again, short = (torch.stack(read(data, np.arange(12), 4)) for data in (drawing, drawing, few))
+    assert torch.equal(first, again) and len(first.unique()) == first.numel()
+    assert torch.equal(first[:, :8], short)
 
 
 def test_what_collate_draws_belongs_to_the_batch() -> None:

@@ -161,7 +161,7 @@ def shuffled(count: int, key: int) -> NDArray[np.int64]:
     """[0, count) in a random order fixed by ``key``: shape [count]; sorts outputs of SplitMix64, all different."""
     # Generator.permutation would tie the order of a run to a version of NumPy.
     words = words_of(np.arange(count, dtype=np.uint64), key)
-    return np.argsort(_mix(words, np.empty_like(words)), kind="stable").astype(np.int64, copy=False)
+    return np.argsort(mixed(words), kind="stable").astype(np.int64, copy=False)
 
 
 def words_of(places: _WORDS, key: int) -> _WORDS:
@@ -170,11 +170,6 @@ def words_of(places: _WORDS, key: int) -> _WORDS:
     words *= _GOLDEN
     words += np.uint64(key)
     return words
-
-
-def mixed(words: _WORDS) -> _WORDS:
-    """A bijective hash of each of ``words``, with all bits mixed."""
-    return _mix(words.copy(), np.empty_like(words))
 
 
 def _permute(positions: _WORDS, samples: int, keys: list[int]) -> _WORDS:
@@ -210,6 +205,11 @@ def _feistel(values: _WORDS, a: int, b: int, keys: list[int]) -> _WORDS:
     half *= np.uint64(b)
     half += other
     return half
+
+
+def mixed(words: _WORDS) -> _WORDS:
+    """``words``, which are written over: each is put through a bijective hash."""
+    return _mix(words, np.empty_like(words))
 
 
 def _mix(words: _WORDS, scratch: _WORDS) -> _WORDS:
