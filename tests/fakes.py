@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.events import Event
-from lockstep.hardware.device import GpuUser
 from lockstep.hardware.monitor import Sample
-from lockstep.hardware.nvml import GpuHealth, GpuLink, NvmlGpu
+from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuUser, NvmlGpu
 
 #: Of a driver that says nothing.
 NO_READING: dict[str, Any] = {

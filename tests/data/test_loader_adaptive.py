@@ -23,7 +23,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import InOrder, Request, Source
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.planning import LoaderPlan
 from lockstep.planning.loader import worth_trying
 from tests.toys import Toy

@@ -34,8 +34,7 @@ from lockstep.doctor.machine import (
 from lockstep.doctor.ranks import check_meeting
 from lockstep.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, guarded, merged
 from lockstep.errors import DataError
-from lockstep.hardware.device import GpuUser
-from lockstep.hardware.nvml import GpuHealth, GpuLink, NvmlGpu
+from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuUser, NvmlGpu
 from lockstep.hardware.world import World
 from tests.fakes import FakeNvml
 from tests.hardware.machines import CPU, broken_gpu, gpu, machine

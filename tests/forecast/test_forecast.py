@@ -17,7 +17,7 @@ from lockstep.forecast.collectives import measured_cluster
 from lockstep.forecast.measured import MEETINGS, contention, counts_beside, jitter, meeting
 from lockstep.forecast.project import forecast
 from lockstep.forecast.scaling import Setting, Wish
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.report.source import in_words, score
 from lockstep.telemetry.records import read_forecast
 from tests.toys import Toy

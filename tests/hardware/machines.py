@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.hardware.device import Device, GpuUser
+from lockstep.hardware.detect import Device
+from lockstep.hardware.nvml import GpuUser
 
 ALL_PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
 

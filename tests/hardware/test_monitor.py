@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from lockstep.hardware.detect import TorchBuild, find_devices
-from lockstep.hardware.device import GpuUser
 from lockstep.hardware.monitor import NO_GPU, USERS_EVERY, Monitor, SystemSource
-from lockstep.hardware.nvml import NvmlGpu
+from lockstep.hardware.nvml import GpuUser, NvmlGpu
 from tests.fakes import FakeNvml, FakeSource
 
 GPUS = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.hardware.device import GpuUser, gigabytes
-from lockstep.hardware.nvml import GpuHealth, GpuLink, Nvml, NvmlGpu, open_nvml
+from lockstep.hardware.detect import open_nvml
+from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuUser, Nvml, NvmlGpu, gigabytes
 from tests.fakes import NO_READING, FakeNvml
 
 

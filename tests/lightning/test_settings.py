@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lockstep.engine.lightning.cluster import SharedDDPStrategy, shared_ddp
 from lockstep.engine.lightning.configured import Hardware
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError
-from lockstep.hardware.device import Device
+from lockstep.hardware.detect import Device
 from lockstep.hardware.resolve import resolve_hardware
 from lockstep.hardware.world import World
 from lockstep.lightning.settings import resolve

@@ -21,7 +21,7 @@ import pytest
 from lockstep.cli.settings import flag_table
 from lockstep.config import resolve
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.hardware.device import GpuUser
+from lockstep.hardware.nvml import GpuUser
 from lockstep.launch.run_claim import claimed
 from lockstep.studio.commands import Identity, Jobs, Starts, is_alive, reap, send
 from lockstep.studio.home import Home

@@ -19,7 +19,7 @@ from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
 from lockstep.engine.distributed.staging import finish, to_device
 from lockstep.engine.training_data import training_source, walk
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.planning.loader import CLOSE, recommend, worker_counts

@@ -27,7 +27,7 @@ from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.process.runtime import rank_device
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import training_source
-from lockstep.hardware.host import usable_memory
+from lockstep.hardware.detect import usable_memory
 from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 
-from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.host import cpu_name, usable_cores
+from lockstep.hardware.detect import cpu_name, detect_devices, usable_cores
 from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.telemetry.files import make_folders, write_json, write_text
 from lockstep.telemetry.records import versions

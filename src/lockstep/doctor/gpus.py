@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from itertools import combinations
 
 from lockstep.doctor.report import Check, Finding, guarded
-from lockstep.hardware.device import Device, describe
-from lockstep.hardware.nvml import GpuHealth, Nvml, open_nvml
-from lockstep.hardware.resolve import describe_users
+from lockstep.hardware.detect import Device, open_nvml
+from lockstep.hardware.nvml import GpuHealth, Nvml
+from lockstep.hardware.resolve import describe, describe_users
 
 #: The oldest torch that Lockstep works with.
 OLDEST_TORCH = (2, 9)

@@ -38,7 +38,7 @@ from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of,
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError, many
-from lockstep.hardware.host import usable_memory
+from lockstep.hardware.detect import usable_memory
 
 Result = TypeVar("Result")
 Kind = Literal["parameters", "buffers", "gradients", "optimizer", "batch", "activations"]

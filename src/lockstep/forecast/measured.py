@@ -20,7 +20,7 @@ from lockstep.engine.distributed.staging import Group, all_gather_rows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.forecast.footprint import Footprint
 from lockstep.forecast.scaling import Step
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.world import World
 
 #: Messages in a forward by which it is measured what one costs ranks that share cores.

@@ -17,7 +17,7 @@ from lockstep.forecast.footprint import Footprint, Work, blocking_messages
 from lockstep.forecast.measured import Row, cases, contention, counts_beside, measure_alone, meeting, step_of
 from lockstep.forecast.memory import MOST, Counting, choose_strategy, gigabytes, total
 from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.peaks import PEAKS
 from lockstep.planning.resolve import resolve_reduction
 from lockstep.strategies import auto_strategy, find_strategy

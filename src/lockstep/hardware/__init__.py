@@ -1,9 +1,9 @@
 """What is here, what a selection of it resolves to, and who this process is. Imports no torch."""
 
+from lockstep.hardware.detect import Device as Device
 from lockstep.hardware.detect import detect_devices as detect_devices
 from lockstep.hardware.detect import get_available_gpus as get_available_gpus
-from lockstep.hardware.device import Device as Device
-from lockstep.hardware.device import GpuUser as GpuUser
+from lockstep.hardware.nvml import GpuUser as GpuUser
 from lockstep.hardware.resolve import Placement as Placement
 from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
 from lockstep.hardware.resolve import resolve_placement as resolve_placement

@@ -1,7 +1,10 @@
-"""What this machine has to train on.
+"""What this machine has to train on: its devices, and the cores and memory that this process may really use.
 
 NVIDIA's GPUs are described by NVML, anything else by a short-lived process that asks torch; the calling
 process imports no torch and holds no context on any GPU. ``gpu:i`` is what torch here calls ``cuda:i``.
+
+Cores and memory are those within the process's affinity and its control groups, version 2 (``cpu.max``, ``memory.max``)
+and version 1 (``cpu.cfs_quota_us``, ``memory.limit_in_bytes``), as the kernel's documentation has them.
 """
 
 from __future__ import annotations
@@ -10,18 +13,19 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.hardware.device import Device, gigabytes, usable_gpus
-from lockstep.hardware.nvml import Nvml, NvmlGpu, open_nvml
+from lockstep.hardware.nvml import GpuUser, Nvml, NvmlGpu, gigabytes
 
+ROOT = Path("/")
 TIMEOUT_S = 120.0
 #: In the order in which generations of GPUs learned them.
 PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
@@ -43,6 +47,38 @@ for index in range(torch.accelerator.device_count() if accelerator is not None e
     devices.append(entry)
 print(json.dumps(devices))
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One entry of ``lockstep devices``. Memory in 1e9 bytes, one decimal; ``None`` where free memory is unknown.
+
+    Attributes:
+        id: ``"cpu"``, ``"gpu:<index>"`` (torch's ``cuda:<index>``), or, not supported yet, ``"mps:0"`` and the like.
+        kind: ``"cpu"``, ``"gpu"``, or torch's name of another accelerator.
+        precisions: what training can use here, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
+        supported: whether Lockstep can train here; ``note``: why not, or what else people should know.
+        cores: of a CPU, the logical cores that this process may use.
+    """
+
+    id: str
+    kind: str
+    name: str
+    memory_gb: float
+    free_gb: float | None = None
+    users: tuple[GpuUser, ...] = ()
+    precisions: tuple[str, ...] = ("32",)
+    uuid: str | None = None
+    supported: bool = True
+    note: str = ""
+    cores: int | None = None
+
+    @property
+    def index(self) -> int:
+        return int(self.id.partition(":")[2] or 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +110,10 @@ def get_available_gpus() -> list[dict[str, Any]]:
     return [{"index": gpu.index, "name": gpu.name, "memory_gb": gpu.memory_gb} for gpu in gpus]
 
 
+def usable_gpus(detected: Sequence[Device]) -> list[Device]:
+    return [device for device in detected if device.kind == "gpu" and device.supported]
+
+
 @functools.cache
 def _detected() -> tuple[Device, ...]:
     build = read_torch_build()
@@ -81,6 +121,17 @@ def _detected() -> tuple[Device, ...]:
     nvml = open_nvml()
     with nvml or contextlib.nullcontext():
         return tuple(find_devices(os.environ, build, nvml, ask))
+
+
+def open_nvml() -> Nvml | None:
+    """The driver's NVML, started; ``None`` where there is no NVIDIA driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return Nvml(pynvml)
 
 
 def read_torch_build() -> TorchBuild:
@@ -238,8 +289,6 @@ def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
 
 def _cpu(note: str = "") -> Device:
     """The CPU: it computes in every precision, in half precision only slowly (torch emulates it)."""
-    from lockstep.hardware.host import cpu_name, usable_cores, usable_memory
-
     total, free = usable_memory()
     return Device(
         id="cpu",
@@ -251,3 +300,95 @@ def _cpu(note: str = "") -> Device:
         note=note,
         cores=usable_cores(),
     )
+
+
+def visible_cores() -> int:
+    """Logical cores on which this process may run."""
+    return len(os.sched_getaffinity(0))
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Logical cores: the process's affinity, cut to its cgroup's quota; at least 1."""
+    cores = visible_cores()
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, period = _cpu_quota(folder)
+        if quota > 0 and period > 0:
+            # 1.5 cores' worth of time throttles two busy threads, so round down.
+            cores = min(cores, max(1, quota // period))
+    return cores
+
+
+def usable_memory(root: Path = ROOT) -> tuple[int, int]:
+    """Total and free memory in bytes, cut to the cgroup's limit, whose file cache the kernel would give back."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, free = int(memory.total), int(memory.available)
+    for folder in _cgroup_folders(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        if limit is not None and limit < total:
+            used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+            counts = _counts(folder / "memory.stat")
+            cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            total, free = limit, min(free, max(0, limit - max(0, used - cached)))
+    return total, free
+
+
+def oom_kills(root: Path = ROOT) -> int:
+    """How many processes the kernel has killed for want of memory: in this cgroup, or on the machine; 0: not known."""
+    names = ("memory.events", "memory.oom_control")
+    files = [folder / name for folder in _cgroup_folders(root, "memory") for name in names]
+    found = (_counts(file).get("oom_kill") for file in (*files, root / "proc/vmstat"))
+    return next((count for count in found if count is not None), 0)
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    try:
+        for line in (root / "proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders whose limits hold for this process: its own cgroup and all above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    base = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        names = [name for name in (controllers, controller) if controllers and (base / name).is_dir()]
+        top = base / names[-1] if names else base
+        folder = top / path.strip("/")
+        # In a container the path is often the host's, and the limits lie at the top.
+        yield from (place for place in (folder, *folder.parents) if place.is_dir() and place.is_relative_to(top))
+
+
+def _cpu_quota(folder: Path) -> tuple[int, int]:
+    """(time, period) in µs; (0, 0) without a limit."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return (0, 0) if quota == "max" else (int(quota), int(period))
+    except (OSError, ValueError):
+        return _number(folder / "cpu.cfs_quota_us") or 0, _number(folder / "cpu.cfs_period_us") or 0
+
+
+def _counts(file: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty where there are none."""
+    try:
+        return {name: int(count) for name, count in (line.split() for line in file.read_text().splitlines())}
+    except (OSError, ValueError):
+        return {}
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

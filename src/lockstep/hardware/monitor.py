@@ -17,10 +17,8 @@ from typing import Any
 
 import psutil
 
-from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.device import Device, gigabytes
-from lockstep.hardware.host import usable_memory
-from lockstep.hardware.nvml import Nvml, open_nvml
+from lockstep.hardware.detect import Device, detect_devices, open_nvml, usable_memory
+from lockstep.hardware.nvml import Nvml, gigabytes
 
 INTERVAL_S = 1.0
 #: Samples in a row that may fail before the monitor gives up, and how long its end is waited for.

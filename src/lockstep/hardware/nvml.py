@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from lockstep.hardware.device import GpuUser, gigabytes
-
 #: nvmlClocksThrottleReasons that mean trouble (nvml.h); a power cap under load is normal.
 _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
 _POWER_CAP = {"power cap": 0x4}
@@ -19,6 +17,15 @@ _PATHS = {
 }
 #: NVML_P2P_CAPS_INDEX_READ (nvml.h); the bindings have a tuple there.
 _P2P_READ = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUser:
+    """A process that holds memory on a GPU. ``memory_gb`` in 1e9 bytes, ``None`` where the driver does not say."""
+
+    pid: int
+    name: str
+    memory_gb: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +189,9 @@ class Nvml:
         return tuple(users)
 
 
-def open_nvml() -> Nvml | None:
-    """The driver's NVML, started; ``None`` where there is no NVIDIA driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return Nvml(pynvml)
+def gigabytes(size: float) -> float:
+    """Bytes to 1e9 bytes with one decimal: the unit of every memory figure that people see."""
+    return round(size / 1e9, 1)
 
 
 def _text(value: Any) -> str:

@@ -1,21 +1,25 @@
-"""From a selection of devices to a placement: who computes where, how they talk, and why. Pure."""
+"""From a selection of devices, such as ``gpu:0,gpu:1`` or ``all``, to a placement: who computes where, how, and why."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
 from lockstep.config import DistributedConfig, HardwareConfig
 from lockstep.errors import ConfigError, DeviceError, PrecisionError, many
 from lockstep.events import Note
-from lockstep.hardware.device import Device, Selection, choose_default, describe, find, parse, select, usable_gpus
+from lockstep.hardware.detect import Device, usable_gpus
 from lockstep.hardware.world import World
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 
 Accelerator = Literal["gpu", "cpu"]
 Backend = Literal["nccl", "gloo"]
+_FORM = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,3})")
+#: More ranks than this on one machine are a typing error.
+MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +322,85 @@ def divide_if_needed(placement: Placement, state: float, detected: Sequence[Devi
         f"{smallest.memory_gb} GB; {sharded} divides them, {state / 1e9 / len(devices):.1f} GB each"
     )
     return replace(placement, strategy=sharded, reasons={**placement.reasons, "strategy": reason})
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Devices of one accelerator, in the order of the ranks; ``explicit``: the user has named them."""
+
+    devices: tuple[str, ...]
+    reason: str
+    notes: tuple[Note, ...] = ()
+    explicit: bool = False
+
+
+def parse(names: Iterable[str]) -> tuple[str, ...]:
+    """Check the form of each name: ``cpu``, ``gpu:<index>``, or ``all`` alone. Raises :class:`DeviceError`."""
+    given = tuple(names)
+    if not given:
+        raise DeviceError("no device is selected", fix="name at least one, for example --devices cpu")
+    if len(given) > MAX_DEVICES:
+        raise DeviceError(f"{len(given)} devices are selected", why=f"at most {MAX_DEVICES} are", fix="name fewer")
+    if given == ("all",):
+        return given
+    if "all" in given:
+        why = "it means every GPU, or the CPU on a machine without one"
+        raise DeviceError("`all` cannot be combined with other devices", why=why, fix="use --devices all")
+    for name in given:
+        if not isinstance(name, str) or not _FORM.fullmatch(name):
+            fix = _nearest_form(str(name).strip().lower())
+            raise DeviceError(f"{name!r} is not a device", why="a device is cpu or gpu:<index>", fix=fix)
+    return given
+
+
+def _nearest_form(name: str) -> str:
+    """A hint for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
+    number = re.fullmatch(r"(?:cuda|gpu|nvidia)[\s:_]*(\d{0,4})", name)
+    if name.isdecimal():
+        return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
+    if number:
+        return f"write gpu:{int(number[1] or 0)}"
+    return "write cpu" if name == "cpu" else "`lockstep devices` lists what is here"
+
+
+def choose_default(detected: Sequence[Device]) -> Selection:
+    """``gpu:0`` if there is one, else the CPU."""
+    gpus = usable_gpus(detected)
+    if gpus:
+        return Selection((gpus[0].id,), "default: the first GPU")
+    return Selection(("cpu",), "default: the CPU, as there is no GPU that Lockstep can use")
+
+
+def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
+    """Match parsed names with what is here; ``all`` becomes every GPU, and the CPU is dropped beside a GPU.
+
+    Raises :class:`DeviceError` for a device that is not here, or that Lockstep cannot use.
+    """
+    if names == ("all",):
+        gpus = tuple(gpu.id for gpu in usable_gpus(detected))
+        if gpus:
+            return Selection(gpus, "all: every GPU", explicit=True)
+        return Selection(("cpu",), "all: there is no GPU that Lockstep can use, so the CPU")
+    for name in names:
+        find(name, detected)
+    gpus = tuple(name for name in names if name != "cpu")
+    if gpus and len(gpus) < len(names):
+        note = Note("cpu_ignored", "The CPU is ignored: a run uses GPUs or the CPU, not both.")
+        return Selection(gpus, "as selected, without the CPU", (note,), explicit=True)
+    return Selection(names, "as selected", explicit=True)
+
+
+def find(name: str, detected: Sequence[Device]) -> Device:
+    """The detected device of that name. Raises :class:`DeviceError` where there is none that Lockstep can use."""
+    device = next((device for device in detected if device.id == name), None)
+    fix = f"choose from: {describe([device for device in detected if device.supported])}"
+    if device is None:
+        raise DeviceError(f"there is no {name} on this machine", why=f"found: {describe(detected)}", fix=fix)
+    if not device.supported:
+        raise DeviceError(f"{name} ({device.name}) cannot be used", why=device.note or "not supported yet", fix=fix)
+    return device
+
+
+def describe(devices: Sequence[Device]) -> str:
+    """``cpu (AMD EPYC), gpu:0 (NVIDIA H200)``, or ``nothing``."""
+    return ", ".join(f"{device.id} ({device.name})" for device in devices) or "nothing"

@@ -20,7 +20,7 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import data_settings, open_data, open_datasets
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.resolve import divide_if_needed
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of

@@ -12,8 +12,7 @@ from lockstep.engine.lightning.configured import Hardware, changed
 from lockstep.engine.lightning.module_task import DECIDED
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
-from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.device import Device
+from lockstep.hardware.detect import Device, detect_devices
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 

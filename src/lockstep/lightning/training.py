@@ -13,8 +13,7 @@ from lockstep.engine.lightning.module_task import DECIDED, ModuleTask
 from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.device import choose_default
-from lockstep.hardware.resolve import resolve_hardware
+from lockstep.hardware.resolve import choose_default, resolve_hardware
 from lockstep.launch.api import train
 from lockstep.launch.prepare import overrides_of
 from lockstep.telemetry.rundir import RunDir

@@ -19,9 +19,9 @@ from lockstep.config import Precision, RunConfig, resolve
 from lockstep.config.load import merge, to_yaml
 from lockstep.errors import ConfigError, LockstepError, PrecisionError, UsageError
 from lockstep.events import Note
-from lockstep.hardware.device import Device, choose_default, parse, select
+from lockstep.hardware.detect import Device
 from lockstep.hardware.monitor import SystemSource
-from lockstep.hardware.resolve import Placement, resolve_placement
+from lockstep.hardware.resolve import Placement, choose_default, parse, resolve_placement, select
 from lockstep.hardware.world import World
 from lockstep.studio import settings
 from lockstep.studio.commands import owner, works_on

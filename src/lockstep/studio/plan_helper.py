@@ -19,7 +19,8 @@ from typing import Any
 from lockstep.engine.task import Datasets
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
-from lockstep.hardware.device import Device, GpuUser
+from lockstep.hardware.detect import Device
+from lockstep.hardware.nvml import GpuUser
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import plan_for, settle

@@ -38,7 +38,7 @@ from lockstep.errors import (
     many,
 )
 from lockstep.events import Restarted
-from lockstep.hardware.host import oom_kills, usable_memory
+from lockstep.hardware.detect import oom_kills, usable_memory
 from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.local.rank_log import MARK, log_file

@@ -22,7 +22,7 @@ from lockstep.errors import (
     UsageError,
     many,
 )
-from lockstep.hardware.host import usable_memory
+from lockstep.hardware.detect import usable_memory
 from lockstep.launch.failure import records
 from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause
 from lockstep.launch.failure.collectives import missing_ranks

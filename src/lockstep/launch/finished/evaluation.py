@@ -16,7 +16,7 @@ from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.process.runtime import rank_device, runtime
 from lockstep.engine.task import Task
 from lockstep.hardware import World
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.launch.finished.measure import Compute, measure, refuse_several
 from lockstep.launch.finished.reopen import Evaluation, find_step, reopen
 from lockstep.launch.local.on_ranks import run_on_ranks

@@ -29,7 +29,7 @@ import numpy as np
 from lockstep.data.download import hash_file
 from lockstep.data.files import cache_folder
 from lockstep.errors import DataError, RunFolderError, StorageError
-from lockstep.hardware.host import usable_cores
+from lockstep.hardware.detect import usable_cores
 from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.espeak import PACKAGE, REINSTALL, Line, engine_version
 from lockstep.tasks.speech.manifest import Utterance, read_manifest, write_manifest
