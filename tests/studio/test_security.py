@@ -9,7 +9,6 @@ import logging
 import random
 import socket
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from websockets.sync.client import connect
 
 from lockstep.config import resolve
 from lockstep.errors import StorageError
+from lockstep.studio import access
 from lockstep.studio.access import Sessions
 from lockstep.studio.home import Home
 from lockstep.telemetry.rundir import RunDir
@@ -68,8 +68,10 @@ def make_run(folder: Path, name: str = "run-00000001", status: str = "completed"
     return run
 
 
-def test_the_token_is_exchanged_once_for_a_session_of_this_port(address: Address, folder: Path) -> None:
-    cookie, kept = f"lockstep_studio_{address.port}", folder / "runs/.studio/sessions.json"
+def test_the_token_is_exchanged_once_for_a_session_of_this_port(
+    address: Address, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cookie, sessions = f"lockstep_studio_{address.port}", Sessions(Home(folder / "runs"), address.port)
     with httpx.Client(base_url=address.base, trust_env=False) as client:
         locked = client.get("/")
         assert locked.status_code == 401
@@ -88,8 +90,6 @@ def test_the_token_is_exchanged_once_for_a_session_of_this_port(address: Address
         assert address.token not in given
         assert client.get("/api/runs").json() == {"status": "ok", "data": {"runs": [], "problems": []}}
         assert client.get("/docs").status_code == 200
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert name not in kept.read_text()
 
     def enters(port: int, value: str) -> bool:
         headers = {"Cookie": f"lockstep_studio_{port}={value}"}
@@ -100,11 +100,14 @@ def test_the_token_is_exchanged_once_for_a_session_of_this_port(address: Address
     assert not enters(address.port, "x")
     with studio(folder, machine(0)) as other:
         assert not enters(other.port, name), "a session of another port"
-    sessions = json.loads(kept.read_text())
-    kept.write_text(json.dumps(dict.fromkeys(sessions, 1.0)))
-    assert not enters(address.port, name), "it has expired"
-    kept.write_text(json.dumps(sessions))
-    assert enters(address.port, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(access, "SESSION_S", -1)
+        assert not enters(address.port, sessions.begin()), "it has expired"
+        patch.setattr(access, "SESSION_S", 60)
+        begun = sessions.begin()
+        assert enters(address.port, begun)
+    end, _, signature = begun.partition(".")
+    assert not enters(address.port, f"{int(end) + 60}.{signature}"), "a session cannot be made longer"
     by_cookie = {"Cookie": f"lockstep_studio_{address.port}={name}"}
     page = connect(f"ws://127.0.0.1:{address.port}/api/live", additional_headers=by_cookie, proxy=None)
     with page, address.live() as script:
@@ -408,17 +411,11 @@ def test_malformed_frames(address: Address, folder: Path, count: int) -> None:
             tab.recv(timeout=60)
 
 
-def test_the_token_and_the_sessions_are_there_at_any_moment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another tab asks while a session begins; a process may run out of files."""
+def test_the_token_stays_when_a_process_runs_out_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(folder / "runs")
     home.make()
     token = home.token()
-    sessions = Sessions(home, 1234)
-    known = sessions.begin()
-    thread = threading.Thread(target=lambda: [sessions.begin() for _ in range(60)])
-    thread.start()
-    while thread.is_alive():
-        assert sessions.knows(known)
+    known = Sessions(home, 1234).begin()
 
     def no_more_files(*_: object, **__: object) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -427,4 +424,5 @@ def test_the_token_and_the_sessions_are_there_at_any_moment(folder: Path, monkey
         patch.setattr(Path, "stat", no_more_files)
         with pytest.raises(StorageError):
             home.token()
-    assert home.token() == token, "every session is still known"
+    assert home.token() == token
+    assert Sessions(home, 1234).knows(known)

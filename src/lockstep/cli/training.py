@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping
@@ -15,13 +14,14 @@ from cyclopts import Group, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, flag, verb
 from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
-from lockstep.config.load import load, nested
+from lockstep.config.load import from_keywords, load
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
 from lockstep.telemetry.tables import say
 
 _SLURM = Group("On a cluster", sort_key=6)
 _flag = partial(flag, group=_SLURM)
+_last = partial(flag, allow_repeating=True)  # of several, the last one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,10 @@ Examples:
 
 Ctrl-C once ends the run with a checkpoint; `lockstep resume last` resumes it."""
 
+Sets = Annotated[
+    list[str] | None,
+    flag("Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.", "KEY=VALUE", name="--set"),
+]
 _ACCEPT_DATA = "Resume even if the training data are not those of the checkpoint, if equally many."
 
 
@@ -131,12 +135,7 @@ def resume(
         bool, flag("Keep the batch per device instead of the global batch: another run from here on.")
     ] = False,
     accept_data: Annotated[bool, flag(_ACCEPT_DATA)] = False,
-    set: Annotated[
-        list[str] | None,
-        flag(
-            "Set any key of docs/configuration.md, e.g. optimizer.name=sgd. May be repeated.", "KEY=VALUE", name="--set"
-        ),
-    ] = None,
+    set: Sets = None,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
     overrides = load(sets=[*(set or ()), *([] if epochs is None else [f"training.epochs={epochs}"])])
@@ -174,14 +173,9 @@ def stop(
 
 
 RUN = """\
-The script makes a lockstep.Session; every rank runs all of it. These options may stand before the script or after it.
-What is none of them is passed to the script, in order; what follows -- always is. A single device needs no
+The script makes a lockstep.Session; every rank runs all of it. The options below may stand before the script or after
+it. What is none of them is passed to the script, in order; what follows -- always is. A single device needs no
 `lockstep run`: python script.py.
-
-  --devices DEVICE,...   as in `lockstep train`; cpu,cpu: two CPU ranks
-  --strategy S, --precision P, --name TEXT, --set KEY=VALUE   as in `lockstep train`
-  --save-dir DIR, --runs-dir DIR   the run folder, or where a new one is made
-  --resume               resume the unfinished run in --save-dir, if there is one
 
 Examples:
   lockstep run script.py --devices gpu:0,gpu:1
@@ -191,47 +185,28 @@ Examples:
 
 Ctrl-C once ends the run with a checkpoint; `lockstep resume last` resumes it."""
 
-#: Options with a value, and their settings.
-_VALUES = {
-    "--devices": "hardware.selected_devices",
-    "--strategy": "hardware.strategy",
-    "--precision": "hardware.precision",
-    "--save-dir": "save_dir",
-    "--runs-dir": "runs_dir",
-    "--name": "name",
-}
-
 
 @verb("SCRIPT [ARGUMENTS] [OPTIONS]", RUN)
 def run(
     script: Annotated[str, flag("A Python file that makes a lockstep.Session.", allow_leading_hyphen=True)],
     /,
-    *arguments: Annotated[str, flag("Of the script, and these options.", allow_leading_hyphen=True)],
+    *arguments: Annotated[str, flag("Of the script.", allow_leading_hyphen=True)],
+    devices: Annotated[str | None, _last("As in `lockstep train`; cpu,cpu: two CPU ranks.", "DEVICE,...")] = None,
+    strategy: Annotated[str | None, _last("As in `lockstep train`.")] = None,
+    precision: Annotated[str | None, _last("As in `lockstep train`.")] = None,
+    name: Annotated[str | None, _last("A label of the run.")] = None,
+    save_dir: Annotated[str | None, _last("The run folder.", "DIR")] = None,
+    runs_dir: Annotated[str | None, _last("Where a new run folder is made. Default: runs.", "DIR")] = None,
+    resume: Annotated[bool, flag("Resume the unfinished run in --save-dir, if there is one.")] = False,
+    set: Sets = None,
 ) -> int:
-    (script, *own), options = _parsed((script, *arguments))
-    given = {key: value for key in _VALUES.values() if (value := getattr(options, key)) is not None}
-    settings = load(sets=options.set, overrides=nested(given))
+    if script.startswith("-"):
+        raise UsageError(f"unknown option {script}", fix="write options of the script after the script")
+    flags = {"devices": devices, "strategy": strategy, "precision": precision, "name": name}
+    flags |= {"save_dir": save_dir, "runs_dir": runs_dir}
+    given = from_keywords({name: value for name, value in flags.items() if value is not None})
+    settings = load(sets=set or (), overrides=given)
     from lockstep.launch.session.script import run_script
 
     fork_ranks_from_here(settings, str(Path(script).expanduser()), script=True)
-    return run_script(Path(script).expanduser(), own, settings, resume=options.resume)[1]
-
-
-def _parsed(arguments: tuple[str, ...]) -> tuple[list[str], argparse.Namespace]:
-    """The script and its arguments, and the options of ``lockstep run`` among them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, key in _VALUES.items():
-        parser.add_argument(name, dest=key)
-    parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--resume", action="store_true")
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    try:
-        options, own = parser.parse_known_args(arguments[:end])
-    except argparse.ArgumentError as error:
-        raise UsageError(str(error), fix="`lockstep run --help` lists what is possible") from None
-    if own and own[0].startswith("-"):
-        raise UsageError(f"unknown option {own[0]}", fix="write options of the script after the script")
-    own += arguments[end + 1 :]
-    if not own:
-        raise UsageError("there is no script", fix="write `lockstep run path/to/script.py`")
-    return own, options
+    return run_script(Path(script).expanduser(), list(arguments), settings, resume=resume)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import hmac
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -14,11 +14,9 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from lockstep.errors import RunFolderError
 from lockstep.report.page import render
-from lockstep.studio.home import PRIVATE, Home
+from lockstep.studio.home import Home
 from lockstep.studio.schemas import ApiError, body_of
-from lockstep.telemetry.files import read_json, write_json
 
 MAX_BODY_BYTES = 1 << 20
 #: Other pages can neither read nor frame the studio, and no text is run as a script.
@@ -46,46 +44,32 @@ _PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/in
 SESSION_S = 30 * 86_400
 #: How often an open WebSocket's session is checked: a new token ends it.
 RECHECK_S = 1.0
-_MAX_SESSIONS = 100
 
 
 class Sessions:
-    """Browsers that have shown the token: random ids, of which the file has hashes.
-
-    A hash covers the port and the token too: an id is worth nothing to another port or after a change of the token.
-    """
+    """Browsers that have shown the token. A session is its last second with a signature by the token, for this port."""
 
     def __init__(self, home: Home, port: int) -> None:
-        self._home, self._port, self._file = home, port, home.path / "sessions.json"
+        self._home, self._port = home, port
 
     def is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode("utf-8", "replace"), self._home.token().encode())
 
     def begin(self) -> str:
-        """The id of a new session. Raises :class:`StorageError`."""
-        name = secrets.token_urlsafe(32)
-        kept = sorted(self._read().items(), key=lambda one: one[1])[1 - _MAX_SESSIONS :]
-        write_json(self._file, {**dict(kept), self._hash(name): time.time() + SESSION_S}, mode=PRIVATE)
-        return name
+        return self._signed(str(int(time.time() + SESSION_S)))
 
-    def knows(self, name: str) -> bool:
-        return self._read().get(self._hash(name), 0.0) > time.time()
+    def knows(self, session: str) -> bool:
+        end = session.partition(".")[0]
+        return secrets.compare_digest(session.encode(), self._signed(end).encode()) and int(end) > time.time()
 
-    def _hash(self, name: str) -> str:
-        return hashlib.sha256(f"{self._port} {self._home.token()} {name}".encode("utf-8", "replace")).hexdigest()
-
-    def _read(self) -> dict[str, float]:
-        try:
-            kept = read_json(self._file, max_bytes=1 << 20)
-            return {key: end for key, end in kept.items() if isinstance(end, float) and end > time.time()}
-        except (RunFolderError, AttributeError):
-            return {}
+    def _signed(self, end: str) -> str:
+        return f"{end}.{hmac.new(self._home.token().encode(), f'{self._port} {end}'.encode(), 'sha256').hexdigest()}"
 
 
 class Guard:
     """ASGI middleware: a browser exchanges the token for a session, scripts send it as ``Authorization: Bearer``.
 
-    ``cookie`` holds the session's id; cookies are shared between ports, so its name contains the port. ``base``: the
+    ``cookie`` holds the session; cookies are shared between ports, so its name contains the port. ``base``: the
     path below which a proxy, named in ``hosts``, shows the studio, without the last slash; it may leave it out.
     """
 

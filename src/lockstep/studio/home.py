@@ -16,7 +16,7 @@ from lockstep.studio.schemas import ApiError, run_not_found
 from lockstep.telemetry.files import absolute, storage_error, storing, write_text
 
 #: Permissions of a file that only this user may read.
-PRIVATE = 0o600
+_PRIVATE = 0o600
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
 _CONFIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}")
 _JOB = re.compile(r"job-[0-9a-f]{8}")
@@ -72,13 +72,13 @@ class Home:
         except OSError as error:  # such as too many open files: a new token would end every session
             raise storage_error(error, file) from error
         text = secrets.token_urlsafe(32)
-        write_text(file, text, mode=PRIVATE)
+        write_text(file, text, mode=_PRIVATE)
         return text
 
     def write_door(self, url: str) -> Path:
         """A page for this user alone that leads to ``url``: other users can read the arguments of a command."""
         file = self.path / "open.html"
-        write_text(file, render(__package__, "message.html", lines=[], url=url), mode=PRIVATE)
+        write_text(file, render(__package__, "message.html", lines=[], url=url), mode=_PRIVATE)
         return file
 
 

@@ -112,7 +112,8 @@ class _Uvicorn(uvicorn.Server):
         self._wake = lambda: loop.call_soon_threadsafe(woken.set)
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):  # wait_for of Python 3.11 may swallow a cancellation
+                    await woken.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
