@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import psutil
 import pytest
 
+import lockstep
 from tests.gloo import ROOT
 
 
@@ -88,6 +90,24 @@ def test_steps_are_listed_and_unknown_ones_refused(tmp_path: Path, script: str) 
     refused = check(tmp_path, "--device", "cpu", "--only", "nothing", script=script)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: there is no step nothing. fix: one of ranks, devices, ")
+
+
+@pytest.mark.parametrize(
+    ("indices", "devices"), [((0, 1, 2), "gpu:0,gpu:1,gpu:2"), ((0,), "gpu:0,gpu:0"), ((), "gpu:0,gpu:1")]
+)
+def test_several_cards_are_all_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], indices: tuple[int, ...], devices: str
+) -> None:
+    spec = spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu" / "check.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(lockstep, "get_available_gpus", lambda: [{"index": index, "name": ""} for index in indices])
+    exec(module.GPUS)
+    found = capsys.readouterr().out.strip()
+    monkeypatch.setattr(module, "default_devices", lambda: found)
+    assert module.parse(["--many"]).device == devices
 
 
 @pytest.mark.drill

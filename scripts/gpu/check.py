@@ -299,10 +299,13 @@ def machine() -> str:
     return f"Python {platform.python_version()}, torch {found.stdout.strip() or 'is missing'}"
 
 
+#: Prints all GPUs, as ``--device`` takes them.
+GPUS = "import lockstep; print(*('gpu:%(index)d' % gpu for gpu in lockstep.get_available_gpus()), sep=',')"
+
+
 def default_devices() -> str:
-    code = "from lockstep.hardware import get_available_gpus as g; print(','.join(d.id for d in g()))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True, env=environment)
     return done.stdout.strip()
 
 
@@ -321,7 +324,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("MINUTES must be more than 0")
     if options.device is None:
         options.device = (default_devices() or "gpu:0,gpu:1") if options.many else "gpu:0"
-    elif options.many and "," not in options.device:
+    if options.many and "," not in options.device:
         options.device = f"{options.device},{options.device}"
     options.out = (options.out or ROOT / "gpu-check" / f"{date.today()}{'-many' * options.many}").resolve()
     return options

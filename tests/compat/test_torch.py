@@ -170,8 +170,8 @@ def test_layers_and_buffers() -> None:
     assert set(compat.buffers_of(norm)) == {"running_mean", "running_var", "num_batches_tracked"}
     with pytest.raises(ValueError):
         compat.check_input_dim(norm, torch.zeros(3))
-    with warnings.catch_warnings():  # deprecated, and still in many packages
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings():  # deprecated (FutureWarning since torch 2.15), and still in many packages
+        warnings.simplefilter("ignore")
         scripted: Any = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))[0]
     assert compat.buffers_of(scripted).keys() == compat.buffers_of(norm).keys()
     compat.buffers_of(scripted)["running_mean"] = torch.ones(3)

@@ -220,7 +220,7 @@ def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None
         return list(range(len(uuids)))
     if variable.strip() in {"", "-1"}:
         return []
-    positions = {**{str(position): position for position in range(len(uuids))}, **{u: n for n, u in enumerate(uuids)}}
+    positions = {name: position for position, uuid in enumerate(uuids) for name in (str(position), uuid)}
     entries = [entry.strip() for entry in variable.split(",")]
     found = [positions[entry] for entry in entries if entry in positions]
     alike = len({entry.isdecimal() for entry in entries}) == 1

@@ -12,8 +12,12 @@ _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
 _POWER_CAP = {"power cap": 0x4}
 #: nvmlGpuTopologyLevel_t (nvml.h).
 _PATHS = {
-    **{0: "one board", 10: "one PCIe switch", 20: "several PCIe switches"},
-    **{30: "one PCIe host bridge", 40: "one NUMA node", 50: "two CPU sockets"},
+    0: "one board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "one PCIe host bridge",
+    40: "one NUMA node",
+    50: "two CPU sockets",
 }
 #: NVML_P2P_CAPS_INDEX_READ (nvml.h); the bindings have a tuple there.
 _P2P_READ = 0
