@@ -21,8 +21,8 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.report.figures import pictures
 from lockstep.report.source import MAX_POINTS, compared, read_run, thinned
+from lockstep.telemetry.loggers import flattened
 from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.scalars import flattened
 from lockstep.telemetry.sinks import encode_png
 from lockstep.telemetry.summary import differences
 

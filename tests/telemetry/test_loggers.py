@@ -30,8 +30,7 @@ from lockstep.events import (
     StepLogged,
 )
 from lockstep.telemetry import loggers as the_loggers
-from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, loggers, wandb_mode
-from lockstep.telemetry.scalars import as_row
+from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, as_row, loggers, wandb_mode
 from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
 from tests.telemetry.runs import make_run

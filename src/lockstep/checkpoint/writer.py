@@ -18,7 +18,7 @@ from lockstep.checkpoint.manifest import Digest, shard
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import CheckpointError, CollectiveError, LockstepError, StorageError
 from lockstep.telemetry.files import fsync_folder, storage_error
-from lockstep.telemetry.progress_board import pulse
+from lockstep.telemetry.heartbeat import pulse
 
 T = TypeVar("T")
 #: Whether a tensor at a place of the state stays as it is until the copy is complete.

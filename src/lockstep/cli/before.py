@@ -21,14 +21,13 @@ from lockstep.cli.settings import (
     to_mapping,
 )
 from lockstep.errors import UsageError
-from lockstep.telemetry.tables import say
+from lockstep.telemetry.console import print_plan, say
 
 
 @verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
 def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: AsJson = False) -> None:
     name, mapping = to_mapping(settings, task)
     from lockstep.launch.prepare import prepare
-    from lockstep.telemetry.console import print_plan
 
     made = prepare(name, mapping).plan
     if as_json:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, flag, print_json, verb
 from lockstep.errors import UsageError
-from lockstep.telemetry.tables import print_table, say
+from lockstep.telemetry.console import print_table, say
 
 LIBRARIES = ("numpy", "torchmetrics", "safetensors", "pydantic", "lightning", "tensorboard")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from cyclopts import App, Parameter
 
 from lockstep.errors import LockstepError, StorageError
-from lockstep.telemetry.tables import is_terminal, print_table, say
+from lockstep.telemetry.console import is_terminal, print_table, say, value_text
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -39,8 +39,6 @@ def print_json(document: Mapping[str, Any], stream: TextIO) -> None:
 
 def print_values(values: Iterable[tuple[str, object]], title: str = "") -> None:
     """A table of names and values on standard output."""
-    from lockstep.telemetry.console import value_text
-
     print_table((title, ""), [(name, value_text(value)) for name, value in values], sys.stdout)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, print_values, verb
 from lockstep.errors import UsageError
-from lockstep.telemetry.tables import print_table, say
+from lockstep.telemetry.console import duration, print_plan, print_table, say, value_text
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir
@@ -33,8 +33,6 @@ def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> No
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
-    from lockstep.telemetry.console import value_text
-
     return (
         run["id"],
         run["name"] or "",
@@ -101,7 +99,6 @@ def _slurm(run: RunDir) -> str | None:
 
 def _print_details(details: dict[str, Any]) -> None:
     from lockstep.report.source import in_words
-    from lockstep.telemetry.console import duration, print_plan
 
     rows = [
         ("run", details["id"]),

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, print_values, verb
 from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
-from lockstep.telemetry.tables import say
+from lockstep.telemetry.console import say
 
 if TYPE_CHECKING:
     from lockstep.telemetry.rundir import RunDir

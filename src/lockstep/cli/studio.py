@@ -9,7 +9,7 @@ from typing import Annotated
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, flag, verb
 from lockstep.errors import UnsupportedError, UsageError
-from lockstep.telemetry.tables import say
+from lockstep.telemetry.console import say
 
 EPILOGUE = """\
 Examples:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, find, flag, print_json, verb
 from lockstep.errors import UsageError
-from lockstep.telemetry.tables import drawn, is_terminal, print_table, rich_console, say
+from lockstep.telemetry.console import drawn, duration, is_terminal, number, print_table, rich_console, say
 
 EPILOGUE = """\
 Without RUN: only this machine's devices. Quit with q or Ctrl-C; it ends with the run. In a pipe it prints once.
@@ -122,8 +122,6 @@ def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]
 
 
 def _of_run(run: State) -> list[tuple[str, ...]]:
-    from lockstep.telemetry.console import duration, number
-
     logged = run["logged"] or {}
     step, total, left = run["step"], run["total_steps"], run["seconds_left"]
     progress = [] if step is None else [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]

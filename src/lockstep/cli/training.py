@@ -17,7 +17,7 @@ from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_rank
 from lockstep.config.load import from_keywords, load
 from lockstep.errors import UsageError
 from lockstep.launch.local.signals import held_back
-from lockstep.telemetry.tables import say
+from lockstep.telemetry.console import say
 
 _SLURM = Group("On a cluster", sort_key=6)
 _flag = partial(flag, group=_SLURM)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 from lockstep.errors import LockstepError
 from lockstep.launch.failure.causes import find_cause
 from lockstep.planning.decision import Frozen
-from lockstep.telemetry.tables import print_table, say
+from lockstep.telemetry.console import print_table, say
 
 Status = Literal["ok", "warn", "fail", "skip"]
 

@@ -24,7 +24,7 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import walk
 from lockstep.engine.validation import Validation
 from lockstep.telemetry.files import JsonLines
-from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.heartbeat import Activity, pulse
 
 #: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
 #: :class:`StepResult` of the one that has ended.

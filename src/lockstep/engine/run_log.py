@@ -25,7 +25,7 @@ from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.heartbeat import Activity, pulse
 
 
 class SavePolicy:

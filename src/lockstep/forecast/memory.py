@@ -20,7 +20,7 @@ from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import CONTEXT
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy, strategies
-from lockstep.telemetry.tables import print_table, say
+from lockstep.telemetry.console import print_table, say
 
 #: More devices than any cluster has.
 MOST = 1_000_000

@@ -23,8 +23,8 @@ from lockstep.errors import ConfigError
 from lockstep.hardware.monitor import INTERVAL_S
 from lockstep.launch.local.signals import StopRequest
 from lockstep.telemetry.heartbeat import Heartbeat
+from lockstep.telemetry.loggers import as_row, monitored, row_name
 from lockstep.telemetry.rundir import RunDir, new_run_id, utc_now
-from lockstep.telemetry.scalars import as_row, monitored, row_name
 from lockstep.telemetry.sinks import monitored as device_monitor
 from lockstep.telemetry.upload import Retry, Uploader
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lockstep.errors import UnsupportedError
 from lockstep.report.source import Row, RunData
-from lockstep.telemetry.tables import save_figure
+from lockstep.telemetry.console import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,22 +1,28 @@
-"""The terminal output of a run: the plan, one progress bar or plain lines, and one summary."""
+"""What a terminal shows of a run: the plan, one progress bar or plain lines, one summary; and tables of any command.
+
+Elsewhere tables are plain aligned text, never truncated in a pipe; figures are files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lockstep.events import EpochEnded, Evaluated, Event, Note, Restarted, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.heartbeat import running_s, seconds_left
-from lockstep.telemetry.tables import is_terminal, print_styled, print_table, rich_console, say
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
     from rich.progress import Progress, TaskID
+    from rich.table import Table
 
 ProgressMode = Literal["auto", "bar", "plain", "off"]
 
@@ -38,10 +44,14 @@ class ConsoleSink:
         clock: seconds from any fixed point, for the remaining time.
     """
 
-    def __init__(self, stream: TextIO, mode: ProgressMode = "auto", *, clock: Callable[[], float] = running_s) -> None:
+    def __init__(
+        self, stream: TextIO, mode: ProgressMode = "auto", *, clock: Callable[[], float] | None = None
+    ) -> None:
+        from lockstep.telemetry.heartbeat import running_s
+
         self._stream = stream
         self._mode = resolve_mode(mode, stream)
-        self._clock = clock
+        self._clock = clock = clock or running_s
         self._bar: _Bar | None = None
         self._started: RunStarted | None = None
         self._began = clock()
@@ -140,6 +150,8 @@ class ConsoleSink:
             say(text, self._stream)
 
     def _seconds_left(self, step: int) -> float | None:
+        from lockstep.telemetry.heartbeat import seconds_left
+
         first, total = (self._started.step, self._started.total_steps) if self._started else (0, 0)
         return seconds_left(step - first, self._clock() - self._began, total - step)
 
@@ -353,3 +365,70 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
+    """Print ``rows`` under the headings ``columns`` (texts, one per column; all empty: no heading)."""
+    if not is_terminal(stream):
+        say("\n".join(aligned([columns, *rows] if any(columns) else rows)), stream)
+        return
+    rich_console(stream).print(drawn(columns, rows))
+
+
+def drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    for position, column in enumerate(columns):
+        # The first column is never truncated; long texts at the end of a row are wrapped.
+        table.add_column(column, overflow="fold", no_wrap=position == 0, style="bold" if position == 0 else None)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns two blanks apart."""
+    widths = [max(len(row[position]) for row in rows) for position in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print ``text``; characters that the stream cannot encode become question marks."""
+    try:
+        print(text, file=stream, flush=True)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):  # no such method; a closed stream
+        return False
+
+
+def rich_console(stream: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, emoji=False)
+
+
+def print_styled(console: Console, text: str, style: str) -> None:
+    """One line of ``text`` as it is: no markup in it, no wrapping, the style on it alone."""
+    from rich.text import Text
+
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def save_figure(figure: Figure, file: Path, *, dpi: int = 120) -> Path:
+    """Write a matplotlib figure to ``file`` as a PNG. Raises :class:`~lockstep.errors.StorageError`."""
+    from lockstep.telemetry.files import write_bytes
+
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
+    write_bytes(file, png.getvalue())
+    return file

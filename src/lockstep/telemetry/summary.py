@@ -16,8 +16,8 @@ from typing import Any
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import damaged, last_row
+from lockstep.telemetry.loggers import flattened
 from lockstep.telemetry.rundir import RunDir, RunRecord, one_line, or_else, read_runs
-from lockstep.telemetry.scalars import flattened
 
 #: A run folder from elsewhere may contain texts of any length.
 _MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000

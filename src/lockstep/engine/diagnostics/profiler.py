@@ -19,7 +19,7 @@ from lockstep.engine.loop import StepResult
 from lockstep.engine.rank_context import RankContext
 from lockstep.errors import StorageError, many
 from lockstep.telemetry.files import write_json, write_text
-from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.heartbeat import Activity, pulse
 
 #: Operators in the table for people; the JSON has all of them.
 TABLE_ROWS = 40

@@ -23,8 +23,8 @@ from lockstep.engine.state import EndedBy
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
-from lockstep.telemetry.progress_board import Activity, pulse
-from lockstep.telemetry.scalars import as_row, monitored, row_name
+from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.telemetry.loggers import as_row, monitored, row_name
 
 #: What stands for the run's own checkpoints where Lightning wants a path.
 OWN = "lockstep"

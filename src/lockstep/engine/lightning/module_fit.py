@@ -23,7 +23,7 @@ from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.telemetry.scalars import as_row
+from lockstep.telemetry.loggers import as_row
 
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,

@@ -21,7 +21,7 @@ from lockstep.engine.lightning.module_task import ModuleConfig, ModuleTask, Plan
 from lockstep.engine.process.runtime import seeded
 from lockstep.engine.task import Datasets, Loss, Metrics, Scheduler, Task
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.telemetry.scalars import as_row
+from lockstep.telemetry.loggers import as_row
 
 
 class _Output(NamedTuple):

@@ -24,7 +24,7 @@ from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_step
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, SeededDraws
 from lockstep.errors import CollectiveError, TaskError, UnsupportedError
-from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.heartbeat import Activity, pulse
 
 #: Windows of an attempt in which losses are checked to be sums.
 CHECKED_WINDOWS = 2

@@ -47,7 +47,7 @@ from lockstep.engine.strategies.stages import (
 from lockstep.engine.task import Task
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.progress_board import pulse
+from lockstep.telemetry.heartbeat import pulse
 
 
 def divide(whole: Undivided) -> Divided:

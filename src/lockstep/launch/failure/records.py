@@ -43,7 +43,7 @@ from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.local.rank_log import MARK, log_file
 from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.progress_board import Activity, pulse
+from lockstep.telemetry.heartbeat import Activity, pulse
 from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, write_json
 
 LAUNCHER_FILE = "launcher.json"

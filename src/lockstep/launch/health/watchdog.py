@@ -35,7 +35,7 @@ from lockstep.launch.health import hang
 from lockstep.launch.local.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, log_file, stacks_on_request
 from lockstep.launch.local.worker import leave
 from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.progress_board import pulse
+from lockstep.telemetry.heartbeat import pulse
 from lockstep.telemetry.rundir import RunDir
 
 #: Heartbeats in ``hang_timeout_s``, with at least the interval between them.

@@ -47,8 +47,7 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.health.hang import HangReport, HangWatch
 from lockstep.launch.local import environment, signals, worker
 from lockstep.launch.local.fork_server import Forked, asked_gpu, fork
-from lockstep.telemetry.heartbeat import announce
-from lockstep.telemetry.progress_board import PULSES, PulseBoard
+from lockstep.telemetry.heartbeat import PULSES, PulseBoard, announce
 from lockstep.telemetry.rundir import RunDir
 
 Phase = Literal["running", "stopping", "failing"]
