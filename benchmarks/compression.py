@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import RunConfig
-from lockstep.engine.process.runtime import join
+from lockstep.engine.rank_context import join
 
 STEPS = 5
 WIDTHS = (128, 512, 1024, 2048)

@@ -31,7 +31,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.runtime import join
+from lockstep.engine.rank_context import join
 from lockstep.planning import LoaderPlan
 
 RANKS, SAMPLES, INPUTS, OUTPUTS, BATCH = 2, 100_000, 64, 1000, 100

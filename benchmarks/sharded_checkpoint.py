@@ -30,7 +30,7 @@ from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
-from lockstep.engine.process.runtime import join
+from lockstep.engine.rank_context import join
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.strategies.partition import Undivided
 

@@ -19,7 +19,7 @@ from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
-from lockstep.planning.horizon import resolve_schedule
+from lockstep.planning.schedule import resolve_schedule
 from tests.dist.test_fsdp import Deep, Weighted, undivided
 from tests.gloo import run_ranks
 

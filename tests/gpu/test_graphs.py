@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep import Loss
 from lockstep.config.load import merge
 from lockstep.engine.distributed.staging import SideStream
-from lockstep.engine.process.recording import Recording
+from lockstep.engine.optim.recording import Recording
 from tests.dist.runs import train, used
 from tests.gpu.test_training import SAME, TOY, epoch_losses
 from tests.toys import Toy

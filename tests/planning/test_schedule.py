@@ -1,14 +1,16 @@
-"""Learning rates count optimizer steps of the plan."""
+"""Learning rates count optimizer steps of the plan; the one that a plan shows is the one that runs."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import SchedulerConfig
-from lockstep.planning.horizon import resolve_schedule, scale_lr
+from lockstep.config import SchedulerConfig, resolve
+from lockstep.planning import BatchPlan
+from lockstep.planning.schedule import Course, resolve_course, resolve_schedule, scale_lr
 
 
 def schedule(name="cosine", total=100, per_epoch=10, lr=1.0, **settings):
@@ -95,3 +97,53 @@ def test_one_cycle_is_that_of_torch():
 def test_wsd_is_constant_and_then_falls_to_the_floor():
     s = schedule("wsd", warmup_steps=10, decay_share=0.4, min_lr=0.2)
     assert [s.at(step) for step in (4, 9, 10, 60, 80, 100)] == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.6, 0.2])
+
+
+BATCH = BatchPlan(samples=640, global_batch=64, batch_size=32, accumulate=1, ranks=2)
+
+
+def course(own_lr: float | None, **optimizer: Any) -> Course:
+    return resolve_course(resolve({"optimizer": optimizer}), BATCH, own_lr=own_lr)
+
+
+def rate(course: Course) -> tuple[object, str]:
+    (decision,) = [decision for decision in course.decisions if decision.key == "lr"]
+    return decision.value, decision.reason
+
+
+def test_the_rate_of_a_tasks_own_optimizer_is_shown_and_scaled() -> None:
+    assert rate(course(0.1, lr=0.5)) == (0.1, "the task's own optimizer (its first parameter group)")
+    value, reason = rate(course(0.1, lr=0.5, lr_scaling="linear"))
+    assert (value, "the task's own optimizer" in reason) == (0.2, True)
+    assert "0.1 × 64/32 (linear scaling)" in reason
+
+
+@pytest.mark.parametrize("own_lr", [None, 0.5])
+@pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
+def test_a_schedule_knows_the_rate_before_scaling(own_lr: float | None, scaling: str) -> None:
+    schedule = course(own_lr, lr=0.5, lr_scaling=scaling).schedule
+    assert schedule.base_lr == pytest.approx(0.5)
+    assert schedule.lr == pytest.approx({"none": 0.5, "linear": 1.0, "sqrt": 0.5 * 2**0.5}[scaling])
+
+
+def test_a_run_that_ends_within_its_warm_up_says_so() -> None:
+    def notes(**changes: Any) -> list[str]:
+        found = resolve_course(resolve(changes), BATCH).notes
+        return [note.text for note in found if note.key == "warmup_unfinished"]
+
+    assert "all 20 steps" in notes(training={"epochs": 2}, scheduler={"warmup_epochs": 2})[0]
+    assert notes(training={"max_steps": 5}, scheduler={"warmup_steps": 9})
+    assert notes(training={"epochs": 3}, scheduler={"warmup_epochs": 2}) == []
+    assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 0}) == []
+    assert notes(training={"epochs": 1}, scheduler={"warmup_epochs": 2}, debug={"fast_dev_run": True}) == []
+
+
+def test_the_default_warm_up_takes_at_most_a_tenth_of_the_run() -> None:
+    def warmup(**changes: Any) -> int:
+        return resolve_course(resolve(changes), BATCH).schedule.warmup_steps
+
+    steps = BATCH.steps_per_epoch
+    assert warmup(training={"epochs": 40}) == 2 * steps
+    assert warmup(training={"epochs": 2}) == 2 * steps // 10
+    assert warmup(training={"max_steps": 5}) == 0
+    assert warmup(training={"epochs": 2}, scheduler={"warmup_epochs": 1}) == steps

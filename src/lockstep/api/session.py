@@ -67,7 +67,7 @@ class Session:
         self, config: RunConfig | Mapping[str, Any] | None = None, *, resume: bool = False, **settings: Unpack[Settings]
     ) -> None:
         from lockstep._compat import script_frame
-        from lockstep.engine.process.runtime import rank_device, seed_everything
+        from lockstep.engine.rank_context import rank_device, seed_everything
         from lockstep.launch.session import join
         from lockstep.launch.session.loop import Loop
 

@@ -17,7 +17,7 @@ from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import finish, wire_device
-from lockstep.engine.process.runtime import join, rank_device
+from lockstep.engine.rank_context import join, rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World

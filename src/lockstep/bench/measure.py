@@ -24,7 +24,7 @@ from lockstep.bench.trials import Case, Rank
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.staging import to_device
-from lockstep.engine.process.runtime import rank_device
+from lockstep.engine.rank_context import rank_device
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.detect import usable_memory

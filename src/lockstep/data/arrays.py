@@ -251,6 +251,14 @@ def gather_of(dataset: Any, collate: Any) -> Gather | None:
     return lambda indices: _gathered(dataset, indices)
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether samples of ``dataset`` can only be iterated over; a ``DataLoader`` gives batches."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    iterates = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (iterates and not isinstance(dataset, DataLoader))
+
+
 def is_hugging_face(dataset: Any) -> bool:
     return type(dataset).__module__ == "datasets.arrow_dataset" and type(dataset).__name__ == "Dataset"
 

@@ -308,14 +308,6 @@ def _connected(address: str, key: bytes) -> Connection:
             time.sleep(0.02)
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether samples of ``dataset`` can only be iterated over; a ``DataLoader`` gives batches."""
-    from torch.utils.data import DataLoader, IterableDataset
-
-    iterates = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (iterates and not isinstance(dataset, DataLoader))
-
-
 #: Of what says which rank this is, or that a stream is one rank's part.
 _RANK = {"get_rank", "get_world_size", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "split_by_node"}
 

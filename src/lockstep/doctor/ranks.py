@@ -17,7 +17,7 @@ from lockstep.bench.comm import bus_factor, call_time
 from lockstep.doctor.gpus import own_versions
 from lockstep.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, size_text
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.runtime import rank_device
+from lockstep.engine.rank_context import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.launch.local.worker import Rank

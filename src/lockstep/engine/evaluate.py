@@ -26,11 +26,10 @@ from lockstep.data.requests import InOrder, Request, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_device, to_host
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.runtime import generators_kept
+from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.base import SeededDraws
-from lockstep.engine.strategies.losses import check_loss
 from lockstep.engine.task import Metrics, Task
-from lockstep.engine.trained import Callbacks, bare
+from lockstep.engine.trained import Callbacks, bare, check_loss
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
 from lockstep.planning import LoaderPlan, Plan

@@ -24,7 +24,7 @@ from lockstep.data.sampling import check_lengths, hash_lengths
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
-from lockstep.engine.process.runtime import generators_kept
+from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model

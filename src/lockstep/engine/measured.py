@@ -26,8 +26,7 @@ from lockstep.engine.distributed.staging import arrival, finish
 from lockstep.engine.evaluate import evaluating, modes_kept, train_mode
 from lockstep.engine.inspection import trial_of
 from lockstep.engine.optim.precision import autocast
-from lockstep.engine.process.runtime import generators_kept
-from lockstep.engine.rank_context import RankContext
+from lockstep.engine.rank_context import RankContext, generators_kept
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare
 from lockstep.engine.training_data import array_bytes, fits_device, training_source, walk

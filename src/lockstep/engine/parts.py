@@ -13,8 +13,7 @@ from lockstep.engine.distributed.buffers import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.optim.step import Update, build_update, untrained_note
-from lockstep.engine.process.runtime import seed_everything
-from lockstep.engine.rank_context import RankContext
+from lockstep.engine.rank_context import RankContext, seed_everything
 from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy

@@ -16,8 +16,7 @@ from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.step import Update
-from lockstep.engine.process.runtime import check_pins, pins
-from lockstep.engine.rank_context import RankContext
+from lockstep.engine.rank_context import RankContext, check_pins, pins
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import same_data

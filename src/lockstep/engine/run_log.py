@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import Steady
 from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
-from lockstep.engine.process.runtime import pins
-from lockstep.engine.rank_context import RankContext
+from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
 from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags

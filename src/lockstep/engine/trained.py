@@ -1,14 +1,19 @@
-"""What is trained: a task's model, and the modules beside it that :meth:`.Task.modules` names."""
+"""A task as it is trained: its model with the modules beside it, its callbacks, and its loss.
+
+What the task returned is checked: a loss is a sum and a count; a mean is recognized by its graph.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lockstep._compat.torch import compiled_in_place
-from lockstep.engine.task import Callback, Context, Task
+from lockstep._compat.torch import compiled_in_place, saved
+from lockstep.engine.task import Callback, Context, Loss, Task
 from lockstep.errors import TaskError, UnsupportedError
 
 
@@ -107,3 +112,115 @@ class Callbacks:
     def caller(self, name: str, context: Context, model: nn.Module) -> Callable[[], None] | None:
         """A function that calls ``name``; ``None`` where no callback has it."""
         return (lambda: self.call(name, context, model)) if name in self._methods else None
+
+
+_Kind = Literal["mean", "sum", "unknown"]
+#: Operations that leave a mean a mean, and a sum a sum. Their names end in ``Backward`` and a number.
+_KEEP = frozenset({"ToCopy", "Neg", "Rsub", "Alias", "Clone", "View", "ReshapeAlias", "UnsafeView", "Squeeze"})
+_REDUCTIONS: dict[int, _Kind] = {1: "mean", 2: "sum"}
+#: A deeper chain of additions is a loop over samples.
+_DEPTH = 100
+
+
+def is_mean(total: Tensor, count: float) -> bool:
+    """Whether the graph of ``total`` shows a mean over the ``count`` items that it should sum."""
+    if count <= 1 or total.grad_fn is None:
+        return False
+    terms = _terms(total.grad_fn, count)
+    # A sum over items of each one's mean has as many terms as items.
+    return len(terms) < count and "mean" in terms and "sum" not in terms
+
+
+def _terms(node: Any, count: float, depth: int = 0) -> list[_Kind]:
+    """How each term of the sum that ``node`` computes was reduced; terms without a gradient do not matter."""
+    name = node.name().partition("Backward")[0]
+    inputs = [before for before, _ in node.next_functions if before is not None]
+    if depth > _DEPTH:
+        return ["sum"]
+    reduction = saved(node, "reduction")
+    if reduction is not None:
+        return [_REDUCTIONS.get(reduction, "unknown")]
+    if name in ("Add", "Sub"):
+        return [kind for one in inputs for kind in _terms(one, count, depth + 1)]
+    if name == "Mean":
+        summed = saved(inputs[0], "dim") if inputs[0].name().startswith("Sum") else None
+        per_item = isinstance(summed, tuple) and 0 in summed
+        over_items = math.prod(saved(node, "self_sym_sizes")) >= count and not per_item
+        return ["mean" if over_items else "unknown"]
+    if name == "Sum":
+        return ["sum"]
+    if len(inputs) != 1 or name not in ("Mul", "Div", *_KEEP):
+        return ["unknown"]
+    kinds = _terms(inputs[0], count, depth + 1)
+    if name in _KEEP:
+        return kinds
+    factor = _constant(node)
+    if name == "Div" and factor == count and kinds == ["sum"]:
+        return ["mean"]
+    shrinks = factor is not None and (abs(factor) <= 1 if name == "Mul" else abs(factor) >= 1)
+    return kinds if shrinks and "sum" not in kinds else ["unknown"]
+
+
+def _constant(node: Any) -> float | None:
+    """The number that ``node`` multiplies with, or divides by."""
+    for value in (saved(node, "other"), saved(node, "self")):
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            return float(value)
+    return None
+
+
+def check_loss(loss: Any) -> Loss:
+    """What a task returned, as a :class:`Loss`; a :class:`TaskError` if it is a vector, a number, or not a pair."""
+    fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
+    total, count = loss
+    if not isinstance(total, Tensor) or total.numel() != 1 or total.dim() != 0:
+        why = f"its shape is {tuple(total.shape)}" if isinstance(total, Tensor) else f"it is a {type(total).__name__}"
+        if isinstance(total, int | float):
+            why, fix = f"{why}, which has no gradient, as after .item()", "return the tensor itself as the total"
+        raise TaskError("the task's loss total is not a scalar tensor", why=why, fix=fix)
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise TaskError("the task's loss count is not one number", why=f"its shape is {tuple(count.shape)}", fix=fix)
+    return Loss(total, count)
+
+
+def refuse_mean(loss: Loss) -> None:
+    """Raise :class:`TaskError` where the total is a mean over several items, or the count is negative."""
+    count = float(loss.count)
+    if not count >= 0:
+        raise TaskError(
+            f"the task's loss count is {count:g}",
+            why="the gradient is divided by it, so it must be the number of items, or the sum of weights from 0 up",
+            fix="return Loss(total, count) with a count of at least 0",
+        )
+    if is_mean(loss.total, count):
+        raise TaskError(
+            f"the task's loss total is a mean, and its count is {count:g}",
+            why=f"a total is divided by its count, so gradients would be 1/{count:g} of those of the mean",
+            fix="use reduction='sum', or multiply: Loss(mean * count, count); a mean of equal weight for each "
+            "micro-batch is Loss(mean, 1)",
+        )
+
+
+class CheckedLoss:
+    """A task's loss, checked on the first batch; a count may have the shape (1,). ``mode``: of ``torch.compile``."""
+
+    def __init__(self, task: Task, mode: str | None = None) -> None:
+        self._loss = task.loss if mode is None else torch.compile(task.loss, mode=mode)
+        self._is_checked = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        loss = self._loss(model, batch)
+        if not self._is_checked:
+            refuse_mean(check_loss(loss))
+            self._is_checked = True
+        if isinstance(loss[1], Tensor) and loss[1].dim():
+            return Loss(loss[0], loss[1].reshape(()))
+        return loss
+
+
+def without_count(total: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor | int]:
+    """A loss of 0 for 0 items, with gradients of 0: of a batch that replaces one without readable samples."""
+    total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
+    return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, leaf_of, leaves
+from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, is_stream, leaf_of, leaves
 from lockstep.data.order import Order
 from lockstep.data.reader import TRIED, Collate, Indices, sample_error
 from lockstep.data.requests import Source, Window, windows
@@ -31,9 +31,9 @@ from lockstep.data.sampling import (
     hash_lengths,
     resolve_sampling,
 )
-from lockstep.data.stream import Stream, as_stream, is_stream
+from lockstep.data.stream import Stream, as_stream
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.runtime import generators_kept, seeded
+from lockstep.engine.rank_context import generators_kept, seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError, LockstepError, UnsupportedError
 from lockstep.hardware.world import World

@@ -32,7 +32,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
-from lockstep.engine.process.runtime import seeded
+from lockstep.engine.rank_context import seeded
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task

@@ -10,11 +10,11 @@ from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
-from lockstep.planning.horizon import resolve_course
 from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
 from lockstep.planning.notes import module_notes, refuse_contradictions, run_notes
 from lockstep.planning.order import order_notes, resolve_order
 from lockstep.planning.plan import DATA_DEVICE, LAYOUT, Measured, Mode, Plan, ResumePoint, TaskFacts
+from lockstep.planning.schedule import resolve_course
 from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
@@ -99,7 +99,8 @@ def make_plan(
         sampling=facts.sampling,
     )
     batch, sized = _batch(given, order.positions or facts.train_samples, held, bool(synced.value))
-    course = resolve_course(config, batch, resume, facts)
+    done = (resume.step, resume.epoch, resume.position) if resume else None
+    course = resolve_course(config, batch, done=done, own_lr=facts.optimizer_lr, own_schedule=facts.own_schedule)
     local_ranks = given.local_ranks
     loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=local_ranks, pin_memory=given.on_gpu)
     judged = facts.val_samples > 0 or module is not None  # a module evaluates on its own data

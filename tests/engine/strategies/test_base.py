@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from lockstep import Datasets, Loss
 from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.strategies.losses import is_mean
+from lockstep.engine.trained import is_mean
 from lockstep.errors import TaskError
 from tests.attempts import attempt
 from tests.gloo import run_ranks

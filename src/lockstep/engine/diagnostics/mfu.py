@@ -8,7 +8,7 @@ from lockstep.data.requests import Request, Source
 from lockstep.data.stream import Stream
 from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.inspection import on_meta, trial_of
-from lockstep.engine.process.runtime import generators_kept
+from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.hardware.peaks import peak_flops

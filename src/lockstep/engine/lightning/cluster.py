@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 
 from lockstep._compat.lightning import LaunchedDdp
 from lockstep.config.sections import DistributedConfig
-from lockstep.engine.process.runtime import rank_device
+from lockstep.engine.rank_context import rank_device
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 

@@ -22,7 +22,7 @@ from lockstep.config import DataConfig
 from lockstep.data.order import Order, WorkerInit, derive_key
 from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
-from lockstep.engine.process.runtime import seeded
+from lockstep.engine.rank_context import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import DataError, UnsupportedError, many
 from lockstep.hardware.world import World

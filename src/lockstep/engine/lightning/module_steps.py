@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep._compat.torch import ConvertedModule, tree_leaves
 from lockstep.engine.lightning.dataloaders import defines, orders
 from lockstep.engine.lightning.module_task import ModuleConfig, ModuleTask, PlannedTrainer
-from lockstep.engine.process.runtime import seeded
+from lockstep.engine.rank_context import seeded
 from lockstep.engine.task import Datasets, Loss, Metrics, Scheduler, Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.telemetry.loggers import as_row

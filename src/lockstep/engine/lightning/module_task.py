@@ -18,7 +18,7 @@ from torch.utils.data import SequentialSampler
 
 from lockstep.config import RunConfig
 from lockstep.engine.lightning.dataloaders import defines, is_weighted, orders, own_batches
-from lockstep.engine.process.runtime import seeded
+from lockstep.engine.rank_context import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.hardware.detect import detect_devices

@@ -18,7 +18,7 @@ from lockstep.engine.optim import optimizers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.process.recording import Recording
+from lockstep.engine.optim.recording import Recording
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task

@@ -7,11 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from lockstep.data.arrays import by_row
+from lockstep.data.arrays import by_row, is_stream
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
 from lockstep.data.requests import Request, Source, Window, readable, windows
-from lockstep.data.stream import is_stream
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.fit import TimedBatches

@@ -15,8 +15,7 @@ from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import Update
-from lockstep.engine.process.runtime import states_of_generators
-from lockstep.engine.rank_context import RankContext
+from lockstep.engine.rank_context import RankContext, states_of_generators
 from lockstep.engine.resume import Reads, freeze_again, load_initial_weights, load_latest, load_weights, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.session.stepper import Stepper

@@ -21,9 +21,9 @@ from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
 from lockstep.engine.strategies.base import Flags, Reduced
 from lockstep.engine.strategies.ddp import BUCKET_BYTES, GradientBuckets, pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
-from lockstep.engine.strategies.losses import is_mean
 from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler
+from lockstep.engine.trained import is_mean
 from lockstep.errors import TaskError, UnsupportedError
 
 #: In the tail of the last bucket: what ``pack`` gives, then calls that touched, its square, and unused gradients.

@@ -27,9 +27,8 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival, wait
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.losses import CheckedLoss, without_count
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare
+from lockstep.engine.trained import CheckedLoss, bare, without_count
 from lockstep.errors import TaskError, UnsupportedError
 
 #: On a GPU, reading the agreed flags costs a host sync; they are read every this many steps.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
-from lockstep.engine.process.recording import Recording
-from lockstep.engine.process.runtime import states_of_generators
+from lockstep.engine.optim.recording import Recording
+from lockstep.engine.rank_context import states_of_generators
 from lockstep.engine.strategies.base import Replica, Strategy
 
 #: Steps of a shape before it is recorded: libraries choose their kernels and allocate workspaces in the first ones.

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.process.runtime import rank_device
+from lockstep.engine.rank_context import rank_device
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model

@@ -382,7 +382,7 @@ def _run_here(launch: Launch) -> int:
             group = {
                 **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])},
-                # Every rank finds the store there, rank 0 too, which serves it (engine/process/runtime.py).
+                # Every rank finds the store there, rank 0 too, which serves it (engine/rank_context.py).
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             supervisor = launch.supervise(start_ranks(launch, group, size=launch.ranks, server=server.fileno()))
