@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lockstep.bench.trials import Case, Rank
 from lockstep.config import RunConfig
-from lockstep.data.loader import make_loader
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.distributed.staging import between, finish, moment
-from lockstep.engine.loop import StepResult, training_steps
+from lockstep.engine.fit import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.rank_context import RankContext, rank_device, runtime
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import kept_on, open_data, training_source, walk
+from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
 
@@ -121,22 +120,12 @@ def training(
         context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
         parts = build_parts(context, task, site.datasets, None)
         source, _ = kept_on(training_source(task, site.datasets, plan), site.device, parts.rank.plan)
-        requests = chain.from_iterable(window.requests for window in walk(plan, world))
-        loader = make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size)
+        loader = loaded(source, plan, world)
         parts.strategy.module.train()
         with contextlib.closing(loader):
             update = parts.update
             update.apply = watch.timed(update.apply, "optimizer", "other")  # type: ignore[method-assign]
-            steps = training_steps(
-                walk(plan, world),
-                watch.timed_batches(loader),
-                parts.strategy,
-                update,
-                parts.state,
-                epoch_over=lambda stop: plan.batch.window(stop) is None,
-                requested=Flags,
-                norm_every=config.telemetry.log_interval,
-            )
+            steps = training_steps(parts, walk(plan, world), watch.timed_batches(loader), Flags)
             yield parts, steps
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from lockstep.config import RunConfig
-from lockstep.engine.build import build_fit
+from lockstep.engine.fit import build_fit
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import joined
 from lockstep.engine.resume import load_latest

@@ -1,4 +1,7 @@
-"""Training on one rank: the loop, and what happens at its steps, at the ends of epochs and at the end."""
+"""Training on one rank: the loop, and what happens at its steps, at the ends of epochs and at the end.
+
+The loop is a generator of finished steps. It sees windows, a strategy and an update, never a device.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,64 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.data.loader import make_loader
+from torch import Tensor
+
+from lockstep.checkpoint.store import Snapshot
 from lockstep.data.requests import Source, Window
 from lockstep.engine.checkpoints import Checkpoints
+from lockstep.engine.diagnostics.mfu import peak_share
 from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
-from lockstep.engine.diagnostics.step_trace import Trace
-from lockstep.engine.evaluate import train_mode
-from lockstep.engine.loop import StepResult, training_steps
-from lockstep.engine.parts import Parts
-from lockstep.engine.run_log import RunLog, report_skipped
+from lockstep.engine.diagnostics.step_trace import Trace, trace_file
+from lockstep.engine.parts import Parts, build_parts
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.run_log import RunLog, record_samples, report_skipped
 from lockstep.engine.state import EndedBy, RunResult
+from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import walk
+from lockstep.engine.training_data import begin_stream, kept_on, loaded, training_source, walk
 from lockstep.engine.validation import Validation
-from lockstep.telemetry.files import JsonLines
 from lockstep.telemetry.heartbeat import Activity, pulse
 
 #: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
 #: :class:`StepResult` of the one that has ended.
 Hook = tuple[str, Callable[[Any], bool], Callable[[Any], None]]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A finished optimizer step. ``loss_total`` and ``loss_count`` sum over all ranks, on the device."""
+
+    step: int
+    window: Window
+    lr: float
+    loss_total: Tensor
+    loss_count: Tensor | float
+    epoch_ended: bool
+    flags: Flags | None
+
+
+def training_steps(
+    parts: Parts, windows: Iterator[Window], batches: Iterator[Any], requested: Callable[[], Flags]
+) -> Iterator[StepResult]:
+    """Run one optimizer step per window and yield its result; the state is already updated when a result is yielded.
+
+    Args:
+        windows: this rank's part of each step (:func:`lockstep.data.requests.windows`).
+        batches: the batch of each request of each window, in order.
+        requested: this rank's requests, on which all ranks must agree (stop, time, save).
+    """
+    strategy, update, state, batch = parts.strategy, parts.update, parts.state, parts.rank.plan.batch
+    norm_every = parts.rank.config.telemetry.log_interval
+    for window in windows:
+        reduced = strategy.gradients(window, batches, state.step, requested())
+        update.apply(state.step, reduced.count, reduced.divisor, want_norm=(state.step + 1) % norm_every == 0)
+        state.advance(len(window.requests), window.size, window.epoch, window.stop)
+        ended = batch.window(window.stop) is None
+        yield StepResult(state.step, window, update.lr, reduced.total, reduced.count, ended, reduced.flags)
 
 
 class TimedBatches:
@@ -95,26 +133,17 @@ class Fit:
         rank, plan, state, log, trace = self.parts.rank, self.parts.rank.plan, self.parts.state, self.log, self.trace
         before, after = self._hooks_before(), self._hooks_after()
         start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
-        requests = chain.from_iterable(window.requests for window in walk(plan, rank.world, **start))
-        settled, largest = self.validation.settle_loader, plan.batch.batch_size
-        loader = make_loader(self.source, requests, plan.loader, rank.world.rank, largest=largest, settled=settled)
+        loader = loaded(self.source, plan, rank.world, **start, settled=self.validation.settle_loader)
         batches = TimedBatches(loader if trace is None else trace.batches(loader))
-        train_mode(self.parts.strategy.module)
+        self.parts.train()
         self.task.context.is_training = True
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
-        with contextlib.closing(loader), memory_snapshot(rank):
-            steps = training_steps(
-                _announced(walk(plan, rank.world, **start), before),
-                batches,
-                self.parts.strategy,
-                self.parts.update,
-                state,
-                epoch_over=lambda stop: plan.batch.window(stop) is None,
-                requested=lambda: log.requests(state.step + 1),
-                norm_every=rank.config.telemetry.log_interval,
-            )
-            with profiled(rank, steps, state.step) as watched:
+        settings = rank.config.telemetry
+        with contextlib.closing(loader), memory_snapshot(rank) if settings.memory_snapshot else nullcontext():
+            windows = _announced(walk(plan, rank.world, **start), before)
+            steps = training_steps(self.parts, windows, batches, lambda: log.requests(state.step + 1))
+            with profiled(rank, steps, state.step) if settings.profile else nullcontext(steps) as watched:
                 for step in watched:
                     log.step(step.window.size, batches.waited_s())
                     for _, when, do in after:
@@ -131,7 +160,8 @@ class Fit:
         rank = self.parts.rank
         if rank.config.telemetry.record_samples and (rank.world.is_main or not rank.plan.pipelined):
             # Before, since a step needs all ranks: whichever rank dies, every file has all that a checkpoint has.
-            hooks.append(("record the samples", _always, self._recorder()))
+            record = record_samples(rank, self.parts.state, self.source.indices)
+            hooks.append(("record the samples", _always, record))
         if self.parts.callbacks:
             begun = set[int]()  # epochs of this attempt
 
@@ -156,7 +186,8 @@ class Fit:
 
         hooks: list[Hook] = []
         if trace is not None:
-            hooks.append(("trace the update", _always, trace.after_update))
+            update = trace.after_update
+            hooks.append(("trace the update", _always, lambda s: update(s.window.requests, s.loss_total, s.loss_count)))
         hooks.append(("sum the loss", _always, lambda step: losses.add(step.loss_total, step.loss_count)))
         if rank.config.averaging.name != "none":
             averages = self.parts.update.averages
@@ -176,7 +207,9 @@ class Fit:
         hooks.append(("end the step", _always, self._end_step))
         if trace is not None:
             after = trace.after_hooks
-            hooks.append(("trace the hooks", _always, lambda step: after(step, checkpoints.saved_at == step.step)))
+            hooks.append(
+                ("trace the hooks", _always, lambda step: after(step.step, merged=checkpoints.saved_at == step.step))
+            )
         return hooks
 
     def _of_task(self, hook: Callable[..., Any]) -> Callable[[StepResult], None]:
@@ -194,17 +227,6 @@ class Fit:
             known = report_skipped(self.parts.rank, known)
 
         return report
-
-    def _recorder(self) -> Callable[[Window], None]:
-        """Appends the indices of this rank's samples to its file (``telemetry.record_samples``)."""
-        file = JsonLines(self.parts.rank.run_dir.samples_file(self.parts.rank.world.rank))
-
-        def record(window: Window) -> None:
-            indices = [self.source.indices(request).tolist() for request in window.requests if not request.ghost]
-            place = {"attempt": self.parts.rank.attempt, "step": self.parts.state.step + 1, "epoch": window.epoch + 1}
-            file.append({**place, "indices": [*chain.from_iterable(indices)]})
-
-        return record
 
     def _callback(self, event: str) -> None:
         self.parts.callbacks.call(event, self.task.context, self.parts.strategy.module)
@@ -285,3 +307,33 @@ def _announced(windows: Iterator[Window], hooks: Sequence[Hook]) -> Iterator[Win
             if when(window):
                 do(window)
         yield window
+
+
+def build_fit(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Fit:
+    """What this rank trains with, from ``snapshot`` or from the start. Collective."""
+    parts = build_parts(rank, task, datasets, snapshot)
+    rank, strategy, debug = parts.rank, parts.strategy, rank.config.debug
+    done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
+    saved = None if snapshot is None else snapshot.trainer.get("stream")
+    begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
+    source = training_source(task, datasets, rank.plan, rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl")
+    # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
+    # is complete only when all ranks have done theirs.
+    untimed = rank.config.training.compile or strategy.divided_by is not None
+    share = None
+    if rank.device.type == "cuda":
+        share, text = peak_share(task, source, rank.plan)
+        parts.remark(text)
+    log = RunLog(rank, parts.state, timed=lambda: () if untimed else strategy.module.parameters(), peak_share=share)
+    trace = None
+    if debug.trace != "off":
+        file = trace_file(rank.run_dir.path, rank.world.rank)
+        trace = Trace(debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
+        source = trace.source(source)
+    else:
+        source = replace(source, pad=task.pad, full=rank.plan.filled_to) if rank.plan.filled_to else source
+        source, remark = kept_on(source, rank.device, rank.plan)
+        parts.remark(remark)
+    validation = Validation(rank, task, datasets, parts)
+    checkpoints = Checkpoints(rank, task, parts, log, datasets.train)
+    return Fit(task, datasets, parts, log, validation, checkpoints, trace, source, scalars={})

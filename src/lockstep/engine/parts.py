@@ -11,6 +11,7 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.evaluate import train_mode
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.optim.step import Update, build_update, untrained_note
 from lockstep.engine.rank_context import RankContext, seed_everything
@@ -42,6 +43,9 @@ class Parts(NamedTuple):
     def model(self) -> nn.Module:
         """The task's model, without what a strategy has put around it."""
         return bare(self.strategy.module)
+
+    def train(self) -> None:
+        train_mode(self.strategy.module)
 
     def remark(self, text: str | None) -> None:
         if text:

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import Steady
+from lockstep.data.requests import Request, Window
 from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
 from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
@@ -23,7 +26,7 @@ from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.files import read_jsonl
+from lockstep.telemetry.files import JsonLines, read_jsonl
 from lockstep.telemetry.heartbeat import Activity, pulse
 
 
@@ -109,6 +112,19 @@ def report_skipped(rank: RankContext, known: int) -> int:
         text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
         rank.note("samples_skipped", text, "warning")
     return count
+
+
+def record_samples(
+    rank: RankContext, state: TrainState, indices: Callable[[Request], NDArray[np.int64]]
+) -> Callable[[Window], None]:
+    """Appends the indices of this rank's samples to its file (``telemetry.record_samples``), before their step."""
+    file = JsonLines(rank.run_dir.samples_file(rank.world.rank))
+
+    def record(window: Window) -> None:
+        found = [i for request in window.requests if not request.ghost for i in indices(request).tolist()]
+        file.append({"attempt": rank.attempt, "step": state.step + 1, "epoch": window.epoch + 1, "indices": found})
+
+    return record
 
 
 class RunLog:

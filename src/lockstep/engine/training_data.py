@@ -7,8 +7,9 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig, RunConfig
 from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, is_stream, leaf_of, leaves
+from lockstep.data.loader import Settled, make_loader
 from lockstep.data.order import Order
 from lockstep.data.reader import TRIED, Collate, Indices, sample_error
 from lockstep.data.requests import Source, Window, windows
@@ -168,6 +170,20 @@ def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iter
         epochs=plan.epochs,
         ghosts=plan.sync_batchnorm or plan.sharded,
     )
+
+
+def loaded(
+    source: Source,
+    plan: Plan,
+    world: World,
+    *,
+    epoch: int = 0,
+    position: int = 0,
+    settled: Settled = lambda workers, text: None,
+) -> Generator[Any, None, None]:
+    """The batches of :func:`walk`, loaded as the plan asks; ``settled``: see :func:`.make_loader`."""
+    requests = chain.from_iterable(window.requests for window in walk(plan, world, epoch=epoch, position=position))
+    return make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size, settled=settled)
 
 
 def collate_of(task: Task) -> Collate:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler_util import EventList
@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep._compat.torch import dump_memory, record_memory
 from lockstep.engine.distributed.staging import finish
-from lockstep.engine.loop import StepResult
 from lockstep.engine.rank_context import RankContext
 from lockstep.errors import StorageError, many
 from lockstep.telemetry.files import write_json, write_text
@@ -25,21 +24,19 @@ from lockstep.telemetry.heartbeat import Activity, pulse
 TABLE_ROWS = 40
 #: Allocations and releases that a memory snapshot looks back on.
 _HISTORY = 100_000
+T = TypeVar("T")
 
 
 @contextmanager
-def profiled(rank: RankContext, steps: Iterator[StepResult], step: int) -> Iterator[Iterator[StepResult]]:
-    """``steps`` after ``step``, of which those of ``telemetry.profile`` are recorded; without that, ``steps`` itself.
+def profiled(rank: RankContext, steps: Iterator[T], step: int) -> Iterator[Iterator[T]]:
+    """``steps`` after ``step``, of which those of ``telemetry.profile`` are recorded.
 
     Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank-<r>.txt`` and ``rank-<r>.json`` into
     ``profile/`` of the run after the last of them, or where the run ends before. What runs between these steps
     (logging, an evaluation) is in the trace too.
     """
     settings, ranks, remark = rank.config.telemetry, rank.world.size, partial(rank.note, "profile")
-    if settings.profile is None:
-        yield steps
-        return
-    first, last = map(int, settings.profile.split(":"))
+    first, last = map(int, str(settings.profile).split(":"))
     absent = ", ".join(str(number) for number in settings.profile_ranks if number >= ranks)
     if absent:
         remark(f"telemetry.profile_ranks names {absent}, but the run has {many(ranks, 'rank')}, counted from 0.")
@@ -52,9 +49,7 @@ def profiled(rank: RankContext, steps: Iterator[StepResult], step: int) -> Itera
         yield found
 
 
-def _recorded(
-    rank: RankContext, steps: Iterator[StepResult], first: int, last: int, step: int
-) -> Generator[StepResult, None, None]:
+def _recorded(rank: RankContext, steps: Iterator[T], first: int, last: int, step: int) -> Generator[T, None, None]:
     profiler: profile | None = None
     remark = partial(rank.note, "profile")
     try:
@@ -137,13 +132,10 @@ def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def memory_snapshot(rank: RankContext) -> Iterator[None]:
-    """With ``telemetry.memory_snapshot``, write ``rank-<r>-memory.pickle`` when the GPU's memory runs out inside.
+    """For ``telemetry.memory_snapshot``: write ``rank-<r>-memory.pickle`` when the GPU's memory runs out inside.
 
     For https://docs.pytorch.org/memory_viz. The error is raised again.
     """
-    if not rank.config.telemetry.memory_snapshot:
-        yield
-        return
     if rank.device.type != "cuda":
         rank.note("profile", "telemetry.memory_snapshot has no effect: it records the memory of GPUs.")
         yield

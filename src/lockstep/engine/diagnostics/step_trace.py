@@ -42,7 +42,6 @@ from lockstep.config import DebugConfig
 from lockstep.data.reader import Indices
 from lockstep.data.requests import Request, Source
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
-from lockstep.engine.loop import StepResult
 from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.partition import pick
 from lockstep.engine.training_data import as_array, feed
@@ -125,28 +124,28 @@ class Trace:
         self._digest = (self._digest + batch.digest) % _MODULUS
         return batch.batch
 
-    def after_update(self, result: StepResult) -> None:
+    def after_update(self, requests: Sequence[Request], total: Any, count: Any) -> None:
         """Begins the row of the step that has just ended, before its hooks are called."""
         norm = self._update.grad_norm
         row: dict[str, Any] = {
             "digest": self._digest,
-            "samples": sum(request.size for request in result.window.requests if not request.ghost),
+            "samples": sum(request.size for request in requests if not request.ghost),
             "grad_norm": math.nan if norm is None else float(norm),
         }
         self._digest = 0
         if self._is_main:
-            row |= {"loss": float(result.loss_total), "count": float(result.loss_count)}
+            row |= {"loss": float(total), "count": float(count)}
             self._rates.append([float(group["lr"]) for group in self._update.optimizer.param_groups])
         for name, value in row.items():
             self._columns[name].append(value)
         self._read_sums()
 
-    def after_hooks(self, result: StepResult, merged: bool) -> None:
+    def after_hooks(self, step: int, *, merged: bool) -> None:
         """Completes the row; ``merged``: ranks have just merged their buffers."""
         self._read_sums()
         self._read()
         if merged:
-            self._read_buffers(result.step)
+            self._read_buffers(step)
 
     def _read_sums(self) -> None:
         if self._update.divided is None:
