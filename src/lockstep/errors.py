@@ -148,3 +148,8 @@ class NonFiniteError(RunError):
 def many(count: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``, ``2 processes``."""
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s")
+
+
+def gigabytes(size: float) -> float:
+    """Bytes to 1e9 bytes with one decimal: the unit of every memory figure that people see."""
+    return round(size / 1e9, 1)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.cli.settings import NO_SETTINGS, Settings, all_flags, flag_table, to_mapping
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import all_keys
+from lockstep.config.load import all_keys, class_paths, remember
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
-from lockstep.tasks.trusted_tasks import class_paths, remember
 from lockstep.telemetry.rundir import RunDir
 
 

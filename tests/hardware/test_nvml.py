@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import gigabytes
 from lockstep.hardware.detect import open_nvml
-from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuUser, Nvml, NvmlGpu, gigabytes
+from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuUser, Nvml, NvmlGpu
 from tests.fakes import NO_READING, FakeNvml
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from lockstep import Run
 from lockstep.cli.main import main
+from lockstep.config.load import known, remember
 from lockstep.errors import RankFailed
 from lockstep.lightning.cli import run
 from lockstep.studio.runs import describe
-from lockstep.tasks.trusted_tasks import known, remember
 from lockstep.telemetry.rundir import RunDir
 from tests.lightning.test_cli import write_config
 from tests.lightning.trainings import Breaking, make_trainer

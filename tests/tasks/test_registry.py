@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
+from lockstep.config.load import remember
 from lockstep.errors import TaskError
 from lockstep.tasks.registry import configured, find_task, make_task
-from lockstep.tasks.trusted_tasks import remember
 from tests.gloo import ROOT
 
 FILE = """

@@ -184,7 +184,7 @@ def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any
 def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
     """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
     from lockstep.config import load
-    from lockstep.tasks.trusted_tasks import class_paths, named_in, require_known
+    from lockstep.config.load import class_paths, named_in, require_known
 
     if isinstance(mapping["task"], dict):
         given = class_paths({"name": task}) | class_paths(named_in(load(sets=sets)))

@@ -23,7 +23,7 @@ from lockstep.data.arrays import by_row
 from lockstep.data.order import BlockOrder, derive_key
 from lockstep.data.sampling import Cycled, SampleOrder, natural
 from lockstep.errors import DataError
-from lockstep.planning.order import SamplingFacts
+from lockstep.planning.batch import SamplingFacts
 
 Indices = NDArray[np.int64]
 Shares = Mapping[str, float]

@@ -20,7 +20,7 @@ from lockstep.config.sections import DataConfig
 from lockstep.data.arrays import LABELS, is_hugging_face, leaves
 from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, shuffled, words_of
 from lockstep.errors import ConfigError, DataError
-from lockstep.planning.order import SamplingFacts, check_sizes
+from lockstep.planning.batch import SamplingFacts, check_sizes
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]

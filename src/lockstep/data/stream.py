@@ -36,7 +36,7 @@ from lockstep.data.order import check_slice
 from lockstep.data.reader import StreamEnded, generators
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.hardware.world import World
-from lockstep.planning.order import DRAWS, OWN, SamplingFacts
+from lockstep.planning.batch import DRAWS, OWN, SamplingFacts
 
 #: Steps for which items are kept for a rank that has asked for none since, as one without samples does. Ranks that take
 #: part in the same collectives are less apart.

@@ -17,11 +17,10 @@ from statistics import median
 import psutil
 
 from lockstep.doctor.report import Check, Finding, Status, guarded
-from lockstep.errors import StorageError, many
+from lockstep.errors import StorageError, gigabytes, many
 from lockstep.hardware.detect import usable_cores, visible_cores
 from lockstep.hardware.network import GLOO_INTERFACE as GLOO
 from lockstep.hardware.network import is_loopback
-from lockstep.hardware.nvml import gigabytes
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.planning.loader import automatic_workers

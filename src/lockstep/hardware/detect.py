@@ -23,7 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.hardware.nvml import GpuUser, Nvml, NvmlGpu, gigabytes
+from lockstep.errors import gigabytes
+from lockstep.hardware.nvml import GpuUser, Nvml, NvmlGpu
 
 ROOT = Path("/")
 TIMEOUT_S = 120.0

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
+from lockstep.errors import gigabytes
 from lockstep.hardware.detect import Device, detect_devices, open_nvml, usable_memory
-from lockstep.hardware.nvml import Nvml, gigabytes
+from lockstep.hardware.nvml import Nvml
 
 INTERVAL_S = 1.0
 #: Samples in a row that may fail before the monitor gives up, and how long its end is waited for.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from lockstep.errors import gigabytes
+
 #: nvmlClocksThrottleReasons that mean trouble (nvml.h); a power cap under load is normal.
 _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
 _POWER_CAP = {"power cap": 0x4}
@@ -191,11 +193,6 @@ class Nvml:
             memory = None if process.usedGpuMemory is None else gigabytes(process.usedGpuMemory)
             users.append(GpuUser(pid=int(process.pid), name=name or "unknown", memory_gb=memory))
         return tuple(users)
-
-
-def gigabytes(size: float) -> float:
-    """Bytes to 1e9 bytes with one decimal: the unit of every memory figure that people see."""
-    return round(size / 1e9, 1)
 
 
 def _text(value: Any) -> str:

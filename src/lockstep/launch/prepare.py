@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import merge
+from lockstep.config.load import class_paths, merge, remember
 from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.strategies.stages import stages_of
@@ -25,7 +25,6 @@ from lockstep.hardware.resolve import divide_if_needed
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task
-from lockstep.tasks.trusted_tasks import class_paths, remember
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import named_in, require_known
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
@@ -27,7 +28,6 @@ from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.tasks.registry import FROM_PARTS, make_task
-from lockstep.tasks.trusted_tasks import named_in, require_known
 from lockstep.telemetry.files import damaged, storing, write_json
 from lockstep.telemetry.loggers import flattened
 from lockstep.telemetry.records import read_forecast

@@ -1,8 +1,8 @@
 """Everything decided before the first step, with reasons. Pure arithmetic: imports no torch."""
 
 from lockstep.planning.batch import BatchPlan as BatchPlan
+from lockstep.planning.batch import OrderPlan as OrderPlan
 from lockstep.planning.decision import Decision as Decision
-from lockstep.planning.order import OrderPlan as OrderPlan
 from lockstep.planning.plan import LoaderPlan as LoaderPlan
 from lockstep.planning.plan import Plan as Plan
 from lockstep.planning.plan import ResumePoint as ResumePoint

@@ -10,8 +10,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.events import Note
 from lockstep.hardware.resolve import Placement
-from lockstep.planning.batch import BatchPlan
-from lockstep.planning.order import DRAWS, OWN
+from lockstep.planning.batch import DRAWS, OWN, BatchPlan
 from lockstep.planning.plan import ResumePoint, TaskFacts
 from lockstep.strategies import strategies
 

@@ -8,9 +8,8 @@ from pydantic import model_validator
 
 from lockstep.errors import many
 from lockstep.events import Note
-from lockstep.planning.batch import BatchPlan
+from lockstep.planning.batch import BatchPlan, OrderPlan, SamplingFacts
 from lockstep.planning.decision import Decision, Frozen, upgraded
-from lockstep.planning.order import OrderPlan, SamplingFacts
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
 from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.resolve import Placement
-from lockstep.planning.batch import BatchPlan, resolve_batch
+from lockstep.planning.batch import BatchPlan, order_notes, resolve_batch, resolve_order
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
 from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
 from lockstep.planning.notes import module_notes, refuse_contradictions, run_notes
-from lockstep.planning.order import order_notes, resolve_order
 from lockstep.planning.plan import DATA_DEVICE, LAYOUT, Measured, Mode, Plan, ResumePoint, TaskFacts
 from lockstep.planning.schedule import resolve_course
 from lockstep.strategies import StrategySpec

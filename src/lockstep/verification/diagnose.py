@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.errors import LockstepError
 from lockstep.planning import Plan
-from lockstep.planning.order import OWN
+from lockstep.planning.batch import OWN
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
