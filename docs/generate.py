@@ -331,7 +331,7 @@ def folder_schemas() -> dict[str, tuple[str, dict[str, Any]]]:
     from lockstep.events import RanksLogged, StepLogged
     from lockstep.planning.plan import Plan
     from lockstep.telemetry.heartbeat import Beat
-    from lockstep.telemetry.records import RunRecord
+    from lockstep.telemetry.rundir import RunRecord
 
     integer, number, text = {"type": "integer"}, {"type": "number"}, {"type": "string"}
     place = {"attempt": integer, "step": integer, "epoch": {"type": "integer", "minimum": 1}}

@@ -13,8 +13,7 @@ from typing import Any
 
 from lockstep.errors import RunFolderError
 from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.records import surviving
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import RunDir, surviving
 
 
 @dataclass(frozen=True)

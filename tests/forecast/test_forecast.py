@@ -19,7 +19,7 @@ from lockstep.forecast.project import forecast
 from lockstep.forecast.scaling import Setting, Wish
 from lockstep.hardware.detect import usable_cores
 from lockstep.report.source import in_words, score
-from lockstep.telemetry.records import read_forecast
+from lockstep.telemetry.summary import read_forecast
 from tests.toys import Toy
 
 H100 = "NVIDIA H100 80GB HBM3"

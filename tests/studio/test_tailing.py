@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.studio.tailing import Columns, Tail, thin_out
-from lockstep.telemetry.records import surviving
+from lockstep.telemetry.rundir import surviving
 
 STEP = st.integers(1, 12)
 

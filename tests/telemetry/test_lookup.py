@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunFolderError
-from lockstep.telemetry.rundir import find_run, read_runs
+from lockstep.telemetry.summary import find_run, read_runs
 from tests.telemetry.runs import make_run
 
 # Finding runs.

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from lockstep.config import RunConfig
 from lockstep.errors import StorageError
 from lockstep.telemetry.files import JsonLines, plain, read_jsonl
-from lockstep.telemetry.records import surviving
 from lockstep.telemetry.rundir import (
     RunDir,
     new_run_id,
     read_json,
+    surviving,
     write_json,
 )
 from tests.disks import small_disk

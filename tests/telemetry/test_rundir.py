@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import dump, resolve
 from lockstep.errors import ConfigError, RunFolderError
-from lockstep.telemetry import records
+from lockstep.telemetry import rundir
 from lockstep.telemetry.rundir import (
     RunDir,
     new_run_id,
@@ -85,7 +85,7 @@ def test_a_configuration_that_could_not_be_read_again_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, object], why: str
 ) -> None:
     monkeypatch.setattr(load, "MAX_VALUES", 1000)
-    monkeypatch.setattr(records, "MAX_CONFIG_BYTES", 20_000)
+    monkeypatch.setattr(rundir, "MAX_CONFIG_BYTES", 20_000)
     with pytest.raises(ConfigError, match="could not be read back") as caught:
         make_run(tmp_path / "a", task=task)
     assert why in caught.value.why and caught.value.fix and everything_in(tmp_path) == []
@@ -282,7 +282,7 @@ def test_a_damaged_run_file_is_one_error(tmp_path: Path, content: bytes, says: s
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    write_json(run.run_file, {**read_json(run.run_file), "format_version": records.FORMAT_VERSION + 1})
+    write_json(run.run_file, {**read_json(run.run_file), "format_version": rundir.FORMAT_VERSION + 1})
     with pytest.raises(RunFolderError, match="newer version") as caught:
         RunDir.open(run.path)
     assert "upgrade" in caught.value.fix

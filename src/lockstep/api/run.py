@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig
-from lockstep.telemetry.rundir import RunDir, find_run
+from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.summary import find_run
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,8 +19,7 @@ from lockstep.hardware.detect import cpu_name, detect_devices, usable_cores
 from lockstep.launch.local.signals import StopRequest, exit_code
 from lockstep.telemetry.console import aligned, print_table, save_figure, say
 from lockstep.telemetry.files import make_folders, write_json, write_text
-from lockstep.telemetry.records import versions
-from lockstep.telemetry.rundir import utc_now
+from lockstep.telemetry.rundir import utc_now, versions
 
 #: Called with what is being done.
 Say = Callable[[str], None]

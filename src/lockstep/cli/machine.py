@@ -77,7 +77,7 @@ def doctor(
 def version(*, as_json: AsJson = False) -> None:
     from importlib import metadata
 
-    from lockstep.telemetry.records import versions
+    from lockstep.telemetry.rundir import versions
 
     found = versions()
     for name in LIBRARIES:

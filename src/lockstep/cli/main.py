@@ -30,7 +30,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 or 143 stopped
 
 
 def _version() -> str:
-    from lockstep.telemetry.records import versions
+    from lockstep.telemetry.rundir import versions
 
     return versions()["lockstep"]
 

@@ -111,6 +111,6 @@ def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any
 
 def find(ref: str, runs_dir: Path) -> RunDir:
     """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
-    from lockstep.telemetry.rundir import find_run
+    from lockstep.telemetry.summary import find_run
 
     return find_run(ref, runs_dir)

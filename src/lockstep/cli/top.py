@@ -71,7 +71,7 @@ def _watch(look: Callable[[], State], interval: float) -> None:
     from rich.live import Live
     from rich.progress_bar import ProgressBar
 
-    from lockstep.telemetry.records import LIVE
+    from lockstep.telemetry.rundir import LIVE
 
     with _single_keys(), Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
         while True:

@@ -46,7 +46,7 @@ def own_versions() -> dict[str, str]:
     import torch
     from torch import distributed
 
-    from lockstep.telemetry.records import versions
+    from lockstep.telemetry.rundir import versions
 
     known = versions()
     nccl: tuple[int, ...] = torch.cuda.nccl.version() if distributed.is_nccl_available() else ()

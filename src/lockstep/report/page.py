@@ -12,8 +12,7 @@ from typing import Any
 from lockstep.report.figures import pictures, require_matplotlib
 from lockstep.report.source import Row, RunData, compared, is_bench, read_bench, read_run, text
 from lockstep.telemetry.files import make_folders, write_text
-from lockstep.telemetry.rundir import find_run
-from lockstep.telemetry.summary import labels
+from lockstep.telemetry.summary import find_run, labels
 
 
 def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:

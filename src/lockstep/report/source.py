@@ -11,9 +11,8 @@ from typing import Any
 from lockstep.errors import LockstepError, RunFolderError, many
 from lockstep.telemetry.files import names_in, read_bytes, read_json, sparse_rows
 from lockstep.telemetry.loggers import flattened
-from lockstep.telemetry.records import read_forecast
 from lockstep.telemetry.rundir import RunDir, RunRecord
-from lockstep.telemetry.summary import Comparison, compare
+from lockstep.telemetry.summary import Comparison, compare, read_forecast
 
 Row = dict[str, Any]
 

@@ -17,8 +17,8 @@ from lockstep.studio.schemas import run_not_found
 from lockstep.telemetry.files import names_in, plain
 from lockstep.telemetry.heartbeat import Beat
 from lockstep.telemetry.heartbeat import is_alive as is_beating
-from lockstep.telemetry.rundir import LIVE, RunDir, RunRecord, new_run_id, one_line
-from lockstep.telemetry.summary import summarize
+from lockstep.telemetry.rundir import LIVE, RunDir, RunRecord, new_run_id
+from lockstep.telemetry.summary import one_line, summarize
 
 #: How often a watched list checks runs that have ended. A new attempt changes the time of the runs folder, and is
 #: seen at once; this finds what was edited or copied.

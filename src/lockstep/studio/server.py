@@ -30,7 +30,7 @@ from lockstep.studio.runs import content_of
 from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
 from lockstep.studio.studio import Options, Studio
 from lockstep.telemetry.files import plain
-from lockstep.telemetry.records import versions
+from lockstep.telemetry.rundir import versions
 
 HOST = "127.0.0.1"
 #: The port unless --port is given or the port is taken.

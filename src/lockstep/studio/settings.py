@@ -20,7 +20,7 @@ from lockstep.studio.home import Home, is_run_name, iso
 from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
 from lockstep.tasks import BUILT_IN
 from lockstep.telemetry.files import read_json, write_json
-from lockstep.telemetry.rundir import read_runs
+from lockstep.telemetry.summary import read_runs
 
 #: Settings that name files to write, addresses, or code to import.
 REFUSED = {

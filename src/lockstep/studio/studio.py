@@ -20,8 +20,7 @@ from lockstep.studio.index import RunIndex
 from lockstep.studio.runs import Runs
 from lockstep.studio.schemas import DoctorBody, PlanBody, ScalingBody
 from lockstep.studio.settings import OfferedTasks, SavedConfigs
-from lockstep.telemetry.records import versions
-from lockstep.telemetry.rundir import or_else
+from lockstep.telemetry.rundir import or_else, versions
 
 _MAX_REPORTS = 100
 

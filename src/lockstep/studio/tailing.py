@@ -264,7 +264,7 @@ class Tail:
             _append_increasing(self.columns, columns)
 
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
-        """As :func:`lockstep.telemetry.records.surviving`, on stretches of rows instead of single ones."""
+        """As :func:`lockstep.telemetry.rundir.surviving`, on stretches of rows instead of single ones."""
         steps, ours = columns["step"], self.columns
         attempts = np.nan_to_num(columns.get("attempt", np.ones(len(steps))), nan=1)
         breaks = np.flatnonzero((np.diff(steps) <= 0) | (np.diff(attempts) != 0)) + 1

@@ -1,33 +1,39 @@
-"""The run folder: the interface between training and everything that reads it; and finding a run.
+"""The run folder: the interface between training and everything that reads it.
 
 One writer per file; shared files are the launcher's until rank 0 begins an attempt, then rank 0's.
 JSON files are replaced atomically, JSONL files appended (see :mod:`lockstep.telemetry.files`).
-Nothing here runs code from a folder: only the launcher reads ``task.pkl``.
+Nothing here runs code from a folder: only the launcher reads ``task.pkl``. What is written of a configuration can be
+read again, and names no code in the run folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
+import math
 import os
+import re
+import secrets
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from lockstep.config import RunConfig
-from lockstep.config.load import MAX_CONFIG_BYTES
-from lockstep.errors import RunFolderError, StorageError
+import yaml
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
+from lockstep.errors import ConfigError, RunFolderError, StorageError
 from lockstep.planning.decision import upgraded
-from lockstep.telemetry import files, records
+from lockstep.telemetry import files
 from lockstep.telemetry.files import JsonLines, absolute, damaged, names_in, read_json, read_jsonl, write_json
 from lockstep.telemetry.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
-from lockstep.telemetry.records import LIVE, RunRecord, new_run_id, utc_now
 
 __all__ = ["LIVE", "Beat", "Heartbeat", "RunDir", "RunRecord", "new_run_id", "read_json", "utc_now", "write_json"]
 
@@ -39,6 +45,179 @@ PENDING_GRACE_S = 15.0
 _MAX_RECORD_BYTES = 4 << 20
 _updating = threading.Lock()
 T = TypeVar("T")
+
+
+FORMAT_VERSION = 1
+
+Status = Literal["pending", "running", "completed", "failed", "stopped", "lost"]
+#: Of a run that has not ended.
+LIVE = frozenset({"pending", "running"})
+
+#: A number; ``null`` in JSON means that it was not finite.
+Metric = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class RunRecord(BaseModel):
+    """The content of ``run.json``. Times are UTC; ``pid`` and ``host`` are the process to signal.
+
+    ``status`` is what the run itself wrote last; :meth:`RunDir.status` also checks whether it is alive.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format_version: int = FORMAT_VERSION
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str | None = None
+    task: str
+    status: Status = "pending"
+    created_at: AwareDatetime
+    started_at: AwareDatetime | None = None
+    completed_at: AwareDatetime | None = None
+    pid: int | None = None
+    host: str | None = None
+    command: list[str] = []
+    versions: dict[str, str] = {}
+    placement: dict[str, Any] | None = None
+    attempt: int = Field(default=0, ge=0)
+    restarts: list[dict[str, Any]] = []
+    best_epoch: int | None = None
+    best_metric: dict[str, Metric] = {}
+    final_metrics: dict[str, Metric] = {}
+    error: str | None = None
+    tags: list[str] = []
+
+    def changed(self, changes: Mapping[str, Any]) -> RunRecord:
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"run.json has no {', '.join(sorted(unknown))}")
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+
+def parse_record(content: Any, path: Path) -> RunRecord:
+    """``content`` of ``path``, a ``run.json``. Raises :class:`RunFolderError`."""
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        why, fix = "its run.json is not one of Lockstep's", "`lockstep runs` lists the runs"
+        raise RunFolderError(f"{path.parent} is not a run folder", why=why, fix=fix)
+    if version > FORMAT_VERSION:
+        raise RunFolderError(
+            f"{path.parent} was written by a newer version of Lockstep",
+            why=f"its format is {version}; this version reads up to {FORMAT_VERSION}",
+            fix="upgrade: pip install --upgrade lockstep-train",
+        )
+    try:
+        return RunRecord.model_validate(content)
+    except ValidationError as error:
+        places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
+        raise damaged(path, "; ".join(f"{place}: {said}" for place, said in places)) from None
+    except RecursionError as error:
+        raise damaged(path, str(error)) from None
+
+
+def new_run_id(folder: Path | None = None) -> str:
+    """``run-`` and eight hexadecimal digits: the name of the run's ``folder`` if it has this form, else a random id."""
+    if folder is not None and re.fullmatch(r"run-[0-9a-f]{8}", folder.name):
+        return folder.name
+    return f"run-{secrets.token_hex(4)}"
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers, without importing any of it."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name, distribution in {"lockstep": "lockstep-train", "torch": "torch", "numpy": "numpy"}.items():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Rows that no later attempt superseded, in their order.
+
+    An attempt that resumes from step ``s`` (``resumed_from`` maps it to ``s``) repeats what older attempts did beyond
+    ``s``. Ranks that are restarted within an attempt do the same, so a row also supersedes earlier ones of its step
+    or beyond. Rows without a usable attempt or step cannot be placed and are kept.
+    """
+    limits: dict[int, float] = {}
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        attempt, step = row.get("attempt", 1), row.get("step")
+        if isinstance(attempt, int) and isinstance(step, int | float):
+            if attempt not in limits:
+                limits[attempt] = min((s for later, s in resumed_from.items() if later > attempt), default=math.inf)
+            if step > limits[attempt]:
+                continue
+            while kept and isinstance(before := kept[-1].get("step"), int | float) and before >= step:
+                kept.pop()
+        kept.append(row)
+    return kept
+
+
+def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of several rows for one epoch, the last; in the order of their epochs' first rows."""
+    chosen: dict[Any, dict[str, Any]] = {}
+    for position, row in enumerate(rows):
+        epoch = row.get("epoch")
+        chosen[epoch if isinstance(epoch, int) else ("no epoch", position)] = row
+    return list(chosen.values())
+
+
+#: What :func:`parse_frozen` raises when there is no configuration in the text, or none that may be used.
+NO_CONFIG = (yaml.YAMLError, ValueError, TypeError, RuntimeError, ConfigError)
+
+
+def frozen_text(config: RunConfig, folder: Path) -> str:
+    """What :func:`parse_frozen` will read in the run folder ``folder``. Raises :class:`ConfigError` if it could not."""
+    content = dump(config)
+    try:
+        size = len(content.encode("utf-8"))
+        if size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are read")
+        parse_frozen(content, folder)
+    except NO_CONFIG as error:
+        raise ConfigError(
+            "the configuration could not be read back from the run folder",
+            why=str(error)[:500],
+            fix="give absolute paths of code files, and keep long lists in a file that the task reads",
+        ) from None
+    return content
+
+
+def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
+    """The configuration of the run in ``folder``. Raises one of ``NO_CONFIG``."""
+    settings = parse_yaml(content)
+    if not isinstance(settings, dict):
+        raise ValueError("it has no settings")
+    if isinstance(settings.get("training"), dict):
+        settings["training"].pop("engine", None)  # of older runs; checkpoints of both engines are read the same way
+    config = resolve(settings)
+    _refuse_own_code(config, folder)
+    return config
+
+
+def _refuse_own_code(config: RunConfig, folder: Path) -> None:
+    """Raise :class:`ValueError` when a setting names a file of code inside ``folder``.
+
+    Of what Lockstep itself imports, the task and a data module, it writes the whole, resolved path.
+    """
+    settings = config.task.settings
+    imported = (config.task.name, settings.get("datamodule"))
+    for setting in (config.task.name, *settings.values()):
+        place = setting.rpartition(":")[0] if isinstance(setting, str) else ""
+        if not place.endswith(".py"):
+            continue
+        file = Path(place).resolve()
+        if file.is_relative_to(folder.resolve()):
+            raise ValueError(f"it names {place[:200]}, inside the run folder: code in a run folder is not run")
+        if setting in imported and str(file) != place:
+            raise ValueError(f"it names {place[:200]}, which is not an absolute, resolved path")
 
 
 class _In:
@@ -98,7 +277,7 @@ class RunDir:
             RunFolderError: the folder holds a run or foreign files, or it cannot be written.
         """
         path = absolute(path)
-        content = records.frozen_text(config, path)
+        content = frozen_text(config, path)
         record = RunRecord(
             id=run_id,
             name=files.plain(config.name),
@@ -107,7 +286,7 @@ class RunDir:
             pid=os.getpid(),
             host=socket.gethostname(),
             command=files.plain(list(command)),
-            versions=records.versions(),
+            versions=versions(),
         )
 
         def fill(folder: Path) -> None:
@@ -168,7 +347,7 @@ class RunDir:
             there = os.path.lexists(self.path)
             what = f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}"
             raise RunFolderError(what, why="it has no run.json", fix="`lockstep runs` lists the runs")
-        return records.parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
+        return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
 
     def update(self, **changes: Any) -> RunRecord:
         """Replace some fields of ``run.json``, atomically."""
@@ -184,13 +363,13 @@ class RunDir:
         file = self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
         content = files.read_bytes(file, max_bytes=MAX_CONFIG_BYTES)
         try:
-            return records.parse_frozen(content, self.path)
-        except records.NO_CONFIG as error:
+            return parse_frozen(content, self.path)
+        except NO_CONFIG as error:
             raise damaged(file, str(error)[:500], "restore the file, or start a new run") from None
 
     def keep_config(self, config: RunConfig) -> None:
         """Replace the configuration, unless it could not be read from the folder again (:class:`ConfigError`)."""
-        files.write_text(self.config_file, records.frozen_text(config, self.path))
+        files.write_text(self.config_file, frozen_text(config, self.path))
 
     def plan(self) -> dict[str, Any]:
         plan = _mapping(read_json(self.plan_file), self.plan_file)
@@ -243,10 +422,10 @@ class RunDir:
         rows = _mapping(read_json(self.metrics_file), self.metrics_file).get("epochs")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise damaged(self.metrics_file, "it has no list of epochs", "remove the file; it contains curves only")
-        return records.newest_per_epoch(records.surviving(rows, self.resumed_from()))
+        return newest_per_epoch(surviving(rows, self.resumed_from()))
 
     def _rows(self, file: Path) -> list[dict[str, Any]]:
-        return records.surviving(read_jsonl(file), self.resumed_from())
+        return surviving(read_jsonl(file), self.resumed_from())
 
     def steps(self) -> list[dict[str, Any]]:
         return self._rows(self.steps_file)
@@ -313,64 +492,9 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
-# Finding runs, and reading files that may be damaged.
-
-
 def or_else(read: Callable[[], T], otherwise: Any) -> T | Any:
     """What ``read`` returns of a run folder; ``otherwise`` if the file is missing or damaged."""
     try:
         return read()
     except RunFolderError:
         return otherwise
-
-
-def one_line(error: RunFolderError) -> str:
-    return f"{error.what}: {error.why}" if error.why else error.what
-
-
-def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
-    """Runs directly below ``root`` with their records, newest first; ``report`` receives why one cannot be read."""
-    found = []
-    root = absolute(root)
-    for name in names_in(root):
-        run = RunDir(root / name)
-        if name.startswith(".") or not os.path.lexists(run.run_file):
-            continue
-        try:
-            found.append((run, run.read()))
-        except RunFolderError as error:
-            if report is not None:
-                report(one_line(error))
-    return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
-
-
-def find_run(ref: str, runs_dir: Path) -> RunDir:
-    """The run that ``ref`` names: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
-
-    Raises:
-        RunFolderError: no run has this name, or several have.
-    """
-    if not ref or "\0" in ref:
-        raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
-    here = Path(ref)
-    if os.sep in ref or os.path.lexists(here / "run.json"):
-        return RunDir.open(here)
-    runs = read_runs(runs_dir)
-    if ref == "last" and runs:
-        return runs[0][0]
-    exact = [run for run, record in runs if ref in {record.id, run.path.name}]
-    near = exact or [run for run, record in runs if record.id.startswith((ref, f"run-{ref}"))]
-    if len(near) == 1:
-        return near[0]
-    if near:
-        what = f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}"
-        raise RunFolderError(what, fix="give more of the id, or the folder")
-    if files.is_folder(here):
-        return RunDir.open(here)
-    close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
-    listed = f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder"
-    raise RunFolderError(
-        f"there is no run {ref!r}",
-        why=f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs",
-        fix=f"did you mean {close[0]}?" if close else listed,
-    )

@@ -1,11 +1,13 @@
-"""One run as every reader shows it: identity, status, progress, results, devices, why it ended; and several, compared.
+"""Runs as every reader shows them: finding one; its status, progress, results, why it ended; and several, compared.
 
 ``lockstep runs``, ``show`` and ``top``, the report and the page all render :func:`summarize`.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RunFolderError
-from lockstep.telemetry.files import damaged, last_row
+from lockstep.errors import ConfigError, RunFolderError
+from lockstep.telemetry.files import absolute, damaged, is_folder, last_row, names_in, read_json
 from lockstep.telemetry.loggers import flattened
-from lockstep.telemetry.rundir import RunDir, RunRecord, one_line, or_else, read_runs
+from lockstep.telemetry.rundir import RunDir, RunRecord, or_else
 
 #: A run folder from elsewhere may contain texts of any length.
 _MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
@@ -186,3 +188,72 @@ def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     found = {key: [one.get(key) for one in values] for key in keys}
     comparable = partial(json.dumps, sort_keys=True, default=str)
     return {key: row for key, row in found.items() if len(set(map(comparable, row))) > 1}
+
+
+def one_line(error: RunFolderError) -> str:
+    return f"{error.what}: {error.why}" if error.why else error.what
+
+
+def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
+    """Runs directly below ``root`` with their records, newest first; ``report`` receives why one cannot be read."""
+    found = []
+    root = absolute(root)
+    for name in names_in(root):
+        run = RunDir(root / name)
+        if name.startswith(".") or not os.path.lexists(run.run_file):
+            continue
+        try:
+            found.append((run, run.read()))
+        except RunFolderError as error:
+            if report is not None:
+                report(one_line(error))
+    return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
+
+
+def find_run(ref: str, runs_dir: Path) -> RunDir:
+    """The run that ``ref`` names: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
+
+    Raises:
+        RunFolderError: no run has this name, or several have.
+    """
+    if not ref or "\0" in ref:
+        raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
+    here = Path(ref)
+    if os.sep in ref or os.path.lexists(here / "run.json"):
+        return RunDir.open(here)
+    runs = read_runs(runs_dir)
+    if ref == "last" and runs:
+        return runs[0][0]
+    exact = [run for run, record in runs if ref in {record.id, run.path.name}]
+    near = exact or [run for run, record in runs if record.id.startswith((ref, f"run-{ref}"))]
+    if len(near) == 1:
+        return near[0]
+    if near:
+        what = f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}"
+        raise RunFolderError(what, fix="give more of the id, or the folder")
+    if is_folder(here):
+        return RunDir.open(here)
+    close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
+    listed = f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder"
+    raise RunFolderError(
+        f"there is no run {ref!r}",
+        why=f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs",
+        fix=f"did you mean {close[0]}?" if close else listed,
+    )
+
+
+def read_forecast(path: Path) -> dict[str, Any]:
+    """The report of ``lockstep forecast``: its file, or the folder of it. Raises :class:`ConfigError`."""
+    file = path / "report.json" if path.is_dir() else path
+    fix = "name the folder that `lockstep forecast` printed, or its report.json"
+    rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
+    try:
+        found = read_json(file)
+        complete = all(rates <= row.keys() for row in found["rows"]) and "task" in found
+        if found["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= found["settings"].keys():
+            return dict(found)
+    except RunFolderError as error:
+        raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
+    except (TypeError, KeyError, AttributeError):
+        pass
+    raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)

@@ -33,7 +33,7 @@ from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
 from lockstep.launch.run_claim import warn
 from lockstep.telemetry.loggers import flattened
-from lockstep.telemetry.records import versions
+from lockstep.telemetry.rundir import versions
 
 T = TypeVar("T")
 
