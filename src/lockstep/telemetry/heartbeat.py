@@ -1,4 +1,4 @@
-"""Signs of life: ``heartbeat.json`` for everyone who looks at a run, a record in shared memory for the launcher.
+"""Heartbeat and progress: ``heartbeat.json`` for everyone who looks at a run, shared memory for the launcher.
 
 **heartbeat.json** says which process trains a run, whether it is alive, and how far it is. A killed process cannot
 record its end. So its heartbeat names it by host, pid and creation time (pids are reused, the pair is not): a reader on
