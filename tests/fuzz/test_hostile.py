@@ -21,8 +21,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError
 from lockstep.tasks.speech.audio import read_audio
-from lockstep.tasks.speech.checking import open_rows
-from lockstep.tasks.speech.manifest import read_rows
+from lockstep.tasks.speech.manifest import open_rows, read_rows
 from lockstep.telemetry.rundir import RunDir
 from tests.fuzz import mutators as m
 from tests.gloo import ROOT

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.har.data import MIRRORED, HarData, cut_windows, load_watch
+from lockstep.tasks.har.data import MIRRORED, HarData, Windows, by_subject, cut_windows, load_watch
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,15 @@ def test_every_split_has_every_class(data: HarData) -> None:
     assert len(data.class_names) == 7
     for part in (data.train, data.val, data.test):
         assert set(part.labels.tolist()) == set(range(7))
-    assert data.split == "by subject: training [1, 2, 3, 4, 5, 6], validation [7, 8], test [9, 10]"
+    same = load_watch(val_subjects=[7, 8], test_subjects=[9, 10], mirror=True)
+    for part, other in ((data.val, same.val), (data.test, same.test)):
+        np.testing.assert_array_equal(part.samples, other.samples)
+
+
+def test_windows_are_divided_by_subject() -> None:
+    windows = Windows(np.zeros((6, 1, 1), dtype=np.float32), np.arange(6))
+    parts = by_subject(windows, np.array([4, 2, 3, 1, 2, 1]), val=[2], test=[3])
+    assert [part.labels.tolist() for part in parts] == [[0, 3, 5], [1, 4], [2]]
 
 
 def test_splits_share_no_window(data: HarData) -> None:
@@ -67,9 +75,10 @@ def test_mirroring_makes_the_left_arm_like_the_right_one(data: HarData) -> None:
 
 
 def test_subjects_can_be_chosen() -> None:
-    data = load_watch(val_subjects=[1], test_subjects=[2, 3], mirror=True)
-    assert data.split == "by subject: training [4, 5, 6, 7, 8, 9, 10], validation [1], test [2, 3]"
-    assert len(load_watch(val_subjects=[1], test_subjects=[], mirror=True).test) == 0
+    chosen, all_but_one = (load_watch(val_subjects=[1], test_subjects=test, mirror=True) for test in ([2, 3], []))
+    assert len(all_but_one.test) == 0
+    assert len(chosen.val) == len(all_but_one.val)
+    assert len(chosen.train) + len(chosen.test) == len(all_but_one.train)
 
 
 @pytest.mark.parametrize(

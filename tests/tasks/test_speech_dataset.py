@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from lockstep.data.requests import fetch
 from lockstep.errors import DataError
 from lockstep.tasks.speech.audio import read_audio
-from lockstep.tasks.speech.checking import open_rows
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, Sample, SpeechBatch, collate
 from lockstep.tasks.speech.features import SpecAugment, extract
-from lockstep.tasks.speech.manifest import Utterance, read_rows
+from lockstep.tasks.speech.manifest import Utterance, open_rows, read_rows
 from lockstep.tasks.speech.vocabulary import ENGLISH
 from tests.tasks.speech_files import sound, write_audio, write_lines
 

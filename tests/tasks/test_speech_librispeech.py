@@ -7,8 +7,7 @@ import pytest
 
 from lockstep.data.download import hash_file
 from lockstep.errors import ConfigError, DataError
-from lockstep.tasks.speech.checking import open_rows
-from lockstep.tasks.speech.manifest import ARCHIVES, fetch_librispeech, find_librispeech, librispeech_rows
+from lockstep.tasks.speech.manifest import ARCHIVES, fetch_librispeech, find_librispeech, librispeech_rows, open_rows
 from tests.data.web import Site, serve
 from tests.tasks.speech_files import make_librispeech
 

@@ -11,8 +11,15 @@ import pytest
 import soundfile
 
 from lockstep.errors import DataError
-from lockstep.tasks.speech.checking import check_rows, open_rows, report_repeats
-from lockstep.tasks.speech.manifest import Utterance, read_manifest, read_rows, write_manifest
+from lockstep.tasks.speech.manifest import (
+    Utterance,
+    check_rows,
+    open_rows,
+    read_manifest,
+    read_rows,
+    report_repeats,
+    write_manifest,
+)
 from tests.tasks.speech_files import sound, write_audio, write_lines
 
 GOOD = {"audio_path": "good.wav", "text": "go left", "duration": 1.0}

@@ -50,7 +50,6 @@ Steps = Sequence[Mapping[str, float]]
 def measure_cases(
     rank: Rank, first: Case, others: Sequence[Case], memory_limit: int | None, counts_flops: bool
 ) -> None:
-    """Report a row for each case, in their order."""
     with on_site(rank, first.config, first.plan) as site:
         flops, note = count_flops(site, first.plan) if counts_flops else (None, "not counted")
         if memory_limit is not None:

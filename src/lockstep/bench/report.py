@@ -1,4 +1,4 @@
-"""The output of a benchmark: ``report.json``, ``report.md``, pictures, and a table with a chart on the console."""
+"""The output of a benchmark: ``report.json``, ``report.md``, pictures, and a table on the console."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from lockstep.hardware.detect import cpu_name, detect_devices, usable_cores
 from lockstep.launch.local.signals import StopRequest, exit_code
-from lockstep.telemetry.console import aligned, print_table, save_figure, say
+from lockstep.telemetry.console import print_table, save_figure, say
 from lockstep.telemetry.files import make_folders, write_json, write_text
 from lockstep.telemetry.rundir import utc_now, versions
 
@@ -26,7 +26,6 @@ Say = Callable[[str], None]
 Row = Mapping[str, Any]
 #: A key of the rows, a key and how its value is formatted, or what makes the text of a row.
 Cell = str | tuple[str, str] | Callable[[Row], str]
-T = TypeVar("T", bound=Row)
 
 
 def machine_facts() -> dict[str, Any]:
@@ -93,8 +92,6 @@ def print_report(report: BenchReport, stream: TextIO) -> None:
     columns, rows = table_of(report.kind, report.rows)
     if rows:
         print_table(columns, rows, stream)
-        for line in _bars(report):
-            say(line, stream)
     for line in _findings(report):
         say(line, stream)
 
@@ -250,7 +247,7 @@ _SHOWN = 24
 
 def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells."""
-    rows = _shown(kind, rows)
+    rows = rows[:: max(1, -(-len(rows) // _SHOWN))] if kind == "lr" else rows
     columns = {heading: [_text_of(cell, row) for row in rows] for heading, cell in _TABLES[kind].items()}
     for heading in _OPTIONAL & columns.keys():
         if set(columns[heading]) <= {"-", "0.0%"}:
@@ -265,41 +262,8 @@ def _text_of(cell: Cell, row: Row) -> str:
     return text(row.get(key), form)
 
 
-#: What the bars of each kind show: how many cells name a row, and the key of the value.
-_CHARTS = {
-    "step": (3, "samples_per_s"),
-    "scaling": (3, "samples_per_s"),
-    "loader": (1, "samples_per_s"),
-    "comm": (2, "bus_gb_s"),
-    "batch-size": (1, "samples_per_s"),
-    "lr": (2, "smoothed"),
-    "forecast": (1, "efficiency"),
-}
-_BAR = 40
-
-
-def _bars(report: BenchReport) -> list[str]:
-    """A bar for each row that has a value, the longest one :data:`_BAR` characters; none where there is one value."""
-    key = _CHARTS[report.kind][1]
-    rows = [row for row in report.rows if row.get(key) and row.get("operation", "all_reduce") == "all_reduce"]
-    if len(rows) < 2:
-        return []
-    rows, most = list(_shown(report.kind, rows)), max(row[key] for row in rows)
-    bars = [["#" * round(_BAR * row[key] / most), f"{row[key]:,.4g}"] for row in rows]
-    return [key, *aligned([[name, *bar] for name, bar in zip(_names(report.kind, rows), bars, strict=True)]), ""]
-
-
-def _names(kind: str, rows: Sequence[Row], between: str = " ") -> list[str]:
-    """A short name for each row: its first cells."""
-    return [between.join(cells[: _CHARTS[kind][0]]) for cells in table_of(kind, rows)[1]]
-
-
-def _shown(kind: str, rows: Sequence[T]) -> Sequence[T]:
-    return rows[:: max(1, -(-len(rows) // _SHOWN))] if kind == "lr" else rows
-
-
 class Panel(NamedTuple):
-    """A diagram: lines of ``y`` over ``x``, one for each group of rows alike in ``by``; or the parts of a step."""
+    """A diagram: lines of ``y`` over ``x``, one for each group of rows alike in ``by``; or the parts of each step."""
 
     x: str
     y: str
@@ -320,7 +284,7 @@ _SCALED = {
 }
 _PANELS = {
     "step": [
-        Panel("batch_size", _PARTS, "batch size, precision, compilation", "ms a step (mean)"),
+        Panel("", _PARTS, "batch size, precision", "ms a step (mean)", ("batch_size", "precision", "compile")),
         Panel("batch_size", "samples_per_s", "batch size per device", "samples/s", ("precision", "compile"), "x"),
     ],
     "scaling": [Panel("ranks", key, "devices", label, ("strategy", "mode")) for key, label in _SCALED.items()],
@@ -335,13 +299,12 @@ _PANELS = {
     "lr": [Panel("lr", "smoothed", "learning rate", "smoothed loss", (), "x")],
     "forecast": [
         Panel("gpus", "efficiency", "GPUs", "efficiency", (), "x"),
-        Panel("gpus", _PARTS, "GPUs", "ms a step"),
+        Panel("", _PARTS, "GPUs", "ms a step", ("gpus",)),
     ],
 }
 
 
 def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
-    """Draw the rows that were measured."""
     from matplotlib.figure import Figure
 
     panels = _PANELS[report.kind]
@@ -350,7 +313,7 @@ def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
     for place, panel in enumerate(panels, start=1):
         axis = figure.add_subplot(lines, columns, place)
         if panel.y == _PARTS:
-            names, bottom = _names(report.kind, rows, "\n"), np.zeros(len(rows))
+            names, bottom = [_name(row, panel.by, "\n") for row in rows], np.zeros(len(rows))
             for part in rows[0][_PARTS]:
                 heights = np.array([row[_PARTS][part] for row in rows])
                 axis.bar(names, heights, bottom=bottom, label=part)
@@ -372,8 +335,7 @@ def _draw_lines(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
     """A line for each group; what is not known is left out."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        name = ", ".join(key if row[key] is True else str(row[key]) for key in panel.by if row[key] is not False)
-        groups.setdefault(name, []).append(row)
+        groups.setdefault(_name(row, panel.by, ", "), []).append(row)
     claimed = f"claimed_{panel.y}"
     for name, group in groups.items():
         for key, label, style in ((panel.y, name, "o-"), (claimed, f"{name}, claimed", "x--")):
@@ -381,22 +343,24 @@ def _draw_lines(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
                 axis.plot(*zip(*points, strict=True), style, label=label)
 
 
+def _name(row: Row, by: Sequence[str], between: str) -> str:
+    return between.join(key if row[key] is True else str(row[key]) for key in by if row[key] is not False)
+
+
 def _with_one_device(rows: Sequence[Row]) -> list[Row]:
     """The rows of each strategy, with that of one device before them."""
-    rows = [{**row, "utilisation": _mean(row["utilisation_per_device"])} for row in rows if row.get("speed_up")]
-    strategies = dict.fromkeys(row["strategy"] for row in rows if row["ranks"] > 1)
-    one = [row for row in rows if row["ranks"] == 1]
+    compared: list[Row] = []
+    for row in rows:
+        if row.get("speed_up"):
+            busy = row["utilisation_per_device"]
+            compared.append({**row, "utilisation": None if None in busy else statistics.fmean(busy)})
+    one = [row for row in compared if row["ranks"] == 1]
+    strategies = dict.fromkeys(row["strategy"] for row in compared if row["ranks"] > 1)
     return [
         {**row, "strategy": strategy}
         for strategy in strategies
-        for row in (*one, *(row for row in rows if row["strategy"] == strategy))
+        for row in (*one, *(row for row in compared if row["strategy"] == strategy))
     ]
-
-
-def _mean(shares: Sequence[float | None]) -> float | None:
-    """``None`` unless every device has reported how busy it was."""
-    known = [share for share in shares if share is not None]
-    return statistics.fmean(known) if len(known) == len(shares) else None
 
 
 def _draw_marks(axis: Any, panel: Panel, report: BenchReport) -> None:

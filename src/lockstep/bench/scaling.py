@@ -206,7 +206,6 @@ def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
 
 
 def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of several that were measured."""
     row = {
         **{name: good[0][name] for name in _SAME},
         "repeats": len(good),
@@ -240,7 +239,6 @@ def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def conclude(report: BenchReport) -> None:
-    """The verdict and the notes, from the rows."""
     notes, several = report.notes, [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
     most = max((row["ranks"] for row in several), default=0)
     parts = [

@@ -49,7 +49,6 @@ class Stopwatch:
         self._marks.append((part, moment(self._device)))
 
     def next_step(self) -> None:
-        """A step ends here, and the next one begins."""
         self.enter(_NEXT_STEP)
 
     def timed(self, call: Callable[..., T], part: str, then: str) -> Callable[..., T]:

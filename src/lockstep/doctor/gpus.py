@@ -99,7 +99,6 @@ def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
 
 
 def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
-    """Error correction and throttling of each chosen GPU."""
     for gpu in chosen:
         health = nvml.health(gpu.uuid or "")
         yield _check_memory_errors(f"ECC of {gpu.id}", health)
@@ -129,7 +128,6 @@ def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
 
 
 def check_links(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
-    """How each pair of the chosen GPUs is connected."""
     check = Check(
         "peer access",
         "gradients travel between GPUs in every step; without peer access they are copied through the host's memory",

@@ -112,7 +112,6 @@ def _all_reduce(
 
 
 def check_meeting(meeting: Meeting) -> Iterator[Finding]:
-    """Findings about ranks that have met."""
     several = len({rank.host for rank in meeting.ranks}) > 1
     devices = ", ".join(f"{rank.rank} on {rank.device}{f' of {rank.host}' * several}" for rank in meeting.ranks)
     yield RANKS("ok", f"{len(meeting.ranks)} ranks met over {meeting.backend}: {devices}")

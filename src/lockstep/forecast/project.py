@@ -212,7 +212,6 @@ def _strategy(
 
 
 def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
-    """What the figures rest on, for people."""
     cluster = setting.cluster
     levels = {"inside a node": cluster.node, "between nodes": cluster.network}
     if cluster.node is cluster.network:

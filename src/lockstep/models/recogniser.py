@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +45,7 @@ class Recogniser(nn.Module):
         downsample: int = 1,
     ) -> None:
         super().__init__()
-        self.downsample = downsample
-        self.encoder = nn.Linear(bands * downsample, width)
+        self.encoder = _Encoder(bands, width, downsample)
         self.blocks = nn.ModuleList(Block(width, heads, memory_size, theta, form, dropout) for _ in range(layers))
         self.hidden = nn.Linear(width, width)
         self.decoder = nn.Linear(width, symbols)
@@ -60,50 +57,37 @@ class Recogniser(nn.Module):
             features: (batch, frames, bands).
             lengths: feature frames of each utterance, (batch,), at least 1. What stands behind has no influence.
         """
-        x, lengths, padding = _embed(self.encoder, self.downsample, features, lengths)
+        steps = self.encoder(features, lengths)
         for block in self.blocks:
-            x = block(x, lengths, padding)
-        return _classify(self.hidden, self.decoder, x)
+            steps = block(*steps)
+        return F.log_softmax(self.decoder(F.relu(self.hidden(steps[0]))).float(), dim=-1)
 
     def stages(self) -> list[nn.Module]:
         """Modules that, one after the other, compute what :meth:`forward` does: one for each block, and both ends."""
-        first = Stage(partial(_embed, self.encoder, self.downsample), self.encoder)
-        blocks = [Stage(partial(_pass_on, block), block) for block in self.blocks]
-        return [first, *blocks, Stage(partial(_classify, self.hidden, self.decoder), self.hidden, self.decoder)]
+        return [self.encoder, *self.blocks, _Head(self.hidden, nn.ReLU(), self.decoder)]
 
 
-def _embed(encoder: nn.Module, downsample: int, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps (batch, time, width), their number in each utterance (batch,), and where there are none (batch, time)."""
-    frames = features.shape[1]
-    padding = torch.arange(frames, device=features.device) >= lengths[:, None]
-    features = features.masked_fill(padding[..., None], 0)
-    if downsample > 1:
-        features = F.pad(features, (0, 0, 0, -frames % downsample))
-        features = features.reshape(len(features), -1, downsample * features.shape[2])
-        lengths = output_lengths(lengths, downsample)
-        padding = torch.arange(features.shape[1], device=features.device) >= lengths[:, None]
-    return encoder(features), lengths, padding
+#: Steps (batch, time, width), their number in each utterance (batch,), and where there are none (batch, time).
+Steps = tuple[Tensor, Tensor, Tensor]
 
 
-def _pass_on(block: nn.Module, x: Tensor, lengths: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``block`` of ``x``, with what the next block needs."""
-    return block(x, lengths, padding), lengths, padding
+class _Encoder(nn.Linear):
+    """Stacked frames → steps."""
 
+    def __init__(self, bands: int, width: int, downsample: int) -> None:
+        super().__init__(bands * downsample, width)
+        self.downsample = downsample
 
-def _classify(hidden: nn.Module, decoder: nn.Module, x: Tensor, *_: Tensor) -> Tensor:
-    return F.log_softmax(decoder(F.relu(hidden(x))).float(), dim=-1)
-
-
-class Stage(nn.Module):
-    """A part of a recogniser as a function, and the modules that it uses."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-        self._function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._function(*inputs)
+    def forward(self, features: Tensor, lengths: Tensor) -> Steps:  # type: ignore[override]
+        frames = features.shape[1]
+        padding = torch.arange(frames, device=features.device) >= lengths[:, None]
+        features = features.masked_fill(padding[..., None], 0)
+        if self.downsample > 1:
+            features = F.pad(features, (0, 0, 0, -frames % self.downsample))
+            features = features.reshape(len(features), -1, self.in_features)
+            lengths = output_lengths(lengths, self.downsample)
+            padding = torch.arange(features.shape[1], device=features.device) >= lengths[:, None]
+        return super().forward(features), lengths, padding
 
 
 class Block(nn.Module):
@@ -117,8 +101,14 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> Tensor:
-        """(batch, time, width) → the same; ``padding`` [batch, time] is true behind the end of a sequence."""
+    def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> Steps:
         attended, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
         x = self.attention_norm(x + attended)
-        return self.dropout(self.norm(self.lmu(x, lengths)[0]))
+        return self.dropout(self.norm(self.lmu(x, lengths)[0])), lengths, padding
+
+
+class _Head(nn.Sequential):
+    """Layers on steps, and log-probabilities of what they give."""
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        return F.log_softmax(super().forward(x).float(), dim=-1)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from inspect import Signature, signature
+from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, cast
@@ -108,29 +108,21 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
         from lockstep.engine.lightning.module_steps import ModuleSteps
 
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
-    call = signature(kind)
-    name = next((name for name in ("config", "cfg") if name in call.parameters), "config")
-    given: dict[str, Any] = {name: config}
-    if _refused(call, given):
-        given = {}
-        problem = _refused(call, given) or ("no parameter `config`" if model.model_fields else "")
-        if problem:
-            raise TaskError(
-                f"{kind.__name__}.__init__: {problem}",
-                why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
-                fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
-                "`def __init__(self, config=None): super().__init__(config)`",
-            )
-    return configured(kind(**given), config)
-
-
-def _refused(call: Signature, arguments: dict[str, Any]) -> str:
-    """Why ``call`` does not take ``arguments``; empty if it does."""
-    try:
-        call.bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    return ""
+    for given in ({"config": config}, {"cfg": config}, {}):
+        try:
+            signature(kind).bind(**given)
+        except TypeError as error:
+            problem = str(error)
+            continue
+        if given or not model.model_fields:
+            return configured(kind(**given), config)
+        problem = "no parameter `config`"
+    raise TaskError(
+        f"{kind.__name__}.__init__: {problem}",
+        why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
+        fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
+        "`def __init__(self, config=None): super().__init__(config)`",
+    )
 
 
 def configured(task: Task, config: BaseModel | None = None) -> Task:

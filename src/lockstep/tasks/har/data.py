@@ -39,13 +39,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class HarData:
-    """What a source delivers. ``split`` says in words how training, validation and test were kept apart."""
+    """What a source delivers."""
 
     train: Windows
     val: Windows
     test: Windows
     class_names: tuple[str, ...]
-    split: str
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,8 +91,8 @@ def _wrong(
 
 def by_subject(
     windows: Windows, subjects: npt.NDArray[Any], val: Sequence[int], test: Sequence[int]
-) -> tuple[list[Windows], list[int]]:
-    """Windows for training, validation and test by the subject of each; and the subjects left for training."""
+) -> tuple[Windows, ...]:
+    """Windows for training, validation and test by the subject of each."""
     here = set(subjects.tolist())
     train, twice, unknown = here - {*val, *test}, {*val} & {*test}, {*val, *test} - here
     problem = ""
@@ -106,7 +105,7 @@ def by_subject(
     if problem:
         raise ConfigError(problem, fix=f"choose among the subjects {', '.join(map(str, sorted(here)))}")
     masks = [np.isin(subjects, list(chosen)) for chosen in (train, val, test)]
-    return [Windows(windows.samples[mask], windows.labels[mask]) for mask in masks], sorted(train)
+    return tuple(Windows(windows.samples[mask], windows.labels[mask]) for mask in masks)
 
 
 # The data in the package: seven shoulder exercises of ten subjects with a smart watch (see ``watch.txt``).
@@ -136,22 +135,15 @@ def load_watch(*, val_subjects: Sequence[int] | None, test_subjects: Sequence[in
     length = round(WINDOW_S * int(arrays["rate_hz"]))
     flip = np.array([[-1.0 if name in MIRRORED else 1.0] for name in arrays["channel_names"]], dtype=np.float32)
     recordings = np.split(signals, np.cumsum(arrays["lengths"])[:-1], axis=1)
-    mirrored = [mirror and side == 0 for side in arrays["side"]]
     cut = [
-        cut_windows(recording * flip if reflect else recording, length, length // 2)
-        for recording, reflect in zip(recordings, mirrored, strict=True)
+        cut_windows(recording * flip if mirror and side == 0 else recording, length, length // 2)
+        for recording, side in zip(recordings, arrays["side"], strict=True)
     ]
     counts, names = [len(part) for part in cut], tuple(arrays["class_names"].tolist())
     labels, subjects = np.repeat(arrays["label"], counts), np.repeat(arrays["subject"], counts)
     windows = checked(np.concatenate(cut), labels, classes=len(names), where="watch.npz")
-    (training, validation, held_out), train = by_subject(windows, subjects, val, test)
-    return HarData(
-        training,
-        validation,
-        held_out,
-        names,
-        f"by subject: training {train}, validation {list(val)}, test {list(test)}",
-    )
+    train, kept, held_out = by_subject(windows, subjects, val, test)
+    return HarData(train, kept, held_out, names)
 
 
 def cut_windows(recording: Floats, length: int, hop: int) -> Floats:
@@ -206,9 +198,8 @@ def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:
     windows, subjects = _read_split(folder, "train")
     here = sorted(set(subjects.tolist()))
     val = here[-max(1, len(here) // VAL_SHARE) :] if val_subjects is None else list(val_subjects)
-    (training, validation, _), train = by_subject(windows, subjects, val, ())
-    split = f"official; by subject: training {train}, validation {val}"
-    return HarData(training, validation, _read_split(folder, "test")[0], CLASSES, split)
+    train, kept, _ = by_subject(windows, subjects, val, ())
+    return HarData(train, kept, _read_split(folder, "test")[0], CLASSES)
 
 
 def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]]:
@@ -264,7 +255,11 @@ def load_tensors(folder: Path) -> HarData:
         shape, wanted = windows.samples.shape[1:], train.samples.shape[1:]
         if shape != wanted:
             raise _wrong(f"{part}.pt has windows of shape {shape}, train.pt of {wanted}")
-    return HarData(train, val, test, tuple(f"class {number}" for number in range(classes)), "as the files give it")
+    return HarData(train, val, test, _numbered(classes))
+
+
+def _numbered(classes: int) -> tuple[str, ...]:
+    return tuple(f"class {number}" for number in range(classes))
 
 
 def _load(file: Path, *, classes: int | None) -> Windows:
@@ -305,7 +300,7 @@ def make_synthetic(samples: int, shape: tuple[int, int], classes: int, *, seed: 
         _waves(count, shape, phases, np.random.default_rng([seed, part]))
         for part, count in enumerate((distinct, held_out, held_out), start=1)
     )
-    return HarData(train, val, test, tuple(f"class {number}" for number in range(classes)), "made up")
+    return HarData(train, val, test, _numbered(classes))
 
 
 def _waves(count: int, shape: tuple[int, int], phases: npt.NDArray[Any], rng: np.random.Generator) -> Windows:

@@ -219,7 +219,6 @@ class HarTask(Task):
         return Loss(total, (labels != NO_LABEL).sum())
 
     def pad(self, batch: Any, samples: int) -> Any:
-        """With windows that have no labels."""
         return filled(batch, samples, 1)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:

@@ -245,7 +245,6 @@ class Images:
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """The file of each image."""
         return [str(file) for file in self.listed.files]
 
     def read(self, index: int) -> Pixels:

@@ -200,7 +200,6 @@ class ImagesTask(Task):
         return Loss(self._losses(model(batch[0]), batch).sum(), (batch[1] != NO_LABEL).sum())
 
     def pad(self, batch: Any, samples: int) -> Any:
-        """With images that have no labels."""
         return filled(batch, samples, 1, 2)
 
     def _losses(self, logits: Tensor, batch: Any) -> Tensor:

@@ -63,7 +63,6 @@ class Recordings:
         return Sample(extract(torch.from_numpy(self.waveform(index))), torch.tensor(self.symbols(index)))
 
     def symbols(self, index: int) -> list[int]:
-        """The transcript's symbols."""
         return self.vocabulary.encode(self.utterances[index].text)
 
     def waveform(self, index: int) -> Waveform:

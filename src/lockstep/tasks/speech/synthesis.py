@@ -32,7 +32,7 @@ from lockstep.errors import DataError, RunFolderError, StorageError
 from lockstep.hardware.detect import usable_cores
 from lockstep.tasks.speech.audio import RATE_HZ
 from lockstep.tasks.speech.espeak import PACKAGE, REINSTALL, Line, engine_version
-from lockstep.tasks.speech.manifest import Utterance, read_manifest, write_manifest
+from lockstep.tasks.speech.manifest import write_manifest
 from lockstep.telemetry.files import TEMPORARY, make_folder, read_json, write_json
 
 T = TypeVar("T")
@@ -128,7 +128,6 @@ def draw_sentence(rng: random.Random, split: str) -> str:
 
 
 def draw_line(rng: random.Random, split: str) -> Line:
-    """A random sentence of ``split`` by one of its voices."""
     pitches = range(LOWEST_PITCH, HIGHEST_PITCH + 1)
     who = draw_sentence(rng, split), pick(rng, VOICES[split]), pick(rng, ACCENTS)
     speed = pick(rng, range(SLOWEST_WPM, FASTEST_WPM + 1))
@@ -184,11 +183,6 @@ def synthesise(recipe: Recipe, root: Path | None = None, *, processes: int | Non
             fix="free some space, or choose another place with --data-dir or XDG_CACHE_HOME",
         ) from error
     return folder
-
-
-def synthesised(folder: Path, split: str) -> list[Utterance]:
-    """The utterances of ``split`` in a folder of :func:`synthesise`."""
-    return read_manifest(folder / f"{split}.jsonl")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,7 +21,6 @@ from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.events import Sound
 from lockstep.models.recogniser import Recogniser, output_lengths
 from lockstep.tasks.speech.audio import RATE_HZ, read_audio
-from lockstep.tasks.speech.checking import open_rows, report_repeats
 from lockstep.tasks.speech.dataset import AugmentedRecordings, Perturbation, Recordings, SpeechBatch, collate
 from lockstep.tasks.speech.decoding import (
     ErrorRates,
@@ -39,9 +39,12 @@ from lockstep.tasks.speech.manifest import (
     fetch_librispeech,
     find_librispeech,
     librispeech_rows,
+    open_rows,
+    read_manifest,
     read_rows,
+    report_repeats,
 )
-from lockstep.tasks.speech.synthesis import SET_PREFIX, SPLITS, Recipe, synthesise, synthesised, synthesised_folder
+from lockstep.tasks.speech.synthesis import SET_PREFIX, SPLITS, Recipe, synthesise, synthesised_folder
 from lockstep.tasks.speech.vocabulary import BLANK, LETTERS, Vocabulary
 from lockstep.telemetry.files import names_in
 
@@ -155,7 +158,8 @@ class SpeechTask(Task):
         if self.source == "synthesised":
             synthesise(self._recipe, self.data.data_dir)
         elif self.source == "librispeech" and self.data.download:
-            fetch_librispeech([name for split in SPLITS for name in self._librispeech_of(split)], self._folder())
+            wanted = chain.from_iterable(getattr(self.config, f"librispeech_{split}") for split in SPLITS)
+            fetch_librispeech(wanted, self._folder())
         if self.source != "synthesised":
             report_repeats({split: self._open(split, recheck=True) for split in SPLITS})
 
@@ -192,7 +196,6 @@ class SpeechTask(Task):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The symbols that the recogniser writes."""
         letters = unicodedata.normalize("NFC", self.config.alphabet)
         if len(set(letters)) < len(letters) or {" ", "'"} & set(letters):
             raise ConfigError(
@@ -209,7 +212,7 @@ class SpeechTask(Task):
     def _recordings(self) -> dict[str, Recordings]:
         if self.source == "synthesised":
             folder = synthesised_folder(self._recipe, self.data.data_dir)
-            return {split: Recordings(synthesised(folder, split), self.vocabulary) for split in SPLITS}
+            return {split: Recordings(read_manifest(folder / f"{split}.jsonl"), self.vocabulary) for split in SPLITS}
         opened = {split: self._open(split) for split in SPLITS}
         return {split: Recordings(found, self.vocabulary) for split, found in opened.items() if found}
 
@@ -218,20 +221,13 @@ class SpeechTask(Task):
         return self._checked(rows, name, recheck=recheck) if rows or split == "train" else []
 
     def _checked(self, rows: list[Row], name: str, *, recheck: bool) -> list[Utterance]:
-        return open_rows(
-            rows,
-            name,
-            downsampling=self.downsample,
-            longest_s=self.config.longest_s,
-            skip_bad=self.config.skip_bad,
-            recheck=recheck,
-            vocabulary=self.vocabulary,
-        )
+        how: dict[str, Any] = {"longest_s": self.config.longest_s, "skip_bad": self.config.skip_bad, "recheck": recheck}
+        return open_rows(rows, name, downsampling=self.downsample, vocabulary=self.vocabulary, **how)
 
     def _rows(self, split: str) -> tuple[list[Row], str]:
         """Lines of a split, and what they are for people."""
         if self.source == "librispeech":
-            found, wanted = find_librispeech(self._folder()), self._librispeech_of(split)
+            found, wanted = find_librispeech(self._folder()), getattr(self.config, f"librispeech_{split}")
             missing = [name for name in wanted if name not in found]
             if missing:
                 raise DataError(
@@ -245,10 +241,6 @@ class SpeechTask(Task):
             what = "task.source=manifest needs a manifest to train on"
             raise ConfigError(what, fix="set task.train_manifest=my.jsonl")
         return ([], "") if manifest is None else (read_rows(manifest), str(manifest))
-
-    def _librispeech_of(self, split: str) -> tuple[str, ...]:
-        names: tuple[str, ...] = getattr(self.config, f"librispeech_{split}")
-        return names
 
     def _folder(self) -> Path:
         if self.data.data_dir is None:
@@ -264,7 +256,6 @@ class SpeechTask(Task):
         return Datasets(train, found.get("val"), found.get("test"))
 
     def evaluation_data(self, path: Path) -> Recordings:
-        """The utterances of a manifest."""
         return Recordings(self._checked(read_rows(path), str(path), recheck=True), self.vocabulary)
 
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -292,7 +283,6 @@ class SpeechTask(Task):
         return Recogniser(MELS, len(self.vocabulary), **shape, dropout=config.dropout, downsample=self.downsample)
 
     def stages(self, model: nn.Module) -> list[nn.Module]:
-        """Both ends of the recogniser, and its blocks."""
         assert isinstance(model, Recogniser)
         return model.stages()
 
@@ -351,12 +341,10 @@ class SpeechTask(Task):
         return remarks
 
     def predict(self, model: nn.Module, batch: SpeechBatch) -> dict[str, Any]:
-        """The text of each utterance."""
         heard = self.decode(model(batch.features, batch.lengths), batch.lengths)
         return {"text": heard.texts(self.vocabulary), "log_probability": heard.scores.float()}
 
     def metrics(self) -> Metrics:
-        """Error rates of words and of symbols."""
         return ErrorRates(self.vocabulary)
 
 

@@ -83,20 +83,15 @@ class TextScores:
         return {"bits_per_byte": bits, "perplexity": math.exp(min(lost / tokens, 700.0)) if tokens else math.nan}
 
 
-class PackedTexts:
+class PackedTexts(Packed):
     """Windows of packed documents: inputs, targets, document numbers and positions, each (context,)."""
 
     def __init__(self, tokens: NDArray[Any], end: int, context: int) -> None:
         documents = np.split(tokens, np.flatnonzero(tokens[:-1] == end) + 1)
-        lengths = [len(document) for document in documents]
-        self._windows = Packed(documents, context + 1, lengths=lengths, pad=end)
-        self.remark = self._windows.remark
+        super().__init__(documents, context + 1, lengths=[len(document) for document in documents], pad=end)
 
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        window = self._windows[index]
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+        window = super().__getitem__(index)
         tokens, documents = window["tokens"], window["documents"]
         follows = (documents[1:] == documents[:-1]) & (documents[1:] > 0)
         targets = torch.where(follows, tokens[1:], NO_LABEL)
@@ -221,7 +216,6 @@ class TextTask(Task):
         return Loss(self._losses(model, batch).sum(), (batch[1] != NO_LABEL).sum())
 
     def pad(self, batch: Any, samples: int) -> Any:
-        """With windows that have no targets."""
         return filled(batch, samples, 1)
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
@@ -257,7 +251,6 @@ class TextTask(Task):
         return prompt + "".join(c if c.isprintable() or c in "\n\t" else "�" for c in found)
 
     def remarks(self, model: nn.Module | None = None) -> list[str]:
-        """A sample."""
         if model is None or not self.config.sample_tokens:
             return []
         text = self.generate(model, self.config.prompt, self.config.sample_tokens, temperature=self.config.temperature)
