@@ -24,9 +24,9 @@ from lockstep.telemetry.rundir import (
     RunDir,
     new_run_id,
     read_json,
-    read_runs,
     write_json,
 )
+from lockstep.telemetry.summary import read_runs
 from tests.disks import make_read_only, small_disk
 from tests.telemetry.runs import JSON_VALUES, ON_TMP_PATH, everything_in, make_run
 
