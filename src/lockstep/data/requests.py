@@ -135,23 +135,20 @@ class Source:
 
     def indices(self, request: Request) -> Indices:
         """The samples of ``request``: shape [size]."""
-        if self.lanes is None:
-            return self._arranged(self.order.slice(request.epoch, request.start, request.stop), request)
-        assert request.window is not None, "the items of a step can be dealt, and only they"
-        found = self.order.slice(request.epoch, *request.window)[self._dealt(request, self.lanes, *request.window)]
-        return self._arranged(found, request)
+        return self._taken(request, lambda start, stop: self.order.slice(request.epoch, start, stop))
 
     def places(self, request: Request) -> Indices:
         """The positions of those samples in the epoch: shape [size]."""
-        if self.lanes is None or request.window is None:
-            return self._arranged(np.arange(request.start, request.stop), request)
-        first = request.window[0]
-        return self._arranged(first + self._dealt(request, self.lanes, *request.window), request)
+        return self._taken(request, np.arange)
 
-    def _dealt(self, request: Request, lanes: int, first: int, stop: int) -> Indices:
-        return deal(stop - first, lanes)[request.start - first : request.stop - first]
-
-    def _arranged(self, values: Indices, request: Request) -> Indices:
+    def _taken(self, request: Request, span: Callable[[int, int], Indices]) -> Indices:
+        """``span(start, stop)`` of what the request takes, dealt and arranged."""
+        if self.lanes is None:
+            values = span(request.start, request.stop)
+        else:
+            assert request.window is not None, "the items of a step can be dealt, and only they"
+            first, stop = request.window
+            values = span(first, stop)[deal(stop - first, self.lanes)[request.start - first : request.stop - first]]
         if self.arrangement == "reversed":
             return values[::-1].copy()
         if self.arrangement == "shuffled":

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,29 +227,28 @@ def logarithm(values: Floats) -> Floats:
     return cast(Floats, exponent * 0.6931471805599453 + 2 * z * total)
 
 
-class Uniform:
-    """Every sample as often as any other."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        kind, digest, window = "shuffled", "", getattr(dataset, "shuffle_window", None)
-        if window is not None:
-            kind = f"shuffled within windows of {window} of {len(dataset.chunks)} row groups"
-            digest = hashlib.sha256(np.append(dataset.chunks, window).tobytes()).hexdigest()[:16]
-        self.facts = SamplingFacts(kind=kind, digest=digest, positions=len(dataset))
-
-    def order(self, positions: int, seed: int) -> SampleOrder:
-        data, samples = self._dataset, len(self._dataset)
-        window = getattr(data, "shuffle_window", None)
-        whole = Order(samples, seed) if window is None else WindowOrder(data.chunks, window, seed)
-        return whole if positions == samples else Cycled(whole, positions)
+class _Sampling(NamedTuple):
+    facts: SamplingFacts
+    order: Callable[[int, int], SampleOrder]
 
 
 def natural(dataset: Any) -> Sampling:
     """A data set's own sampling (a mixture's, a stream's), or else each sample once an epoch."""
     check_shares(dataset)
     own = getattr(dataset, "sampling", None)
-    return cast(Sampling, own()) if callable(own) else Uniform(dataset)
+    if callable(own):
+        return cast(Sampling, own())
+    samples, window = len(dataset), getattr(dataset, "shuffle_window", None)
+    kind, digest = "shuffled", ""
+    if window is not None:
+        kind = f"shuffled within windows of {window} of {len(dataset.chunks)} row groups"
+        digest = hashlib.sha256(np.append(dataset.chunks, window).tobytes()).hexdigest()[:16]
+
+    def order(positions: int, seed: int) -> SampleOrder:
+        whole = Order(samples, seed) if window is None else WindowOrder(dataset.chunks, window, seed)
+        return whole if positions == samples else Cycled(whole, positions)
+
+    return _Sampling(SamplingFacts(kind=kind, digest=digest, positions=samples), order)
 
 
 def check_shares(dataset: Any, within: str | None = None) -> None:
@@ -265,18 +263,6 @@ def check_shares(dataset: Any, within: str | None = None) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Weighted:
-    """By weights: see :class:`WeightedOrder`."""
-
-    weights: Callable[[int], Floats]
-    replacement: bool
-    facts: SamplingFacts
-
-    def order(self, positions: int, seed: int) -> SampleOrder:
-        return WeightedOrder(self.weights, positions, seed, replacement=self.replacement)
-
-
 def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Sampling | None:
     """How the samples of ``dataset`` are chosen; ``None``: each of them once an epoch.
 
@@ -285,7 +271,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     """
     given, name = weights, config.sampling
     whole = natural(dataset)
-    if not isinstance(whole, Uniform) and (weights is not None or name not in ("auto", "uniform")):
+    if callable(getattr(dataset, "sampling", None)) and (weights is not None or name not in ("auto", "uniform")):
         raise ConfigError(
             f"a {type(dataset).__name__} cannot be weighted by sample",
             why="it decides itself which samples come, and when",
@@ -309,25 +295,22 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     replacement = replacement is not False
     kind = ("balanced by class" if name == "balanced" else "weighted") + (" by epoch" if callable(given) else "")
     kind += ", with replacement" if replacement else ", without replacement"
-    # Not closures: loader workers that are not forks get the order by pickle.
-    if callable(given):
-        by_epoch: Callable[[int], Floats] = partial(_of_curriculum, given, samples)
-    else:
-        by_epoch = partial(_of_every_epoch, check_weights(given, samples))
+    if not callable(given):
+        given = check_weights(given, samples)
+    # Not a closure: loader workers that are not forks get the order by pickle.
+    by_epoch = partial(_weights_of, given, samples)
     first = by_epoch(0)
     drawable = int(np.count_nonzero(first))
     positions = (samples if replacement else drawable) if positions is None else positions
     digest = hashlib.sha256(str(replacement).encode() + first.tobytes()).hexdigest()[:16]
-    most = None if callable(given) or replacement else drawable
-    return Weighted(by_epoch, replacement, SamplingFacts(kind=kind, digest=digest, positions=positions, most=most))
+    facts = SamplingFacts(
+        kind=kind, digest=digest, positions=positions, most=None if callable(given) or replacement else drawable
+    )
+    return _Sampling(facts, partial(WeightedOrder, by_epoch, replacement=replacement))
 
 
-def _of_curriculum(curriculum: Callable[[int], Any], samples: int, epoch: int) -> Floats:
-    return check_weights(curriculum(epoch), samples, f" of epoch {epoch}")
-
-
-def _of_every_epoch(weights: Floats, epoch: int) -> Floats:
-    return weights
+def _weights_of(given: Floats | Curriculum, samples: int, epoch: int) -> Floats:
+    return check_weights(given(epoch), samples, f" of epoch {epoch}") if callable(given) else given
 
 
 def check_weights(given: Any, samples: int, where: str = "") -> Floats:

@@ -78,22 +78,24 @@ class StepSums:
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def reduced(self, step: int, divisor: float) -> Reduced:
-        """The sums over ranks. On a GPU reading the flags waits for it, so not every step does."""
+        """The sums over ranks."""
         wait(self._work)
-        flags = None
-        if self._sums.device.type == "cpu" or step % FLAG_INTERVAL == 0:
-            flags = self._flags(announced=False)
-        return Reduced(self._sums[0].clone(), self._sums[1].clone(), divisor, flags)
-
-    def _flags(self, *, announced: bool) -> Flags:
-        return check_change(Flags(*self._sums[2:].tolist()), dist.get_world_size(), announced=announced)
+        return read_sums(self._sums, step, divisor)
 
     def announce_change(self) -> None:
         """Other ranks must have seen the same parameters change as this one. Collective."""
         self.begin(Flags(changed=1.0))
         self.send()
         wait(self._work)
-        self._flags(announced=True)
+        check_change(Flags(*self._sums[2:].tolist()), dist.get_world_size(), announced=True)
+
+
+def read_sums(sums: Tensor, step: int, divisor: float) -> Reduced:
+    """``sums`` over ranks of total, count and flags. On a GPU reading the flags waits for it, so not every step does."""
+    flags = None
+    if sums.device.type == "cpu" or step % FLAG_INTERVAL == 0:
+        flags = check_change(Flags(*sums[2:].tolist()), dist.get_world_size())
+    return Reduced(sums[0].clone(), sums[1].clone(), divisor, flags)
 
 
 def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
@@ -215,8 +217,9 @@ class Strategy:
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Compute and reduce the gradients of ``window``; ``batches``: of its requests, in order."""
         self._begin()
-        total, count = self._run(window, batches, step)
-        return Reduced(total, count, 1.0, flags)
+        reduced = self._reduced_gradients(window, batches, step, flags)
+        self._buffers.end(window)
+        return reduced
 
     def check_buffers(self) -> None:
         """Before buffers are saved or used in evaluation: ranks agree on them. Collective."""
@@ -265,8 +268,8 @@ class Strategy:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
-        """Forward and backward of every micro-batch; local sums."""
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        """Forward and backward of every micro-batch, and what ranks then exchange."""
         totals: Tensor | None = None
         counts: Tensor | float = 0.0
         for place in range(len(window.requests)):
@@ -277,7 +280,7 @@ class Strategy:
             self._keep_gradients(more=place + 1 < len(window.requests))
             counts = counts + (count.detach() if isinstance(count, Tensor) else count)
         assert totals is not None, "a single process always has samples"
-        return totals, counts
+        return Reduced(totals, counts, 1.0, flags)
 
     def _keep_gradients(self, *, more: bool) -> None:
         """Before the next micro-batch: gradients of a CUDA graph are in its memory, which it will write to again."""
@@ -337,15 +340,6 @@ class RanksStrategy(Strategy):
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self._world_size = dist.get_world_size()
-
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._begin()
-        reduced = self._reduced_gradients(window, batches, step, flags)
-        self._buffers.end(window)
-        return reduced
-
-    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        raise NotImplementedError
 
     def _ghost(self, batch: Any) -> None:
         """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""

@@ -25,7 +25,7 @@ from lockstep._compat.torch import foreach_add_, foreach_copy_
 from lockstep.data.requests import Request, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import Group, wire_device
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, Replica, Strategy, check_change
+from lockstep.engine.strategies.base import Flags, Reduced, Replica, Strategy, check_change, read_sums
 from lockstep.hardware.world import World
 
 Leaf = list[Tensor]
@@ -200,8 +200,7 @@ class ExactStrategy(Strategy):
         self._world = world
         self._lanes = LaneSums(self._trained, self._buffers, self._device, world)
 
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._begin()
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._lanes.begin()
         for request in window.requests:
             batch = next(batches)
@@ -212,13 +211,7 @@ class ExactStrategy(Strategy):
                 numbers = total.detach(), count
             self._lanes.end(request, *numbers)
         sums = self._lanes.take(self._lanes.total(*flags))
-        if self._buffers.checks_left:
-            self._buffers.check()
-        agreed: Flags | None = flags
-        if self._world.size > 1:
-            read = self._device.type == "cpu" or step % FLAG_INTERVAL == 0
-            agreed = check_change(Flags(*sums[2:].tolist()), self._world.size) if read else None
-        return Reduced(sums[0], sums[1], 1.0, agreed)
+        return read_sums(sums, step, 1.0) if self._world.size > 1 else Reduced(sums[0], sums[1], 1.0, flags)
 
     def _adapt(self) -> None:
         if self._world.size > 1:

@@ -13,7 +13,7 @@ from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.optim.recording import Recording
 from lockstep.engine.rank_context import states_of_generators
-from lockstep.engine.strategies.base import Replica, Strategy
+from lockstep.engine.strategies.base import Flags, Reduced, Replica, Strategy
 
 #: Steps of a shape before it is recorded: libraries choose their kernels and allocate workspaces in the first ones.
 WARM_UP = 3
@@ -63,12 +63,13 @@ class GraphedStrategy(Strategy):
         super()._adapt()
         self._recorded.clear()
 
-    def _run(self, window: Window, batches: Iterator[Any], step: int) -> tuple[Tensor, Tensor | float]:
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
+        run = super()._reduced_gradients
         if self._is_off or len(window.requests) != 1:
-            return super()._run(window, batches, step)
+            return run(window, batches, step, flags)
         given = next(batches)
         if isinstance(given, Unreadable):
-            return super()._run(window, iter([given]), step)
+            return run(window, iter([given]), step, flags)
         batch = self._arrived(given)
         key = _shape(batch)
         self._seen[key] += 1
@@ -78,22 +79,22 @@ class GraphedStrategy(Strategy):
             self._buffers.rewind()
             self.draws(step, self._rank)
             total, count = self._recorded[key].replay(batch)
-            return total.clone(), count
+            return Reduced(total.clone(), count, 1.0, flags)
         records = self._seen[key] > WARM_UP and len(self._recorded) < MOST_GRAPHS
         before = self._copied_buffers() if records else []
-        found = super()._run(window, iter([batch]), step)
+        found = run(window, iter([batch]), step, flags)
         if not records:
             return found
         try:
             self._recorded[key] = graph = self._record(batch)
-            differs = self._differs(graph, batch, step, before, found[0])
+            differs = self._differs(graph, batch, step, before, found.total)
         except Exception as error:
             differs = f"recording failed ({[*str(error).splitlines(), type(error).__name__][0]})"
         if differs:
             self._end(step, differs)
             self._clear()
             self._put_buffers(before)
-            return super()._run(window, iter([batch]), step)
+            return run(window, iter([batch]), step, flags)
         return found
 
     def _end(self, step: int, why: str) -> None:

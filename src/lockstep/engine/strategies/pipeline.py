@@ -188,8 +188,7 @@ class PipelineStrategy(Strategy):
         if not (model.is_first or model.is_last):  # which do not look at the batch
             self._arrived = lambda batch: batch
 
-    def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._begin()
+    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._sums.begin(flags)
         running: dict[int, tuple[Inputs, Any]] = {}
         for action in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
