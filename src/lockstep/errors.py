@@ -50,7 +50,8 @@ class LockstepError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default pickling of exceptions between ranks.
-        return (_rebuild, (type(self), self.what, self.why, self.fix))
+        notes = getattr(self, "__notes__", None)
+        return (_rebuild, (type(self), self.what, self.why, self.fix), notes and {"__notes__": notes})
 
     def as_dict(self) -> dict[str, str]:
         """The one JSON shape of an error: ``code``, ``message``, ``why``, ``fix``."""

@@ -293,21 +293,19 @@ def write_trainer(file: HashingFile, state: dict[str, Any]) -> None:
 def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
     """Make sure that ``state``, just written, can be read without running code. Raises :class:`CheckpointError`."""
     try:
-        with _opened(path) as name:
-            torch.load(name, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
+        read_trainer(path, mmap=True)
+    except CheckpointError:
         check_saveable({}, state)
-        raise unreadable(path, error) from None
+        raise
 
 
-def read_trainer(path: Path) -> dict[str, Any]:
+def read_trainer(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """What :func:`write_trainer` wrote; runs no code of the file's. Raises :class:`CheckpointError`."""
     try:
         with _opened(path) as name:
-            state: dict[str, Any] = {**torch.load(name, map_location="cpu", weights_only=True)}
+            return {**torch.load(name, map_location="cpu", weights_only=True, mmap=mmap)}
     except Exception as error:  # torch.load raises whatever its layers raise: pickle, zip, C++
         raise unreadable(path, error) from None
-    return state
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
@@ -354,8 +352,9 @@ def _class_of(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+def is_dense(value: Any) -> bool:
+    """Whether it is a tensor with values, one behind the other."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
 
 
 def _without_values(leaf: Any, _: Place) -> Any:

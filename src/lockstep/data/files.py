@@ -11,7 +11,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,6 @@ class FileSamples:
         #: For the plan.
         self.remark = f"{what} {deeper[0]}." if deeper else None
         self._paths: dict[int, Path] = {}
-        self._opened = lru_cache(OPEN_FILES)(self._open)
         sizes = self._indexed_sizes()
         #: The file of each part.
         self._file_of = np.repeat(np.arange(len(sizes)), [len(parts) for parts in sizes]).tolist()
@@ -98,9 +97,9 @@ class FileSamples:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._opened = lru_cache(OPEN_FILES)(self._open)
+    @cached_property
+    def _opened(self) -> Callable[[int], Any]:
+        return lru_cache(OPEN_FILES)(self._open)
 
     def path(self, number: int) -> Path:
         """Of a file; the copy of a URL may have been removed from the cache, and is then made again."""

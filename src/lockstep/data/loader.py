@@ -285,15 +285,7 @@ class _ByRequest:
             return self._source.batch(request)
         except LockstepError as error:  # torch would keep its text alone
             error.add_note(f"In a loader worker:\n{traceback.format_exc()}")
-            return _Failed(error, error.__notes__)
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """In the place of a batch: what a worker raised. Notes do not survive the pickling of an error."""
-
-    error: LockstepError
-    notes: list[str]
+            return error
 
 
 @dataclass(frozen=True)
@@ -322,9 +314,8 @@ def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
             iterator = _started(source, of_epoch, plan, WorkerInit(source.seed, rank, epoch))
             try:
                 for batch in iterator:
-                    if isinstance(batch, _Failed):
-                        batch.error.__notes__ = batch.notes
-                        raise batch.error
+                    if isinstance(batch, LockstepError):
+                        raise batch
                     yield batch
             finally:
                 del iterator  # DataLoader's own way of ending its workers

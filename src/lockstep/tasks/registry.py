@@ -16,13 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
 from lockstep.config.load import explain
-from lockstep.engine.lightning.module_task import (
-    ModuleConfig,
-    ModuleTask,
-    is_datamodule_class,
-    is_module_class,
-    module_task,
-)
+from lockstep.engine.lightning.module_task import ModuleConfig, ModuleTask, inherits, module_task
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
@@ -53,9 +47,9 @@ def find_task(name: str) -> type[Task]:
     found = find_class(where)
     if issubclass(found, Task):
         return found
-    if is_module_class(found):
+    if inherits(found, "LightningModule"):
         return module_task(found, find_class)
-    if is_datamodule_class(found):
+    if inherits(found, "LightningDataModule"):
         raise TaskError(
             f"{found.__name__} is a LightningDataModule, not a task",
             why="it has the data of a LightningModule, which is what is trained",
@@ -89,7 +83,7 @@ def _task_names(module: Any) -> list[str]:
     tasks = {
         name: kind
         for name, kind in vars(module).items()
-        if isinstance(kind, type) and kind is not Task and (issubclass(kind, Task) or is_module_class(kind))
+        if isinstance(kind, type) and kind is not Task and (issubclass(kind, Task) or inherits(kind, "LightningModule"))
     }
     return sorted(n for n, kind in tasks.items() if kind.__module__ == module.__name__) or sorted(tasks)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep._compat.torch import NormBase, buffers_of, is_spectral_norm
+from lockstep.checkpoint.content import is_dense
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, world_size
@@ -337,11 +338,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         for name, kind in getattr(layer, ATTRIBUTE, {}).items()
         if kind == "local"
     }
-    return {name: value for name, value in model.state_dict().items() if name not in own and _has_bits(value)}
-
-
-def _has_bits(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
+    return {name: value for name, value in model.state_dict().items() if name not in own and is_dense(value)}
 
 
 def check_start(model: nn.Module, collectives: Collectives, *, exact: bool) -> str | None:
@@ -368,7 +365,7 @@ def check_agreement(model: nn.Module, optimizer: Optimizer, collectives: Collect
         f"the optimizer's {name} of parameter {number}": value
         for number, parameter in enumerate(parameters)
         for name, value in optimizer.state.get(parameter, {}).items()
-        if _has_bits(value)
+        if is_dense(value)
     }
     found = first_difference({**weights_of(model), **moments}, collectives)
     if found is not None:

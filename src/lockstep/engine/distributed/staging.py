@@ -29,20 +29,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def to_host(rows: Any) -> Any:
     """Every tensor of ``rows`` in host memory, complete on return."""
-
-    def moved(leaf: Any) -> Any:
-        found = leaf.to("cpu")
-        return leaf if found is None else found
-
-    return mapped(rows, moved, "to")
+    return mapped(rows, lambda leaf: _moved(leaf, torch.device("cpu"), waits=True), "to")
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.to(device, non_blocking=True)
+def _moved(leaf: Any, device: torch.device, *, waits: bool = False) -> Any:
     kind: Any = type(leaf)
-    how = {"non_blocking": True} if _may_not_block(kind) else {}
-    moved = leaf.to(device, **how)
+    may_not_block = isinstance(leaf, Tensor) or _may_not_block(kind)
+    moved = leaf.to(device, non_blocking=True) if may_not_block and not waits else leaf.to(device)
     return leaf if moved is None else moved  # it moves in place
 
 

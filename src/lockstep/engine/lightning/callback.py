@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -46,7 +48,7 @@ class RunLogCallback(Checkpoint):
 
     def __init__(self, rank: RankContext, log: RunLog, averaged: Mapping[str, Any] | None = None) -> None:
         self._rank, self._log, self._state, self._batch = rank, log, log.state, rank.plan.batch
-        self._averaged = averaged
+        self._averaged, self._on_sigterm = averaged, signal.getsignal(signal.SIGTERM)
         self._losses: list[tuple[Tensor, int]] = []
         self._returns_loss = False
         self._steps: Iterator[Step] = iter(())
@@ -69,6 +71,8 @@ class RunLogCallback(Checkpoint):
         return {"epoch": state.epoch, "position": state.position, "global_batch": self._batch.global_batch}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():  # the Trainer's own would stop without a checkpoint
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
         if self._rank.config.training.activation_checkpointing:

@@ -6,15 +6,12 @@ Imported only where a Trainer is made, since it imports Lightning.
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
@@ -101,17 +98,6 @@ class RankEnvironment(LightningEnvironment):
 
 class RankedDdp(LaunchedDdp, SharedDDPStrategy):
     """Lightning's DDP in a process group that exists already."""
-
-
-class KeptSignals(pl.Callback):
-    """Restores the handler of SIGTERM that was set before the Trainer: all ranks agree on a stop, with a checkpoint."""
-
-    def __init__(self) -> None:
-        self._handler = signal.getsignal(signal.SIGTERM)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handler)
 
 
 def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lockstep.data.loader import child_signal_kept
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.lightning.callback import OWN, RunLogCallback
 from lockstep.engine.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
-from lockstep.engine.lightning.cluster import KeptSignals, quiet_trainer, rank_arguments
+from lockstep.engine.lightning.cluster import quiet_trainer, rank_arguments
 from lockstep.engine.lightning.dataloaders import defines, evaluation_loader, replaced_loaders, training_loader
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import RankContext
@@ -95,7 +95,7 @@ class ModuleFit:
         batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
         if precision == "16-mixed" and self._rank.device.type == "cpu":
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
-        callbacks = [self._callback, KeptSignals(), *_as_list(given.pop("callbacks", None))]
+        callbacks = [self._callback, *_as_list(given.pop("callbacks", None))]
         profiler = config.lightning.profiler
         settings: dict[str, Any] = {
             "max_epochs": plan.epochs,

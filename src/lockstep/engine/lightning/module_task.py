@@ -289,16 +289,8 @@ class ModuleTask(Task):
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-def is_module_class(kind: type) -> bool:
-    """Whether ``kind`` is a ``LightningModule``, found out without importing Lightning."""
-    return _inherits(kind, "LightningModule")
-
-
-def is_datamodule_class(kind: type) -> bool:
-    return _inherits(kind, "LightningDataModule")
-
-
-def _inherits(kind: type, name: str) -> bool:
+def inherits(kind: type, name: str) -> bool:
+    """Whether ``kind`` is a class of Lightning's of this ``name``, found out without importing Lightning."""
     return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
 
 

@@ -6,7 +6,6 @@ After :meth:`Strategy.gradients` every rank has, in ``p.grad``, the same reduced
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep._compat.torch import backward
 from lockstep.data.order import dropout_seed
-from lockstep.data.reader import Unreadable
+from lockstep.data.reader import Unreadable, generators
 from lockstep.data.requests import Window
 from lockstep.engine.diagnostics.ablation import Watched
 from lockstep.engine.distributed.buffers import Buffers
@@ -91,10 +90,9 @@ class StepSums:
 
 
 def read_sums(sums: Tensor, step: int, divisor: float) -> Reduced:
-    """``sums`` over ranks of total, count and flags. On a GPU reading the flags waits for it, so not every step does."""
-    flags = None
-    if sums.device.type == "cpu" or step % FLAG_INTERVAL == 0:
-        flags = check_change(Flags(*sums[2:].tolist()), dist.get_world_size())
+    """Total, count and flags from their sums over ranks. Reading flags waits for a GPU, so not every step does."""
+    reads = sums.device.type == "cpu" or step % FLAG_INTERVAL == 0
+    flags = check_change(Flags(*sums[2:].tolist()), dist.get_world_size()) if reads else None
     return Reduced(sums[0].clone(), sums[1].clone(), divisor, flags)
 
 
@@ -113,16 +111,15 @@ class SeededDraws:
     """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
     Each of ``devices`` draws separate numbers. To seed Python's and NumPy's generators takes 7 µs: without
-    ``everything`` only from the step after the first one that drew from them. Until then one number is drawn from each
-    at the beginning of a step, so that their state depends on the step alone.
+    ``everything`` only from the step after the first one that drew from them. Until then all steps find them in the
+    same state.
     """
 
     def __init__(
         self, seed: int, devices: Sequence[torch.device], *, everything: bool, purpose: str = "dropout"
     ) -> None:
-        self._seed, self._purpose = seed, purpose
-        self._everything = everything
-        self._step = -1
+        self._seed, self._purpose, self._everything = seed, purpose, everything
+        self._step, self._untouched = -1, list[Any]()
         self._generators = [(torch.default_generator, 0)]
         if any(device.type == "cuda" for device in devices):
             torch.cuda.init()
@@ -134,37 +131,34 @@ class SeededDraws:
     def __call__(self, step: int, part: int) -> None:
         for generator, place in self._generators:
             generator.manual_seed(dropout_seed(self._seed, step, part, place, self._purpose))
-        if not self._everything and step > self._step:
-            self._draw(step)
+        if step > self._step and not self.everything:
+            self._step = step
+            if not self._untouched:
+                _seed_host(dropout_seed(self._seed, 0, 0, 0, "untouched"))
+                self._untouched = _host_marks()
         if self._everything:
-            key = dropout_seed(self._seed, step, part, 0, self._purpose)
-            random.seed(key)
-            np.random.seed(key % 2**32)
+            _seed_host(dropout_seed(self._seed, step, part, 0, self._purpose))
 
     @property
     def everything(self) -> bool:
         """Whether Python's and NumPy's generators are seeded in the next step; a checkpoint keeps it."""
-        if not self._everything and self._step >= 0:
-            here, there = (pickle.dumps(generator.get_state()) for generator in (np.random, self._numpy))
-            self._everything = here != there or random.getstate() != self._python.getstate()
+        if not self._everything and self._untouched:
+            self._everything = _host_marks() != self._untouched
         return self._everything
 
     @everything.setter
     def everything(self, value: bool) -> None:
         self._everything = value
 
-    def _draw(self, step: int) -> None:
-        """Draw from Python's and NumPy's generators; find out whether others have since the step before."""
-        if self._step < 0:
-            self._step, key = 0, dropout_seed(self._seed, 0, 0, 0, "untouched")
-            random.seed(key)
-            np.random.seed(key % 2**32)
-            self._python, self._numpy = random.Random(key), np.random.RandomState(key % 2**32)
-        for _ in range(step - self._step):
-            same = random.random() == self._python.random()
-            if np.random.random_sample() != self._numpy.random_sample() or not same:
-                self._everything = True
-        self._step = step
+
+def _seed_host(key: int) -> None:
+    random.seed(key)
+    np.random.seed(key % 2**32)
+
+
+def _host_marks() -> list[Any]:
+    """What changes when Python's or NumPy's generator is drawn from."""
+    return [generator.mark() for generator in generators()[:2]]
 
 
 class Replica(NamedTuple):

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,24 +67,17 @@ def divide(whole: Undivided) -> Divided:
     return PipelineModel(whole, stages[bounds[world.rank] : bounds[world.rank + 1]], remark)
 
 
-class Action(NamedTuple):
-    """One thing that a rank does: the forward or the backward of a micro-batch."""
-
-    forward: bool
-    micro_batch: int
-
-
-def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """What rank ``rank`` of ``ranks`` does in a step, in order.
+def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[tuple[bool, int]]:
+    """What rank ``rank`` of ``ranks`` does in a step, in order: the forward (true) or the backward of a micro-batch.
 
     ``gpipe``: all forwards, then all backwards. ``1f1b``: as soon as the last rank has a micro-batch, each rank
     turns from one forward to one backward, so that it holds the activations of at most ``ranks - rank`` of them.
     """
     ahead = micro_batches if kind == "gpipe" else min(micro_batches, ranks - rank - 1)
-    actions = [Action(True, index) for index in range(ahead)]
+    actions = [(True, index) for index in range(ahead)]
     for index in range(micro_batches - ahead):
-        actions += [Action(True, ahead + index), Action(False, index)]
-    return actions + [Action(False, index) for index in range(micro_batches - ahead, micro_batches)]
+        actions += [(True, ahead + index), (False, index)]
+    return actions + [(False, index) for index in range(micro_batches - ahead, micro_batches)]
 
 
 class PipelineModel(Divided):
@@ -191,9 +184,8 @@ class PipelineStrategy(Strategy):
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._sums.begin(flags)
         running: dict[int, tuple[Inputs, Any]] = {}
-        for action in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
-            place = action.micro_batch
-            if action.forward:
+        for is_forward, place in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
+            if is_forward:
                 running[place] = self._forward(next(batches), step, place)
             else:
                 self._backward_of(*running.pop(place))
