@@ -278,7 +278,7 @@ def test_for_a_gpu_tensors_are_gathered_and_pinned_ahead_of_the_step(
     monkeypatch.setattr("lockstep.data.loader._pinned", pinned)
     plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=True)
     mine = [Request(0, 0, start, start + 8) for start in range(0, 64, 8)]
-    for data, name in ((kind(torch.arange(64)), "lockstep-loader"), (Augmented(64), "MainThread")):
+    for data, name in ((kind(torch.arange(64)), "lockstep-loader_0"), (Augmented(64), "MainThread")):
         threads.clear()
         source = Source(data, torch.utils.data.default_collate, 5, InOrder())
         with closing(make_loader(source, mine, plan, 0, largest=8)) as loader:

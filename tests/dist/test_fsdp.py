@@ -51,7 +51,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def undivided(task: Task, model: nn.Module, world: World, precision: str = "32", **sections: Any) -> Undivided:
-    plan: Any = SimpleNamespace(placement={"precision": precision})
+    plan: Any = SimpleNamespace(placement={"precision": precision}, seed=0)
     nothing: Any = None
     return Undivided(task, model, RunConfig(**sections), plan, nothing, CPU, world, nothing)
 

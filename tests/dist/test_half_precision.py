@@ -46,8 +46,7 @@ def train(rank: int, ranks: int, precision: str) -> tuple[list[float], list[Tens
     update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, scaling, 1.0, sharded)
     strategy: Any = Strategy(Replica(task, model, scaling, CPU, 0))
     if sharded is not None:
-        plan: Any = type("Seeded", (), {"seed": 0, "sync_batchnorm": False})
-        strategy = sharded.strategy(task, scaling, plan, world)
+        strategy = sharded.strategy(task, scaling)
     losses = []
     for step, window in enumerate(windows(batch, rank=rank, epoch=0, position=0, epochs=2, ghosts=True)):
         reduced = strategy.gradients(window, map(source.batch, window.requests), step, Flags())

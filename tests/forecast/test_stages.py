@@ -66,7 +66,7 @@ def most_allocated(rank: int, ranks: int, kind: str) -> int:
         for stage in stages[4:] if rank == 0 else stages[:4]:
             stage.to("meta")  # other ranks' stages stay on the host, which is not the device
         optimizer = build_optimizer(config.optimizer, pipeline.mine, 1e-3)
-        strategy = pipeline.strategy(task, Precision("32", device, 1.0), plan, world)
+        strategy = pipeline.strategy(task, Precision("32", device, 1.0))
         window = Window(0, 0, PARTS * SIZE, tuple(Request(0, n, n * SIZE, (n + 1) * SIZE) for n in range(PARTS)), False)
         for step in range(2):
             strategy.gradients(window, iter(batches[step * PARTS : (step + 1) * PARTS]), step, Flags())

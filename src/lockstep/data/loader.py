@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -16,10 +15,10 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, groupby, islice, tee
-from multiprocessing.connection import wait
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import groupby, islice, tee
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import torch
@@ -103,34 +102,17 @@ def _ahead(
     source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL."""
-    ready: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
-    # SimpleQueue is implemented in C: a semaphore of tokens costs a fifth of threading.Semaphore.
-    tokens: SimpleQueue[bool] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            for group in _groups(source, requests):
-                if not tokens.get():
-                    return
-                ready.put(source.batches(group, finish))
-            ready.put(StopIteration())
-        except BaseException as error:  # handed to the training thread, which raises it
-            ready.put(error)
-
-    for _ in range(max(1, depth)):
-        tokens.put(True)
-    thread = threading.Thread(target=work, name="lockstep-loader", daemon=True)
-    thread.start()
+    groups, pending = _groups(source, requests), deque[Future[list[Any]]]()
+    thread = ThreadPoolExecutor(1, "lockstep-loader")
     try:
-        while not isinstance(batches := ready.get(), BaseException):
-            yield from batches
-            tokens.put(True)
-        if not isinstance(batches, StopIteration):
-            raise batches
+        while True:
+            for group in islice(groups, max(1, depth) - len(pending)):
+                pending.append(thread.submit(source.batches, group, finish))
+            if not pending:
+                return
+            yield from pending.popleft().result()
     finally:
-        while thread.is_alive():  # it may hold real tokens before it meets the closing one
-            tokens.put(False)
-            thread.join(timeout=0.05)
+        thread.shutdown(cancel_futures=True)
 
 
 # As many processes as shorten a step.
@@ -199,9 +181,10 @@ def _adaptive(
     times, best, is_settled = {0: alone.step_s}, 0, False
     workers = worth_trying(alone.load_s, alone.step_s, size, plan.most_workers)
     while workers:
-        asked, pace = deque[Request](), _Pace(workers * plan.prefetch_factor + WARM_UP)
+        asked, requests = tee(requests)
+        pace = _Pace(workers * plan.prefetch_factor + WARM_UP)
         with_these = plan.model_copy(update={"num_workers": workers})
-        with contextlib.closing(_by_workers(source, _noted(requests, asked), with_these, rank)) as batches:
+        with contextlib.closing(_by_workers(source, asked, with_these, rank)) as batches:
             while True:
                 try:
                     batch = next(batches)
@@ -214,7 +197,7 @@ def _adaptive(
                     settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
                     best, is_settled = 0, True
                     break
-                request = asked.popleft()
+                request = next(requests)
                 yield batch
                 if is_settled or not pace.add(request):
                     continue
@@ -227,7 +210,6 @@ def _adaptive(
                     settled(best, _settlement(best, times, alone))
                 if best != workers or not is_settled:
                     break
-        requests = chain(asked, requests)
         workers = best if is_settled else min(2 * workers, plan.most_workers)
     for request in requests:
         yield finish(source.batch(request))
@@ -246,12 +228,6 @@ def _several(workers: int) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
-
-
-def _noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
-    for request in requests:
-        asked.append(request)
-        yield request
 
 
 def _bytes(batch: Any) -> int:
@@ -288,20 +264,13 @@ class _ByRequest:
             return error
 
 
-@dataclass(frozen=True)
-class _Reporting:
-    """A ``worker_init_fn`` that writes a byte to the pipe ``fd`` when it is through."""
-
-    init: WorkerInit
-    fd: int
-
-    def __call__(self, worker_id: int) -> None:
-        try:
-            self.init(worker_id)
-            torch.zeros(1).share_memory_()  # as the first batch will be: what torch registers then, it registers now
-        finally:
-            os.write(self.fd, b".")
-            os.close(self.fd)
+def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
+    """A ``worker_init_fn`` that tells when it is through."""
+    try:
+        init(worker_id)
+        torch.zeros(1).share_memory_()  # as the first batch will be: what torch registers then, it registers now
+    finally:
+        started.release()
 
 
 def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Generator[Any, None, None]:
@@ -326,15 +295,11 @@ def _started(source: Source, requests: Iterable[Request], plan: LoaderPlan, init
     if multiprocessing.get_start_method() != "fork":
         return _forked(source, requests, plan, init)
     for patience_s in START_S:
-        reading, writing = os.pipe()
+        started = multiprocessing.Semaphore(0)
         requests, asked = tee(requests)
-        with open(reading, "rb", buffering=0) as reports:
-            try:
-                iterator = _forked(source, asked, plan, _Reporting(init, writing))
-            finally:
-                os.close(writing)
-            are_up = _are_up(reports.fileno(), plan.num_workers, patience_s)
-        if are_up:
+        iterator = _forked(source, asked, plan, partial(_start, init, started))
+        workers = worker_processes(iterator)
+        if _are_up(started, workers, patience_s):
             return iterator
         warnings.warn(
             f"a loader worker did not start within {patience_s:g} s, so all are started again; "
@@ -342,7 +307,6 @@ def _started(source: Source, requests: Iterable[Request], plan: LoaderPlan, init
             RuntimeWarning,
             stacklevel=2,
         )
-        workers = worker_processes(iterator)
         del iterator
         for worker in workers:
             worker.kill()
@@ -350,7 +314,7 @@ def _started(source: Source, requests: Iterable[Request], plan: LoaderPlan, init
     return _forked(source, requests, plan, init)
 
 
-def _forked(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit | _Reporting) -> Any:
+def _forked(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: Callable[[int], None]) -> Any:
     from torch.utils.data import DataLoader
 
     loader: DataLoader[Any] = DataLoader(
@@ -367,16 +331,15 @@ def _forked(source: Source, requests: Iterable[Request], plan: LoaderPlan, init:
         return iter(loader)
 
 
-def _are_up(reading: int, workers: int, patience_s: float) -> bool:
-    """Whether a byte of each worker, or the pipe's end, is read in time: a worker that died is reported elsewhere."""
+def _are_up(started: Semaphore, workers: list[Any], patience_s: float) -> bool:
+    """Whether all ``workers`` start in time; one that died is reported elsewhere."""
     until = time.monotonic() + patience_s
-    while workers > 0:
-        if not wait([reading], max(0.0, until - time.monotonic())):
-            return False
-        reported = os.read(reading, workers)
-        if not reported:
-            return True
-        workers -= len(reported)
+    for _ in workers:
+        while not started.acquire(timeout=0.05):
+            if not all(worker.is_alive() for worker in workers):
+                return True
+            if time.monotonic() > until:
+                return False
     return True
 
 

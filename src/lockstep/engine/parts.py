@@ -19,6 +19,7 @@ from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.build import build_strategy, divide, on_device
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, bare, build_model, refuse_meta
 from lockstep.events import Note
@@ -66,7 +67,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         model = convert(model, None)
     model, divided = cast(model, plan.placement["precision"]), None
     if plan.strategy.divides:
-        divided = divide(task, model, config, plan, datasets, device, rank.world, rank.collectives)
+        divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
     else:
         model, rank = on_device(model, rank, task, datasets)
         found = [rank.plan.decisions[key] for key in plan.to_measure]

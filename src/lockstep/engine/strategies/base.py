@@ -276,6 +276,16 @@ class Strategy:
         assert totals is not None, "a single process always has samples"
         return Reduced(totals, counts, 1.0, flags)
 
+    def _ghost(self, batch: Any) -> None:
+        """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""
+        kept = [parameter.grad for parameter in self._parameters]
+        self._clear()
+        with ghost(self.module), self._buffers.untouched():
+            total, _ = self._forward_pass(batch, 0, 0)
+            self._backward(total)
+        for parameter, gradient in zip(self._parameters, kept, strict=True):
+            parameter.grad = gradient
+
     def _keep_gradients(self, *, more: bool) -> None:
         """Before the next micro-batch: gradients of a CUDA graph are in its memory, which it will write to again."""
         if more and self._graphs:
@@ -324,23 +334,3 @@ class Asked(nn.Module):
 
     def forward(self, function: Callable[..., Any], batch: Any) -> Any:
         return function(self.model, batch)
-
-
-class RanksStrategy(Strategy):
-    """One process a rank: what there is to do besides reducing gradients."""
-
-    _merges = "ranks"
-
-    def __init__(self, replica: Replica) -> None:
-        super().__init__(replica)
-        self._world_size = dist.get_world_size()
-
-    def _ghost(self, batch: Any) -> None:
-        """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""
-        kept = [parameter.grad for parameter in self._parameters]
-        self._clear()
-        with ghost(self.module), self._buffers.untouched():
-            total, _ = self._forward_pass(batch, 0, 0)
-            self._backward(total)
-        for parameter, gradient in zip(self._parameters, kept, strict=True):
-            parameter.grad = gradient

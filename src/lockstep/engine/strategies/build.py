@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from lockstep.config import RunConfig
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Replica, Strategy
@@ -19,7 +18,6 @@ from lockstep.engine.strategies.graphed import GraphedStrategy
 from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, refuse_modules
-from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.strategies import auto_strategy, find_strategy
 
@@ -41,18 +39,8 @@ def on_device(model: nn.Module, rank: RankContext, task: Task, datasets: Dataset
     return model, rank
 
 
-def divide(
-    task: Task,
-    model: nn.Module,
-    config: RunConfig,
-    plan: Plan,
-    datasets: Datasets,
-    device: torch.device,
-    world: World,
-    collectives: Collectives,
-) -> Divided:
-    """Divide ``model`` as the plan's strategy does, or raise why it cannot be divided. Collective."""
-    undivided = Undivided(task, model, config, plan, datasets, device, world, collectives)
+def divide(undivided: Undivided) -> Divided:
+    """Divide a model as the plan's strategy does, or raise why it cannot be divided. Collective."""
     spec = undivided.plan.strategy
     refuse_modules(undivided.model, spec.name)
     divided: Divided = import_module(spec.module).divide(undivided)
@@ -68,7 +56,7 @@ def build_strategy(
     """
     config, plan, world = rank.config, rank.plan, rank.world
     if divided is not None:
-        return divided.strategy(task, precision, plan, world)
+        return divided.strategy(task, precision)
     replica = Replica(task, model, precision, rank.device, plan.seed, world.rank)
     if config.training.activation_checkpointing:
         checkpoint_activations(bare(model), blocks_of(task, bare(model)))

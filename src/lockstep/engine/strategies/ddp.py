@@ -26,7 +26,6 @@ from lockstep.engine.distributed.staging import AdaptiveSpin, Group, all_reduce,
 from lockstep.engine.strategies.base import (
     Asked,
     Flags,
-    RanksStrategy,
     Reduced,
     Replica,
     StepSums,
@@ -82,8 +81,10 @@ def unpack(sums: Iterable[Any]) -> tuple[Any, Any, Flags]:
     return total, (high * _DIGIT + middle) * _DIGIT + low, Flags(*flags)
 
 
-class FlatStrategy(RanksStrategy):
+class FlatStrategy(Strategy):
     """One process a rank, and one all-reduce a step. All ranks start from rank 0's weights, as under DDP."""
+
+    _merges = "ranks"
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
@@ -97,7 +98,7 @@ class FlatStrategy(RanksStrategy):
 
     def _adapt(self) -> None:
         flags = self._all_reduce(pack(0.0, 0.0, Flags(changed=1.0)), ran=False)[2]
-        check_change(flags, self._world_size, announced=True)
+        check_change(flags, dist.get_world_size(), announced=True)
         super()._adapt()
         self._lay_out()
 
@@ -114,7 +115,7 @@ class FlatStrategy(RanksStrategy):
             total += loss.item()
             count += float(number)
         total, count, flags = self._all_reduce(pack(total, count, flags), ran=ran)
-        check_change(flags, self._world_size)
+        check_change(flags, dist.get_world_size())
         return Reduced(torch.tensor(total, dtype=torch.float64), count, 1.0, flags)
 
     def _all_reduce(self, numbers: Sequence[float], *, ran: bool) -> tuple[float, float, Flags]:
@@ -127,12 +128,14 @@ class FlatStrategy(RanksStrategy):
         return unpack(sums)
 
 
-class DdpStrategy(RanksStrategy):
+class DdpStrategy(Strategy):
     """One process a rank; torch's DistributedDataParallel overlaps the reduction with the last backward.
 
     The count (and the flags) are reduced beside the backward. A window in which some rank has fewer
     micro-batches goes past DDP and is reduced by hand after the backward, on every rank alike.
     """
+
+    _merges = "ranks"
 
     def __init__(
         self, replica: Replica, *, find_unused_parameters: bool = False, bucket_cap_mb: float | None = None
@@ -182,7 +185,7 @@ class DdpStrategy(RanksStrategy):
             buckets.wait()
             buckets.leave_out(used)
             self._sums.send()
-        return self._sums.reduced(step, 1.0 if window.irregular else float(self._world_size))
+        return self._sums.reduced(step, 1.0 if window.irregular else float(dist.get_world_size()))
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         if self._by_hand:

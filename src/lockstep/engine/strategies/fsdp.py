@@ -27,7 +27,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Asked, Flags, RanksStrategy, Reduced, Replica, StepSums
+from lockstep.engine.strategies.base import Asked, Flags, Reduced, Replica, StepSums, Strategy
 from lockstep.engine.strategies.partition import (
     Divided,
     Through,
@@ -40,7 +40,6 @@ from lockstep.engine.strategies.partition import (
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError, many
 from lockstep.hardware.world import World
-from lockstep.planning import Plan
 
 _HALF = {"32": None, "bf16-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -73,6 +72,7 @@ class ShardedModel(Divided):
     """
 
     def __init__(self, whole: Undivided) -> None:
+        super().__init__(whole)
         task, model, config, plan, _, device, world, _ = whole
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 or not parameter.is_contiguous():
@@ -82,7 +82,7 @@ class ShardedModel(Divided):
                     "transposed view do not lie one behind the other",
                     fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
                 )
-        self.module, self._mesh, self._device = model, _mesh(config.fsdp, device, world), device
+        self._mesh = _mesh(config.fsdp, device, world)
         blocks = blocks_of(task, model)
         self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if config.training.compile else []:
@@ -108,12 +108,12 @@ class ShardedModel(Divided):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0))) if gradients else torch.zeros(())
-        squares = norm.double().square().to(self._device)
+        squares = norm.double().square().to(self.device)
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt().to(norm)
 
     def agree(self, flag: Tensor) -> None:
-        sent = flag.to(self._device)
+        sent = flag.to(self.device)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
         flag.copy_(sent)
 
@@ -126,9 +126,8 @@ class ShardedModel(Divided):
         finally:
             self.reduce_scatter.nothing = False
 
-    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> FsdpStrategy:
-        replica = Replica(task, self.module, precision, self._device, plan.seed, world.rank)
-        return FsdpStrategy(replica, self)
+    def strategy(self, task: Task, precision: Precision) -> FsdpStrategy:
+        return FsdpStrategy(self.replica(task, precision), self)
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
@@ -146,7 +145,7 @@ class ShardedModel(Divided):
         return {**state, "state": divided}
 
 
-class FsdpStrategy(RanksStrategy):
+class FsdpStrategy(Strategy):
     """One process a rank. Every micro-batch is reduced, so that no rank ever holds a whole gradient.
 
     A rank with fewer micro-batches than another replays samples of the same step: its buffers are as before
@@ -154,6 +153,7 @@ class FsdpStrategy(RanksStrategy):
     """
 
     divided_by = "fsdp"
+    _merges = "ranks"
 
     def __init__(self, replica: Replica, sharded: ShardedModel) -> None:
         super().__init__(replica)
@@ -172,7 +172,7 @@ class FsdpStrategy(RanksStrategy):
                 if last:
                     self._sums.send()
                 self._backward(total)
-        return self._sums.reduced(step, float(self._world_size))
+        return self._sums.reduced(step, float(dist.get_world_size()))
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         found: dict[str, Any] = gathered(state, keep=keep)

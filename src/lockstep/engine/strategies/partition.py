@@ -16,7 +16,7 @@ from lockstep._compat.torch import NormBase, watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Strategy
+from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
@@ -43,11 +43,16 @@ class Divided:
     ``module`` is the model that the task made; ``remarks``: how it was divided, for the user.
     """
 
-    module: nn.Module
     remarks: tuple[str, ...]
 
-    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
+    def __init__(self, given: Undivided) -> None:
+        self.given, self.module, self.device = given, given.model, given.device
+
+    def strategy(self, task: Task, precision: Precision) -> Strategy:
         raise NotImplementedError
+
+    def replica(self, task: Task, precision: Precision) -> Replica:
+        return Replica(task, self.module, precision, self.device, self.given.plan.seed, self.given.world.rank)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Learn which optimizer trains the model."""

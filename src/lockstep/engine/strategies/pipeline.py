@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from lockstep._compat.torch import foreach_norm
 from lockstep.checkpoint.content import by_file
-from lockstep.config import RunConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
@@ -46,7 +45,6 @@ from lockstep.engine.strategies.stages import (
 )
 from lockstep.engine.task import Task
 from lockstep.hardware.world import World
-from lockstep.planning import Plan
 from lockstep.telemetry.heartbeat import pulse
 
 
@@ -63,7 +61,7 @@ def divide(whole: Undivided) -> Divided:
     if world.size == 1:
         devices = [rank_device([name], World()) for name in names]
         places = [device for device, (a, b) in zip(devices, pairwise(bounds), strict=True) for _ in range(a, b)]
-        return PlacedModel(model, stages, places, remark)
+        return PlacedModel(whole, stages, places, remark)
     return PipelineModel(whole, stages[bounds[world.rank] : bounds[world.rank + 1]], remark)
 
 
@@ -84,10 +82,10 @@ class PipelineModel(Divided):
     """The stages that this rank holds of a model, on its device; the others stay as they are, on the host."""
 
     def __init__(self, whole: Undivided, mine: Sequence[nn.Module], remark: str) -> None:
-        self.module, self._device, self._config, world = whole.model, whole.device, whole.config, whole.world
+        super().__init__(whole)
         self.remarks = (remark,)
         self._optimizer: Optimizer | None = None
-        self.mine = nn.ModuleList(mine).to(self._device)
+        self.mine = nn.ModuleList(mine).to(self.device)
         names: dict[int, list[str]] = {}
         for name, tensor in by_file(self.module.state_dict(keep_vars=True))[0].items():
             names.setdefault(id(tensor), []).append(name)
@@ -97,11 +95,10 @@ class PipelineModel(Divided):
         self._names += [f"{name}._extra_state" for name, layer in self.module.named_modules() if layer in layers]
         #: Further names of tied weights, with their first.
         self._aliases = {other: first for first, *others in names.values() for other in others}
-        self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
+        self.is_first, self.is_last = whole.world.rank == 0, whole.world.rank == whole.world.size - 1
 
-    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> PipelineStrategy:
-        replica = Replica(task, self.module, precision, self._device, plan.seed)
-        return PipelineStrategy(replica, self, self._config, world)
+    def strategy(self, task: Task, precision: Precision) -> PipelineStrategy:
+        return PipelineStrategy(self.replica(task, precision), self)
 
     def adopt(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -113,7 +110,7 @@ class PipelineModel(Divided):
         """From the norms of all parameters in the order of the model: rounded as on one device."""
         places = {id(parameter): place for place, parameter in enumerate(self.module.parameters())}
         mine = [places[id(parameter)] for parameter in self.mine.parameters() if parameter.grad is not None]
-        found = torch.zeros(2, len(places), dtype=torch.float64, device=self._device)
+        found = torch.zeros(2, len(places), dtype=torch.float64, device=self.device)
         if gradients:
             found[0, mine] = torch.stack(foreach_norm(gradients, 2.0)).double()
             found[1, mine] = 1.0
@@ -128,7 +125,7 @@ class PipelineModel(Divided):
         held = (*self.mine.parameters(), *self.mine.buffers())
         own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
         mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
-        return all_reduce(pick(mine, places).to(self._device), None).cpu()
+        return all_reduce(pick(mine, places).to(self.device), None).cpu()
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's whole state dict without that of other ranks' parameters."""
@@ -172,9 +169,10 @@ class PipelineStrategy(Strategy):
 
     divided_by = "pipeline"
 
-    def __init__(self, replica: Replica, model: PipelineModel, config: RunConfig, world: World) -> None:
+    def __init__(self, replica: Replica, model: PipelineModel) -> None:
         super().__init__(replica)
-        self._pipeline, self._world, self._kind = model, world, config.pipeline.schedule
+        config, self._world = model.given.config, model.given.world
+        self._pipeline, self._kind = model, config.pipeline.schedule
         self._down, self._up = (Line(replica.device, config.distributed.timeout_s) for _ in range(2))
         self._generators = _generators(replica.device)
         self._sums = StepSums(replica.device)
@@ -318,16 +316,16 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor])
 class PlacedModel(Divided):
     """The stages of a model on several devices of one process (model parallel)."""
 
-    def __init__(self, module: nn.Module, stages: Sequence[nn.Module], places: list[torch.device], remark: str) -> None:
+    def __init__(self, whole: Undivided, stages: Sequence[nn.Module], places: list[torch.device], remark: str) -> None:
+        super().__init__(whole)
         for stage, device in zip(stages, places, strict=True):
             stage.to(device)
-        self.module, self.remarks = module, (remark,)
+        self.device, self.remarks = places[0], (remark,)
         self._stages, self._places = stages, places
 
-    def strategy(self, task: Task, precision: Precision, plan: Plan, world: World) -> Strategy:
-        replica = Replica(task, self.module, precision, self._places[0], plan.seed)
+    def strategy(self, task: Task, precision: Precision) -> Strategy:
         chain, devices = _Chain(self._stages, self._places), tuple(dict.fromkeys(self._places))
-        return PlacedStrategy(replica._replace(forward=chain, devices=devices))
+        return PlacedStrategy(self.replica(task, precision)._replace(forward=chain, devices=devices))
 
 
 class _Chain(nn.Module):

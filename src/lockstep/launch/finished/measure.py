@@ -17,6 +17,7 @@ from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide
+from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model
 from lockstep.errors import DataError, UnsupportedError
@@ -91,8 +92,8 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = cast(build_model(task), precision.kind), task
     if plan.sharded:
-        divided = divide(task, model, config, plan, data, device, world, collectives)
-        evaluated = divided.strategy(task, precision, plan, world).evaluating(task)
+        divided = divide(Undivided(task, model, config, plan, data, device, world, collectives))
+        evaluated = divided.strategy(task, precision).evaluating(task)
     else:
         model = model.to(device)
     restore(task, model, snapshot, wanted.run.path)
