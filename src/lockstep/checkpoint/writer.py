@@ -201,17 +201,16 @@ def _surfaced(error: BaseException, step: int) -> LockstepError:
 
 
 class Ranks(Protocol):
-    """The ranks of a run, over a process group of these calls' own. Every rank makes the same calls."""
+    """The ranks of a run, over a process group of these calls' own. Every rank makes the same calls.
+
+    ``broadcast`` gives the first rank's value to all, ``gather`` every rank's value, by rank, to the first.
+    """
 
     rank: int
 
-    def broadcast(self, value: T) -> T:
-        """The first rank's value, on every rank."""
-        ...
+    def broadcast(self, value: T) -> T: ...
 
-    def gather(self, value: T) -> list[T] | None:
-        """Every rank's value, by rank, on the first one."""
-        ...
+    def gather(self, value: T) -> list[T] | None: ...
 
 
 #: What a rank has written: its files, and the names of tensors that are the same as another.

@@ -25,6 +25,7 @@ from lockstep.config import FsdpConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
+from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Asked, Flags, Reduced, Replica, StepSums, Strategy
@@ -82,7 +83,8 @@ class ShardedModel(Divided):
                     "transposed view do not lie one behind the other",
                     fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
                 )
-        self._mesh = _mesh(config.fsdp, device, world)
+        mesh = _mesh(config.fsdp, device, world)
+        self.group = mesh.get_group("shard")
         blocks = blocks_of(task, model)
         self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if config.training.compile else []:
@@ -94,28 +96,17 @@ class ShardedModel(Divided):
         for module in (*blocks, self.root):
             fully_shard(
                 module,
-                mesh=self._mesh,
+                mesh=mesh,
                 reshard_after_forward=True,
                 mp_policy=_policy(module, blocks, plan.placement["precision"]),
                 offload_policy=offload,
             )
             cast(FSDPModule, module).set_custom_reduce_scatter(cast(Any, self.reduce_scatter))
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        """The ranks that hold the whole model together."""
-        return self._mesh.get_group("shard")
-
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0))) if gradients else torch.zeros(())
-        squares = norm.double().square().to(self.device)
-        dist.all_reduce(squares, group=self._group)
+        squares = all_reduce(norm.double().square().to(self.device), self.group)
         return squares.sqrt().to(norm)
-
-    def agree(self, flag: Tensor) -> None:
-        sent = flag.to(self.device)
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
-        flag.copy_(sent)
 
     @contextmanager
     def silent(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep._compat.torch import NormBase, watch_compiler
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.staging import Group, all_reduce
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.task import Datasets, Loss, Task
@@ -44,6 +46,8 @@ class Divided:
     """
 
     remarks: tuple[str, ...]
+    #: The ranks that have the whole model together; ``None``: all.
+    group: Group = None
 
     def __init__(self, given: Undivided) -> None:
         self.given, self.module, self.device = given, given.model, given.device
@@ -71,6 +75,7 @@ class Divided:
 
     def agree(self, flag: Tensor) -> None:
         """Make a flag, shape (), the highest of all ranks'. Collective."""
+        flag.copy_(all_reduce(flag.to(self.device), self.group, dist.ReduceOp.MAX))
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """As :func:`pick`, of whole parameters, on every rank. Collective."""

@@ -118,9 +118,6 @@ class PipelineModel(Divided):
         norm: Tensor = torch.linalg.vector_norm(norms[is_known > 0].to(next(self.module.parameters()).dtype))
         return norm
 
-    def agree(self, flag: Tensor) -> None:
-        flag.copy_(all_reduce(flag, None, dist.ReduceOp.MAX))
-
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         held = (*self.mine.parameters(), *self.mine.buffers())
         own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
