@@ -15,7 +15,6 @@ class OpenCLI(LightningCLI):
         super()._parse_ckpt_path()
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Call the Trainer's method of that name."""
         super()._run_subcommand(subcommand)
 
     def setting(self, name: str, *, instantiated: bool = False) -> Any:
@@ -23,7 +22,6 @@ class OpenCLI(LightningCLI):
         return self._get(self.config_init if instantiated else self.config, name)
 
     def parser_of(self, subcommand: str) -> LightningArgumentParser:
-        """The parser of the subcommand's flags."""
         return self._parser(subcommand)
 
     def _parse_ckpt_path(self) -> None:

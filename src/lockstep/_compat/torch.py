@@ -262,7 +262,6 @@ def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -
 
 
 def default_store() -> Any:
-    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -363,7 +362,6 @@ def choose_gpu_again(index: int) -> None:
 
 
 def worker_processes(iterator: Any) -> list[Any]:
-    """The processes of a ``DataLoader``'s iterator."""
     return list(getattr(iterator, "_workers", ()))
 
 

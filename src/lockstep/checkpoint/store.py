@@ -377,7 +377,6 @@ class CheckpointStore:
                 self._remove(self.folder / name)
 
     def aside_of(self, step: int) -> Path:
-        """Where :meth:`set_aside_after` puts the checkpoint of ``step``."""
         return self.folder / (folder_name(step) + BROKEN)
 
     def set_aside_after(self, step: int | None) -> list[int]:

@@ -222,7 +222,6 @@ def _is_plain(kind: Any) -> bool:
 
 
 def as_arrays(table: Any) -> dict[str, Array]:
-    """The columns of an Arrow table."""
     return {name: _values(column) for name, column in zip(table.column_names, table.columns, strict=True)}
 
 

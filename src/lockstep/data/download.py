@@ -130,7 +130,6 @@ def _fetch(url: str, target: Path, sha256: str, patience: Patience) -> None:
 
 
 def _transfer(url: str, part: Path, patience: Patience) -> None:
-    """Try until the whole file is received."""
     failures, best = 0, _size(part)
     while True:
         try:

@@ -120,7 +120,6 @@ class BlockOrder:
         return indices
 
     def _compute(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at the positions of a block."""
         raise NotImplementedError
 
 
@@ -173,7 +172,6 @@ def words_of(places: _WORDS, key: int) -> _WORDS:
 
 
 def _permute(positions: _WORDS, samples: int, keys: list[int]) -> _WORDS:
-    """The keyed permutation of [0, samples), at ``positions``."""
     a = math.isqrt(samples - 1) + 1
     b = -(-samples // a)
     values = _feistel(positions, a, b, keys)

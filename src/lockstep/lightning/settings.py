@@ -168,7 +168,6 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _hardware(given: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
-    """The section ``hardware`` of the run."""
     chosen = dict.fromkeys(("accelerator", "devices", "strategy"), "auto")
     own = [name for name in chosen if name in given]
     selected = named_devices({**chosen, **given}, detected) if own else hardware.selected_devices

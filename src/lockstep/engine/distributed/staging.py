@@ -72,7 +72,6 @@ class SideStream:
 
 
 def arrival(device: torch.device) -> Callable[[Any], Any]:
-    """A function that brings batches of training to ``device``."""
     if device.type == "cuda":
         return SideStream(device)
     return (lambda batch: batch) if device.type == "cpu" else (lambda batch: to_device(batch, device))

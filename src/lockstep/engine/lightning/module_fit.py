@@ -90,7 +90,6 @@ class ModuleFit:
             trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else OWN)
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
-        """Those of the Trainer."""
         config, plan, given = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
         batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
         if precision == "16-mixed" and self._rank.device.type == "cpu":

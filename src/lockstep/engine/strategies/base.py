@@ -77,7 +77,6 @@ class StepSums:
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def reduced(self, step: int, divisor: float) -> Reduced:
-        """The sums over ranks."""
         wait(self._work)
         return read_sums(self._sums, step, divisor)
 

@@ -134,7 +134,6 @@ class LaneSums:
         self.begin()
 
     def begin(self) -> None:
-        """Before the lanes of a step."""
         self._tree, self._all_used = TreeSum(), False
         self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
 
