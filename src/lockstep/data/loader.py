@@ -265,7 +265,7 @@ class _ByRequest:
 
 
 def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
-    """A ``worker_init_fn`` that tells when it is through."""
+    """A ``worker_init_fn`` that reports when it is through."""
     try:
         init(worker_id)
         torch.zeros(1).share_memory_()  # as the first batch will be: what torch registers then, it registers now
