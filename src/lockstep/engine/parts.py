@@ -19,7 +19,6 @@ from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.build import build_strategy, divide, on_device
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, bare, build_model, refuse_meta
 from lockstep.events import Note
@@ -55,7 +54,7 @@ class Parts(NamedTuple):
 
 def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Parts:
     """Build them from ``snapshot``, or from the start. Collective."""
-    config, plan, device = rank.config, rank.plan, rank.device
+    config, plan = rank.config, rank.plan
     state, remarks = restored_state(rank, snapshot), list[str | None]()
     task.context = Context(state)
     seed_everything(plan.seed)  # opening the data may have drawn numbers
@@ -67,7 +66,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         model = convert(model, None)
     model, divided = cast(model, plan.placement["precision"]), None
     if plan.strategy.divides:
-        divided = divide(Undivided(task, model, config, plan, datasets, device, rank.world, rank.collectives))
+        divided = divide(rank, task, model, datasets)
     else:
         model, rank = on_device(model, rank, task, datasets)
         found = [rank.plan.decisions[key] for key in plan.to_measure]

@@ -39,11 +39,12 @@ def on_device(model: nn.Module, rank: RankContext, task: Task, datasets: Dataset
     return model, rank
 
 
-def divide(undivided: Undivided) -> Divided:
-    """Divide a model as the plan's strategy does, or raise why it cannot be divided. Collective."""
-    spec = undivided.plan.strategy
-    refuse_modules(undivided.model, spec.name)
-    divided: Divided = import_module(spec.module).divide(undivided)
+def divide(rank: RankContext, task: Task, model: nn.Module, datasets: Datasets) -> Divided:
+    """Divide ``model`` as the plan's strategy does, or raise why it cannot be divided. Collective."""
+    spec = rank.plan.strategy
+    refuse_modules(model, spec.name)
+    parts = task, model, rank.config, rank.plan, datasets, rank.device, rank.world, rank.collectives
+    divided: Divided = import_module(spec.module).divide(Undivided(*parts))
     return divided
 
 

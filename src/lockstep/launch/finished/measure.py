@@ -14,10 +14,10 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.precision import Precision, cast
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model
 from lockstep.errors import DataError, UnsupportedError
@@ -92,7 +92,7 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = cast(build_model(task), precision.kind), task
     if plan.sharded:
-        divided = divide(Undivided(task, model, config, plan, data, device, world, collectives))
+        divided = divide(RankContext(wanted.run, world, config, plan, device, collectives), task, model, data)
         evaluated = divided.strategy(task, precision).evaluating(task)
     else:
         model = model.to(device)
