@@ -430,6 +430,15 @@ def test_other_names_are_no_checkpoints(name: str) -> None:
     assert step_in(name) is None
 
 
+def test_a_pipe_in_place_of_a_checkpoint_is_removed_without_waiting_for_its_writer(store: CheckpointStore) -> None:
+    store.save(snapshot(1))
+    os.mkfifo(store.path_of(2))
+    store.set_aside_after(1)
+    store.save(snapshot(2))
+    store.retain([2])
+    assert names_in(store.folder) == {"step-00000002", "last"}
+
+
 def test_cleaning_leaves_checkpoints_and_foreign_files(store: CheckpointStore) -> None:
     store.save(snapshot(1), best=True)
     (store.folder / ".step-00000002.tmp-1-abcd").mkdir()

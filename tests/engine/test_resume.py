@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import load_initial_weights, load_latest
+from lockstep.engine.resume import judge_afresh, load_initial_weights, load_latest
+from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.events import Note
 from lockstep.hardware.world import World
@@ -97,3 +99,15 @@ def test_an_attempt_does_not_begin_without_a_checkpoint_that_cannot_be_read_now(
     manifest.unlink()
     manifest.write_bytes(good)
     assert begin_attempt(store) == (8, [])
+
+
+@pytest.mark.parametrize(
+    ("before", "shown"), [(["val_score", "max"], "val_score (max)"), (["val_score"], "['val_score'] (unknown)")]
+)
+def test_another_metric_than_the_checkpoints_starts_the_best_again(before: Any, shown: str) -> None:
+    state = TrainState(step=3, best_value=0.5, best_metric={"val_score": 0.5}, evaluations_without_gain=2)
+    plan: Any = SimpleNamespace(monitor="val_loss", mode="min", total_steps=9)
+    note = judge_afresh(state, {"monitor": before}, plan)
+    assert note is not None
+    assert f"judged by {shown} and is now judged by val_loss (min)" in note
+    assert (state.best_value, state.best_metric, state.evaluations_without_gain) == (None, {}, 0)

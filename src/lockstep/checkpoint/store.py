@@ -43,6 +43,7 @@ from lockstep.telemetry.files import (
     is_folder,
     names_in,
     read_bytes,
+    remove,
     remove_leftovers,
     storing,
     temporary_name,
@@ -415,7 +416,8 @@ class CheckpointStore:
             return
         self._stage("removing")
         # A file that is open elsewhere may linger on a network share; the next attempt cleans up.
-        shutil.rmtree(going, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(going)  # not every name is a folder: rmtree would wait for the writer of a pipe
 
     # Seams for tests: where a process may die, and how a file is opened.
 

@@ -113,8 +113,9 @@ def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str
         return None
     state.best_value = state.best_epoch = state.best_step = None
     state.best_metric, state.evaluations_without_gain = {}, 0
+    metric, mode = before if isinstance(before, list) and len(before) == 2 else (before, "unknown")
     return (
-        f"The run was judged by {before[0]} ({before[1]}) and is now judged by {now[0]} ({now[1]}): "
+        f"The run was judged by {metric} ({mode}) and is now judged by {now[0]} ({now[1]}): "
         "the best evaluation and the patience of early stopping start again."
     )
 

@@ -76,10 +76,11 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left in ``folder``; call it when no other process writes. Raises :class:`OSError`."""
     for name in names_in(folder):
         if name.startswith(".") and TEMPORARY in name:
-            _remove(folder / name)
+            remove(folder / name)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a folder with what is in it, as far as that is possible, or anything else. Raises :class:`OSError`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -113,7 +114,7 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
                 fill(path)
             except BaseException:
                 for entry in path.iterdir():
-                    _remove(entry)
+                    remove(entry)
                 raise
         except ValueError as error:  # a null character in the path
             what = f"{str(path)!r} is not a valid path"
@@ -197,12 +198,14 @@ class JsonLines:
 
 def _cut_torn_line(path: Path) -> None:
     with path.open("r+b") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES)
+        end = file.seek(0, os.SEEK_END)
+        start = max(0, end - _MAX_LINE_BYTES)
         file.seek(start)
-        lines_end = file.read().rfind(b"\n") + 1
-        if start and not lines_end:
+        lines_end = start + file.read(end - start).rfind(b"\n") + 1  # a device may have more to read than its end
+        if 0 < start == lines_end:
             raise OSError(errno.EINVAL, f"its last {_MAX_LINE_BYTES:,} bytes hold no line")
-        file.truncate(start + lines_end)
+        if lines_end < end:
+            file.truncate(lines_end)
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:

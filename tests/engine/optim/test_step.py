@@ -235,3 +235,17 @@ def test_plateau_lowers_the_rate_of_its_schedule_and_resumes() -> None:
     resumed.load_state_dict(update.state_dict())
     assert rates(resumed, [0.6, 0.6, 0.6, 0.7]) == rates(update, [0.6, 0.6, 0.6, 0.7])
     assert update.lr == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(("name", "value"), [("betas", (0.9,)), ("eps", None), ("fused", "x"), ("initial_lr", "x")])
+def test_settings_of_another_kind_in_a_checkpoint_are_refused(name: str, value: Any) -> None:
+    model = nn.Linear(3, 1)
+    schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
+    update = Update(model, torch.optim.AdamW(model.parameters(), 0.1), schedule, Precision("32", CPU, 1.0), None)
+    give(model, 1.0)
+    update.apply(0, 1.0, 1.0, want_norm=False)
+    state = update.state_dict()
+    update.load_state_dict(state)
+    (group,) = state["optimizer"]["param_groups"]
+    with pytest.raises(ValueError, match=f"the optimizer's {name} is "):
+        update.load_state_dict({**state, "optimizer": {**state["optimizer"], "param_groups": [{**group, name: value}]}})

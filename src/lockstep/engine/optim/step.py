@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
@@ -41,21 +42,36 @@ def match_layouts(optimizer: Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _check_moments(optimizer: Optimizer) -> None:
+def _check_restored(optimizer: Optimizer) -> None:
     """Raise :class:`ValueError` where a restored state cannot be one of torch's Adam, AdamW or SGD.
 
-    Their ``load_state_dict`` takes anything; the first step would fail in native code.
+    Their ``load_state_dict`` takes anything; the first step would fail, in native code perhaps.
     """
     adam = {"step", "exp_avg", "exp_avg_sq"}
     expected = {Adam: adam, AdamW: adam, SGD: set[str]()}.get(type(optimizer))
-    for parameter, state in optimizer.state.items() if expected is not None else ():
-        missing = (expected or set()) - state.keys()
+    if expected is None:
+        return
+    defaults = {**optimizer.defaults, "initial_lr": 0.0}
+    for group, (name, default) in product(optimizer.param_groups, defaults.items()):
+        if not _is_like(group.get(name), default):
+            raise ValueError(f"the optimizer's {name} is {str(group.get(name))[:80]}")
+    for parameter, state in optimizer.state.items():
+        missing = expected - state.keys()
         if missing:
             raise ValueError(f"the optimizer's state lacks {', '.join(sorted(missing))}")
         for name, value in state.items():
             fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
             if not fits or (name == "step" and value.dim()):
                 raise ValueError(f"the optimizer's {name} does not fit a parameter of shape {tuple(parameter.shape)}")
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether ``value`` may be the setting of an optimizer whose default is ``default``."""
+    if isinstance(default, (tuple, list)):
+        return isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_like, value, default))
+    if default is None or isinstance(default, bool):
+        return value is None or isinstance(value, bool)
+    return isinstance(value, (int, float, Tensor))
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
@@ -372,7 +388,7 @@ class Update:
             else:
                 optimizer = optimizers.fitted(optimizer, state.get("names"), self.optimizer, self._named)
             self.optimizer.load_state_dict(optimizer)
-        _check_moments(self.optimizer)
+        _check_restored(self.optimizer)
         match_layouts(self.optimizer)
         scheduler, plateau, keep = state.get("scheduler"), state.get("plateau"), tuple[str, ...]()
         if scheduler is not None and self._scheduler is not None:
