@@ -162,6 +162,7 @@ def test_bad_values_are_told_in_words(
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
+    assert "--trainer.max_time" not in error, "not every option before it"
     assert not (config.parent / "runs").exists()
 
 

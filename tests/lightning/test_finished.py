@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.cli import LightningArgumentParser
 
 from lockstep import Run
 from lockstep.cli.main import main
 from lockstep.config.load import known, remember
 from lockstep.errors import RankFailed
-from lockstep.lightning.cli import run
+from lockstep.lightning.cli import LockstepCLI, run
 from lockstep.studio.runs import describe
 from lockstep.telemetry.rundir import RunDir
 from tests.lightning.test_cli import write_config
@@ -78,3 +79,27 @@ def test_an_older_fit_names_the_command_that_trains_it_on(
     assert main(trains_on.split()) == 0
     [after] = (tmp_path / "runs").iterdir()
     assert [(row["epoch"], row["step"]) for row in RunDir.open(after).epochs()] == [(2, 8)]
+
+
+class OwnCLI(LockstepCLI):
+    """Has an argument that no other program knows."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--own", type=int, default=1)
+
+
+def test_a_run_of_a_programs_own_cli_is_resumed_by_that_program(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(*arguments: str) -> int:
+        return run(["fit", "-c", str(config), *arguments], model_class=Breaking, cli_class=OwnCLI)
+
+    write_config(tmp_path, model={})
+    assert fit("--run_dir", "out") == 0
+    capsys.readouterr()
+    assert main(["resume", "./out", "--epochs", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "resume it there: PROGRAM fit" in error
+    assert "usage:" not in error
+    assert fit("--ckpt_path", "out", "--trainer.max_epochs", "3") == 0
+    assert [row["epoch"] for row in RunDir.open(tmp_path / "out").epochs()] == [1, 2, 3]

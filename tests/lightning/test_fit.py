@@ -451,6 +451,25 @@ def test_validation_data_of_unknown_size_are_evaluated(several: bool) -> None:
     assert (values["val_number"], samples) == (2.0, None)
 
 
+def test_an_evaluated_module_may_use_its_logger() -> None:
+    class Pictured(own.Classifier):
+        def on_validation_epoch_end(self) -> None:
+            assert self.logger is not None
+            self.logger.experiment.add_image("validation", torch.zeros(3, 2, 2), self.current_epoch)
+
+    task = ModuleTask(module=Pictured(), datamodule=own.Numbered())
+    assert "val_number" in evaluate_module(task, "val", torch.device("cpu"), "32", seed=1)[0]
+
+
+def test_a_module_without_the_step_of_a_split_is_one_error() -> None:
+    class Untested(own.Classifier):
+        test_step = pl.LightningModule.test_step
+
+    task = ModuleTask(module=Untested(), datamodule=own.Numbered())
+    with pytest.raises(TaskError, match=r"Untested has no test_step\(\)"):
+        evaluate_module(task, "test", torch.device("cpu"), "32", seed=1)
+
+
 class Unusual(own.Classifier):
     """Saves what a checkpoint can hold, and what it cannot."""
 

@@ -613,6 +613,8 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
         (batches_of_a_loader, TaskError, "DataLoader"),
         (other_weights, UnsupportedError, "other weights than in the first loop"),
         (outside_epochs, TaskError, "session.epochs"),
+        (lambda session: session.log(name="best"), TaskError, r"session\.log\(name=…\) got a str, not a number"),
+        (lambda session: session.log(weights=torch.ones(3)), TaskError, r"Tensor of shape \(3,\), not a number"),
         (new_parameters, UnsupportedError, "changed after prepare"),
         (scheduler_stepped_twice, TaskError, "stepped by the loop, too"),
     ],

@@ -59,6 +59,7 @@ def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     assert (record.status, record.task, record.best_epoch is None) == ("completed", "script.py", False)
     assert plan["decisions"]["global_batch"]["value"] == 16
     assert plan["decisions"]["sync_batchnorm"]["value"] is True
+    assert plan["decisions"]["threads"]["reason"] == "OMP_NUM_THREADS"
     assert "weights" in on_two
     assert "val_accuracy" in run(*LOCKSTEP, "show", "two", cwd=folder)
     assert "script.py" in run(*LOCKSTEP, "runs", "--runs-dir", ".", cwd=folder)
@@ -98,6 +99,15 @@ def test_a_finished_run_ends_the_script_and_one_that_failed_after_its_loop_runs_
         assert "The script ends here" in said
         assert "rest" not in said
     assert RunDir.open(tmp_path / "run").read().status == "completed"
+
+
+def test_a_second_session_of_a_run_is_refused(tmp_path: Path) -> None:
+    """Its checkpoints would be those that a resume gives to the first."""
+    (tmp_path / "script.py").write_text(AFTER + AFTER)
+    error = run(*LOCKSTEP, "run", "script.py", "--save-dir", "refused", cwd=tmp_path, code=2)
+    assert "the script makes a second lockstep.Session" in error
+    run("script.py", cwd=tmp_path)
+    assert [RunDir.open(path).status() for path in (tmp_path / "runs").iterdir()] == ["completed"] * 2
 
 
 def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
@@ -314,6 +324,28 @@ def test_what_fails_on_one_rank_is_explained(kind: str, code: int, words: tuple[
     (tmp_path / "script.py").write_text(ROLLOUTS)
     said = run(*LOCKSTEP, "run", "script.py", kind, "--devices", "cpu,cpu", cwd=tmp_path, code=code)
     assert all(word in said for word in words), said
+
+
+WRAPPED = """
+import time
+import torch
+import lockstep
+session = lockstep.Session(global_batch_size=8)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+try:
+    for _ in session.epochs(1):
+        next(iter(session.batches(torch.ones(8, 1))))
+except BaseException:
+    time.sleep(session.rank == 0)
+    raise
+"""
+
+
+def test_an_error_of_all_ranks_is_reported_whichever_ends_first(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WRAPPED)
+    said = run(*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", cwd=tmp_path, code=2)
+    assert "model() returned DistributedDataParallel" in said
 
 
 @pytest.mark.parametrize(("first", "grown"), [(1, False), (3, True)])

@@ -22,6 +22,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.resolve import divide_if_needed
+from lockstep.launch.local.environment import NAMED_THREADS
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task
@@ -175,8 +176,9 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
 
     torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it is ignored there.
     """
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    if named.isdecimal() and int(named) and read_world(os.environ).launcher == "none":
+    variables = {"none": "OMP_NUM_THREADS", "lockstep": NAMED_THREADS}
+    named = os.environ.get(variables.get(read_world(os.environ).launcher, ""), "")
+    if named.isdecimal() and int(named):
         return int(named), "OMP_NUM_THREADS"
     here = torch.get_num_threads()
     if placement.world_size == 1 and here < cores:

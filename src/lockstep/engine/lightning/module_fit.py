@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lockstep.checkpoint.store import Snapshot
@@ -21,7 +22,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.errors import DataError, UnsupportedError
+from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.telemetry.loggers import as_row
 
@@ -154,6 +155,13 @@ def evaluate_module(
             why=f"neither it nor its data module defines {hook}()",
             fix=f"write {hook}()" + (", or choose --split val" if split == "test" else ""),
         )
+    step = {"val": "validation_step", "test": "test_step"}[split]
+    if not defines(module, step):
+        raise TaskError(
+            f"{type(module).__name__} has no {step}()",
+            why=f"evaluation on the {split} data calls it for each batch",
+            fix=f"write {step}()" + (", or choose --split val" if split == "test" else ""),
+        )
     sizes: list[int | None] = []
 
     def counted(loader: Any) -> Any:
@@ -168,7 +176,7 @@ def evaluate_module(
             accelerator="cpu" if device.type == "cpu" else "cuda",
             devices=1 if device.type == "cpu" else [device.index],
             precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
-            logger=False,
+            logger=DummyLogger(),  # modules log pictures to self.logger.experiment
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,

@@ -6,6 +6,7 @@ Nothing here imports Lightning: only hooks that the classes define are called.
 from __future__ import annotations
 
 import os
+from argparse import ArgumentError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -193,11 +194,20 @@ class ModuleTask(Task):
 
         options = self._cli
         if options is None:  # classes whose arguments are the section itself are not named in it
-            options = {} if "class_path" in sections["model"] else {"model_class": self.module_class}
+            options = {} if "class_path" in sections.get("model", {}) else {"model_class": self.module_class}
             if self.config.datamodule is not None:
                 options["datamodule_class"] = type(self).find_class(self.config.datamodule)
-        with quiet_trainer():
-            module, self._datamodule, trainer = make_parts(sections, **options)
+            options["parser_kwargs"] = {"exit_on_error": False}
+        try:
+            with quiet_trainer():
+                module, self._datamodule, trainer = make_parts(sections, **options)
+        except ArgumentError as error:
+            raise TaskError(
+                "this run's sections of LightningCLI do not make its module and data",
+                why=str(error)[:500],
+                fix="if a program with a LightningCLI or classes of its own started the run, resume it there: "
+                "PROGRAM fit … --ckpt_path RUN; else give the class these arguments again",
+            ) from None
         callbacks = trainer.get("callbacks", [])
         trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ not in _OF_A_RUN]
         self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}

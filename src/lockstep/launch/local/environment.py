@@ -19,6 +19,8 @@ LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 SYS_PATH = "LOCKSTEP_SYS_PATH"
 #: Intra-op threads of each rank.
 THREADS = "LOCKSTEP_THREADS"
+#: The caller's ``OMP_NUM_THREADS``, for ranks that make the plan themselves.
+NAMED_THREADS = "LOCKSTEP_OMP_NUM_THREADS"
 
 #: What an outer launcher set for the caller does not apply to the caller's ranks.
 _OTHER_LAUNCHERS = (
@@ -61,6 +63,7 @@ def for_launcher(
     first += filter(None, base.get("PYTHONPATH", "").split(os.pathsep))
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
+    environ[NAMED_THREADS] = base.get("OMP_NUM_THREADS", "")
     environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
     set_defaults(environ)
     if not several and "lo" in (name for _, name in socket.if_nameindex()):

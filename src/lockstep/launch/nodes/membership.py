@@ -110,7 +110,7 @@ class Team:
 
 def _prints(world: World) -> bool:
     """Lockstep's own launcher prints each error once, from any rank; elsewhere every rank prints."""
-    return world.local_rank == 0 or world.launcher == "--nodes"
+    return world.local_rank == 0 or world.launcher in {"lockstep", "--nodes"}
 
 
 @contextmanager

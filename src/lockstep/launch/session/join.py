@@ -165,6 +165,13 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
 def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir, bool]:
     """The run's folder, and whether it was found."""
     if started:
+        if started[0].has_session:
+            raise UnsupportedError(
+                "the script makes a second lockstep.Session",
+                why="`lockstep run` and Session.launch start one run, whose folder has the checkpoints of one session",
+                fix="prepare all models and optimizers with one session; or start the script once for each session, "
+                "for example with the number of the fold as its argument",
+            )
         started[0].has_session = True
         started[0].on_session()
         return started[0].run, started[0].resumes

@@ -323,6 +323,11 @@ class Loop:
     # Numbers.
 
     def log(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                fix = "log a number, such as the mean of a tensor"
+                raise TaskError(f"session.log({name}=…) got a {type(value).__name__}{shape}, not a number", fix=fix)
         in_window = self.training is not None and self.training.window is not None
         (self.training.scalars if self.training and in_window else self._logged).update(values)
 
