@@ -204,7 +204,7 @@ def run(
         args: as on the command line (``["fit", "-c", "cli_config.yaml"]``); ``None`` takes this process's.
         model_class: the model, so that the configuration has its arguments; ``None``: named by ``class_path``.
         datamodule_class: the data, likewise.
-        cli_class: a subclass of :class:`LockstepCLI`, with arguments of its own.
+        cli_class: a subclass of :class:`LockstepCLI`, with its own arguments.
         options: further arguments of ``LightningCLI``.
 
     Raises:

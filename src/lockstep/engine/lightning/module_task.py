@@ -205,7 +205,7 @@ class ModuleTask(Task):
             raise TaskError(
                 "this run's sections of LightningCLI do not make its module and data",
                 why=str(error)[:500],
-                fix="if a program with a LightningCLI or classes of its own started the run, resume it there: "
+                fix="if a program with its own LightningCLI or classes started the run, resume it there: "
                 "PROGRAM fit … --ckpt_path RUN; else give the class these arguments again",
             ) from None
         callbacks = trainer.get("callbacks", [])
