@@ -333,3 +333,9 @@ class Asked(nn.Module):
 
     def forward(self, function: Callable[..., Any], batch: Any) -> Any:
         return function(self.model, batch)
+
+
+class RanksStrategy(Strategy):
+    """One process a rank: what they do to buffers is merged after every step."""
+
+    _merges = "ranks"

@@ -26,6 +26,7 @@ from lockstep.engine.distributed.staging import AdaptiveSpin, Group, all_reduce,
 from lockstep.engine.strategies.base import (
     Asked,
     Flags,
+    RanksStrategy,
     Reduced,
     Replica,
     StepSums,
@@ -81,10 +82,8 @@ def unpack(sums: Iterable[Any]) -> tuple[Any, Any, Flags]:
     return total, (high * _DIGIT + middle) * _DIGIT + low, Flags(*flags)
 
 
-class FlatStrategy(Strategy):
+class FlatStrategy(RanksStrategy):
     """One process a rank, and one all-reduce a step. All ranks start from rank 0's weights, as under DDP."""
-
-    _merges = "ranks"
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
@@ -128,14 +127,12 @@ class FlatStrategy(Strategy):
         return unpack(sums)
 
 
-class DdpStrategy(Strategy):
+class DdpStrategy(RanksStrategy):
     """One process a rank; torch's DistributedDataParallel overlaps the reduction with the last backward.
 
     The count (and the flags) are reduced beside the backward. A window in which some rank has fewer
     micro-batches goes past DDP and is reduced by hand after the backward, on every rank alike.
     """
-
-    _merges = "ranks"
 
     def __init__(
         self, replica: Replica, *, find_unused_parameters: bool = False, bucket_cap_mb: float | None = None

@@ -28,7 +28,7 @@ from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Asked, Flags, Reduced, Replica, StepSums, Strategy
+from lockstep.engine.strategies.base import Asked, Flags, RanksStrategy, Reduced, Replica, StepSums
 from lockstep.engine.strategies.partition import (
     Divided,
     Through,
@@ -136,7 +136,7 @@ class ShardedModel(Divided):
         return {**state, "state": divided}
 
 
-class FsdpStrategy(Strategy):
+class FsdpStrategy(RanksStrategy):
     """One process a rank. Every micro-batch is reduced, so that no rank ever holds a whole gradient.
 
     A rank with fewer micro-batches than another replays samples of the same step: its buffers are as before
@@ -144,7 +144,6 @@ class FsdpStrategy(Strategy):
     """
 
     divided_by = "fsdp"
-    _merges = "ranks"
 
     def __init__(self, replica: Replica, sharded: ShardedModel) -> None:
         super().__init__(replica)
