@@ -30,9 +30,12 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 or 143 stopped
 
 
 def _version() -> str:
-    from lockstep.telemetry.rundir import versions
+    from importlib import metadata
 
-    return versions()["lockstep"]
+    try:
+        return metadata.version("lockstep-train")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 app = App(
