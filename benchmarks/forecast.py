@@ -196,7 +196,7 @@ def published() -> list[dict[str, Any]]:
          Setting(four_pcie), 1, 512, 0.90),
         ("VGG-16, 512 P100, 25 Gb/s (Horovod)", cnn(154, 64, vgg16()), Setting(four_pcie), 1, 512, 0.68),
         ("Llama 3.1 8B, fsdp, 8 → 128 H100, 400 Gb/s (torchtitan)", llama,
-         Setting(cluster_of("nvlink,ib400", 8), strategy="fsdp", half=True), 8, 128, 0.973),
+         Setting(cluster_of("nvlink,ib400", 8), strategy="fsdp", shrink=0.5), 8, 128, 0.973),
     ]  # fmt: skip
     rows = []
     for name, step, setting, base, gpus, truth in table:

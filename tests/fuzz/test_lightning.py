@@ -102,3 +102,4 @@ def test_a_spoilt_checkpoint(numbers: range, here: Path) -> None:
         finally:
             shutil.rmtree(bad) if bad.is_dir() and not bad.is_symlink() else bad.unlink(missing_ok=True)
             shutil.rmtree(here / "runs", ignore_errors=True)
+            (here / "config.yaml").unlink(missing_ok=True)  # a run that has begun leaves it, and refuses to replace it

@@ -41,10 +41,8 @@ def bench_comm(given: Mapping[str, Any], *, most: int = 64 << 20, say: Say = lam
     config = resolve({name: given[name] for name in ("hardware", "distributed", "runs_dir") if name in given})
     placement = place(config, World())
     if placement.world_size < 2:
-        raise UsageError(
-            f"there is only one rank, and so no communication ({', '.join(placement.devices)})",
-            fix="name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu",
-        )
+        fix = "name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu"
+        raise UsageError(f"there is only one rank, and so no communication ({', '.join(placement.devices)})", fix=fix)
     if most < 4096:
         raise UsageError("--max-mb is too small to fit a line through two message sizes", fix="use --max-mb 1 or more")
     sizes = message_sizes(most)
@@ -233,7 +231,4 @@ def slow_links(bandwidths: Mapping[tuple[int, int], float]) -> tuple[list[int], 
 
 def message_sizes(most: int) -> list[int]:
     """Bytes: 1 KB, then times 4, up to ``most``."""
-    sizes = [1024]
-    while sizes[-1] * 4 <= most:
-        sizes.append(sizes[-1] * 4)
-    return sizes
+    return [4**power for power in range(5, most.bit_length()) if 4**power <= most]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import platform
 import signal
 import statistics
 import sys
@@ -30,15 +29,9 @@ Cell = str | tuple[str, str] | Callable[[Row], str]
 
 def machine_facts() -> dict[str, Any]:
     """Where something was measured: ``cpu``, ``cores``, ``gpus`` by name, and versions."""
-    known = versions()
-    return {
-        "cpu": cpu_name(),
-        "cores": usable_cores(),
-        "gpus": [device.name for device in detect_devices() if device.kind == "gpu"],
-        "torch": known["torch"],
-        "python": platform.python_version(),
-        "lockstep": known["lockstep"],
-    }
+    gpus, known = [device.name for device in detect_devices() if device.kind == "gpu"], versions()
+    software = {name: known[name] for name in ("torch", "python", "lockstep")}
+    return {"cpu": cpu_name(), "cores": usable_cores(), "gpus": gpus, **software}
 
 
 @dataclass

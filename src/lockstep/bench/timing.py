@@ -70,15 +70,11 @@ class Stopwatch:
             yield batch
             self.enter("data")
 
-    def marks(self) -> list[tuple[str, Any]]:
-        """Each part that was entered, and when; for :func:`between`."""
-        finish(self._device)
-        return self._marks
-
     def steps(self) -> list[dict[str, float]]:
         """Seconds of each part, for every step between two calls of :meth:`next_step`."""
         found: list[dict[str, float]] = []
-        for (part, start), (_, stop) in pairwise(self.marks()):
+        finish(self._device)
+        for (part, start), (_, stop) in pairwise(self._marks):
             if part == _NEXT_STEP:
                 found.append(dict.fromkeys(PARTS, 0.0))
             if found:

@@ -152,11 +152,8 @@ class Subject:
 
     def __post_init__(self) -> None:
         if read_world(os.environ).from_outside:
-            raise UnsupportedError(
-                "bench starts its own ranks",
-                why="torchrun or srun has started ranks already",
-                fix="run it without them",
-            )
+            why = "torchrun or srun has started ranks already"
+            raise UnsupportedError("bench starts its own ranks", why=why, fix="run it without them")
 
     @cached_property
     def base(self) -> Prepared:

@@ -315,11 +315,8 @@ def estimate_memory(
 def _refuse(spec: StrategySpec, counting: Counting) -> None:
     ranks, per_node = counting.ranks, counting.per_node
     if ranks == 1 and (spec.scatters or spec.state == "staged"):
-        raise UnsupportedError(
-            f"strategy {spec.name} needs several devices",
-            why=spec.summary,
-            fix="name them with --devices, or a number of hypothetical GPUs: --gpus 2",
-        )
+        fix = "name them with --devices, or a number of hypothetical GPUs: --gpus 2"
+        raise UnsupportedError(f"strategy {spec.name} needs several devices", why=spec.summary, fix=fix)
     if spec.scatters and per_node is not None and ranks > per_node:
         raise UnsupportedError(
             f"strategy {spec.name} cannot use {ranks} GPUs",

@@ -16,7 +16,7 @@ from lockstep.forecast.collectives import Cluster, cluster_of, measured_cluster
 from lockstep.forecast.footprint import Footprint, Work, blocking_messages
 from lockstep.forecast.measured import Row, cases, contention, counts_beside, measure_alone, meeting, step_of
 from lockstep.forecast.memory import MOST, Counting, choose_strategy, gigabytes, total
-from lockstep.forecast.scaling import Setting, Step, Wish, predict, step_buckets, with_error_bars
+from lockstep.forecast.scaling import Setting, Step, Wish, buckets, predict, with_error_bars
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.peaks import PEAKS
 from lockstep.planning.resolve import resolve_reduction
@@ -89,16 +89,11 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
 def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster | None:
     """The links of a wish that can be fulfilled; ``None``: they are to be measured."""
     if not wish.gpus or min(wish.gpus) < 1 or max(wish.gpus) > MOST or wish.steps < 2 or wish.repeats < 1:
-        raise UsageError(
-            "a forecast needs numbers of GPUs, steps and repeats",
-            why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more",
-            fix="write for example --gpus 8,64,512",
-        )
+        what, fix = "a forecast needs numbers of GPUs, steps and repeats", "write for example --gpus 8,64,512"
+        raise UsageError(what, why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more", fix=fix)
     if wish.strategy is not None and find_strategy(wish.strategy).devices == "one":
-        raise UsageError(
-            f"a forecast of several devices cannot use strategy {wish.strategy}, which takes one",
-            fix="leave --strategy out; one device is a row of it: --gpus 1,8",
-        )
+        fix = "leave --strategy out; one device is a row of it: --gpus 1,8"
+        raise UsageError(f"a forecast of several devices cannot use strategy {wish.strategy}, which takes one", fix=fix)
     if config.training.global_batch_size is not None:
         raise UsageError(
             f"a forecast cannot hold the global batch at {config.training.global_batch_size}",
@@ -109,10 +104,8 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
         return cluster_of(wish.interconnect, wish.per_node)
     if wish.gpu is not None or len(devices) < 2:
         between = f"{devices[0]} and itself" if wish.gpu is None else f"hypothetical GPUs ({wish.gpu})"
-        raise UsageError(
-            f"nothing can be measured between {between}",
-            fix="name the devices with --devices, two or more, or choose --interconnect nvlink,ib400",
-        )
+        fix = "name the devices with --devices, two or more, or choose --interconnect nvlink,ib400"
+        raise UsageError(f"nothing can be measured between {between}", fix=fix)
     return None
 
 
@@ -207,8 +200,8 @@ def _strategy(
     if fsdp.cpu_offload:
         notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
-    half = counting.base.placement.precision != "32"
-    return step, replace(setting, strategy=chosen, half=half, hybrid=fsdp.sharding == "hybrid"), ddp_fits, notes
+    shrink, hybrid = 1.0 if counting.base.placement.precision == "32" else 0.5, fsdp.sharding == "hybrid"
+    return step, replace(setting, strategy=chosen, shrink=shrink, hybrid=hybrid), ddp_fits, notes
 
 
 def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
@@ -225,7 +218,8 @@ def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
     if setting.joint:
         yield f"{gradients} one message, after the backward"
     elif not setting.sharded:
-        yield f"{gradients} {many(len(step_buckets(step, setting)), 'bucket')}, as they become ready"
+        count = len(buckets(step.gradients, step.ready, setting.bucket_bytes))
+        yield f"{gradients} {many(count, 'bucket')}, as they become ready"
     if setting.blocking:
         yield f"synchronised BatchNorm waits for {setting.blocking} short messages in every micro-batch"
     if step.loader_rate is not None:
@@ -274,7 +268,7 @@ def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterato
     elif not setting.joint:
         best, cap = max((gain(bucket_bytes=cap << 20), cap) for cap in BUCKETS_MB)
         yield best, f"--set distributed.bucket_cap_mb={cap}"
-        yield gain(half=True), "gradients sent in 16 bits (no setting of Lockstep)"
+        yield gain(shrink=0.5), "gradients sent in 16 bits (no setting of Lockstep)"
 
 
 #: Shares of a data sheet's peak that large kernels reach: the middle, and the range that forecasts carry. Published

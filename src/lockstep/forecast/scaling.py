@@ -86,7 +86,7 @@ class Setting:
             carry the messages.
         contention: how many times longer a device computes because others share its machine, by number of devices.
         blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
-        half: ddp's gradients, fsdp's parameters travel in 16 bits.
+        shrink: size of ddp's gradients and fsdp's gathered parameters as sent, against 32 bits.
         meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores.
         joint: ddp's gradients and count travel in one message after the backward.
         hybrid: fsdp divides the model within each node only.
@@ -96,7 +96,7 @@ class Setting:
     strategy: str = "ddp"
     accumulate: int = 1
     bucket_bytes: int | None = None
-    half: bool = False
+    shrink: float = 1.0
     overlap: float = 1.0
     contention: Mapping[int, float] = field(default_factory=dict)
     blocking: int = 0
@@ -108,11 +108,6 @@ class Setting:
     def sharded(self) -> bool:
         """Blocks are gathered and gradients scattered; else gradients are summed by all-reduce."""
         return find_strategy(self.strategy).messages == "gather"
-
-    @property
-    def shrink(self) -> float:
-        """Size of ddp's gradients and fsdp's gathered parameters as sent, against 32 bits."""
-        return 0.5 if self.half else 1.0
 
     def holders(self, devices: int) -> int:
         if not self.sharded:
@@ -166,7 +161,7 @@ def _ddp(step: Step, devices: int, setting: Setting) -> float:
         return all_reduce(sum(step.gradients) + COUNT_BYTES, devices, setting.cluster)
     count = all_reduce(COUNT_BYTES, devices, setting.cluster)
     messages = [(step.backward_s * (1 - setting.overlap), count)]
-    for bucket in step_buckets(step, setting):
+    for bucket in buckets(step.gradients, step.ready, setting.bucket_bytes):
         ready = step.backward_s * (1 - setting.overlap * (1 - bucket.ready))
         messages.append((ready, all_reduce(bucket.size * setting.shrink, devices, setting.cluster)))
     return exposed(messages, step.backward_s)
@@ -202,10 +197,6 @@ def exposed(messages: Sequence[tuple[float, float]], backward_s: float) -> float
     for ready, seconds in messages:  # in the order in which they are sent; one at a time
         free = max(free, ready) + seconds
     return max(0.0, free - backward_s)
-
-
-def step_buckets(step: Step, setting: Setting) -> list[Bucket]:
-    return buckets(step.gradients, step.ready, setting.bucket_bytes)
 
 
 def _fsdp(step: Step, devices: int, setting: Setting) -> float:

@@ -32,11 +32,8 @@ def find_task(name: str) -> type[Task]:
     where = BUILT_IN.get(name, name)
     if where.endswith(".py"):
         names = _task_names(_imported(where))
-        raise TaskError(
-            f"{where} is a file, and one of its tasks must be named",
-            why=_listed(names),
-            fix=f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
-        )
+        fix = f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS"
+        raise TaskError(f"{where} is a file, and one of its tasks must be named", why=_listed(names), fix=fix)
     if ":" not in where:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise TaskError(
@@ -153,9 +150,8 @@ def _imported(place: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise TaskError(
-            f"there is no file {path}", why=f"looked in {Path.cwd()}", fix="check the path before the colon"
-        )
+        fix = "check the path before the colon"
+        raise TaskError(f"there is no file {path}", why=f"looked in {Path.cwd()}", fix=fix)
     # A stable name lets objects of the module be pickled between processes that import the same file.
     name = f"lockstep_task_{path.resolve().stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())

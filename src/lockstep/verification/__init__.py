@@ -49,18 +49,15 @@ def verify(
     See :func:`lockstep.verify`.
     """
     if read_world(os.environ).from_outside:
-        raise UnsupportedError(
-            "verify starts its own ranks", why="torchrun or srun has started this process", fix="start it without them"
-        )
+        fix = "start it without them"
+        raise UnsupportedError("verify starts its own ranks", why="torchrun or srun has started this process", fix=fix)
     if steps < 1:
         raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
     prepared = prepare(task, native_settings(task, config))
     plan = prepared.plan
     if len(plan.placement["devices"]) < 2:
-        raise UsageError(
-            f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one",
-            fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for two CPU ranks",
-        )
+        what = f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one"
+        raise UsageError(what, fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for two CPU ranks")
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         lab = Lab(task, prepared.config, plan, steps, eval_batches, Path(folder), say)
         if lab.config.launch.nodes not in (None, "1"):

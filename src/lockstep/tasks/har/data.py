@@ -239,10 +239,6 @@ def _read_numbers(file: Path, kind: type[np.generic], *, columns: int) -> npt.ND
 PARTS = ("train", "val", "test")
 
 
-def has_tensors(folder: Path) -> bool:
-    return any((folder / f"{part}.pt").exists() for part in PARTS)
-
-
 def load_tensors(folder: Path) -> HarData:
     """The three files; the classes are those of the training labels, numbered from 0."""
     train = _load(folder / "train.pt", classes=None)

@@ -98,9 +98,8 @@ class HarTask(Task):
         """Where the windows come from, decided."""
         given = self.config.source
         if given in ("watch", "synthetic") and self.data.data_dir is not None:
-            raise ConfigError(
-                f"task.source={given} reads no folder, but data.data_dir is set", fix="leave one of the two out"
-            )
+            fix = "leave one of the two out"
+            raise ConfigError(f"task.source={given} reads no folder, but data.data_dir is set", fix=fix)
         if given != "auto":
             return given
         if self.data.data_dir is None and not self.data.download:
@@ -108,7 +107,7 @@ class HarTask(Task):
         folder = self._folder()
         if data.find_uci(folder) is not None:
             return "uci"
-        if data.has_tensors(folder):
+        if any((folder / f"{part}.pt").exists() for part in data.PARTS):
             return "pt"
         raise DataError(
             f"{folder} holds no data that this task knows" if folder.is_dir() else f"there is no folder {folder}",
@@ -198,11 +197,8 @@ class HarTask(Task):
             channels = channels if self.config.mode == "joint" else 1
             return kinds[name](channels, len(self.class_names), length, **sizes)
         except ValueError as error:
-            raise ConfigError(
-                f"task.model={name} does not fit windows of {length} steps and these settings",
-                why=str(error),
-                fix="change task.hidden, or choose another task.model",
-            ) from None
+            what = f"task.model={name} does not fit windows of {length} steps and these settings"
+            raise ConfigError(what, why=str(error), fix="change task.hidden, or choose another task.model") from None
 
     def stages(self, model: nn.Module) -> list[nn.Module] | None:
         """Blocks or layers of the network, and its head; none of ``vit_plots``."""
@@ -222,16 +218,12 @@ class HarTask(Task):
         return filled(batch, samples, 1)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
-        return self._rows(model(batch[0]), batch)
-
-    def _rows(self, logits: Tensor, batch: Any) -> tuple[Tensor, ...]:
-        if self.config.mode == "flatten":
-            return logits.float().softmax(dim=1), batch[1], batch[2]
-        return logits.argmax(dim=1), batch[1]
+        return self.validate(model, batch)[1]
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
-        logits = model(batch[0])
-        return self._loss(logits, batch[1]), self._rows(logits, batch)
+        logits, is_flat = model(batch[0]), self.config.mode == "flatten"
+        rows = (logits.float().softmax(dim=1), *batch[1:]) if is_flat else (logits.argmax(dim=1), batch[1])
+        return self._loss(logits, batch[1]), rows
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """The most probable activity, and its probability."""

@@ -88,9 +88,8 @@ def _opened(path: Path | str) -> Iterator[Any]:
     try:
         import soundfile
     except ImportError as error:
-        raise DataError(
-            "reading recordings needs the package soundfile", why=str(error), fix="pip install 'lockstep-train[speech]'"
-        ) from None
+        fix = "pip install 'lockstep-train[speech]'"
+        raise DataError("reading recordings needs the package soundfile", why=str(error), fix=fix) from None
     # A named pipe would be waited for, a device read for ever. (Path.is_file raises where a path is too long.)
     if not os.path.isfile(path):  # noqa: PTH113
         raise DataError(f"there is no file {path}", fix="check the path")

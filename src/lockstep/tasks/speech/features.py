@@ -31,12 +31,12 @@ def log_mel(waveform: Tensor) -> Tensor:
 
     float32 [samples] at 16 kHz, in [-1, 1] → [feature_frames(samples), 80].
     """
-    window, bands = _constants()
+    window = torch.hann_window(WINDOW, dtype=torch.float64)
     # In 64 bits, for twice the time of 32, where the rounding of loud bins drowns quiet ones (2e-3 in the logarithm).
     how: Any = {"center": True, "pad_mode": "constant", "onesided": True, "return_complex": True}
     spectrum = torch.stft(waveform.double(), FFT, HOP, WINDOW, window, **how)
     power = spectrum.real.square() + spectrum.imag.square()
-    return (bands @ power).clamp_min(FLOOR).log().T.to(waveform.dtype, memory_format=torch.contiguous_format)
+    return (_mel_filters() @ power).clamp_min(FLOOR).log().T.to(waveform.dtype, memory_format=torch.contiguous_format)
 
 
 def normalise(features: Tensor) -> Tensor:
@@ -83,13 +83,8 @@ def _span(rng: np.random.Generator, size: int, widest: int) -> slice:
 
 
 @lru_cache(maxsize=1)
-def _constants() -> tuple[Tensor, Tensor]:
-    """The window [400] and the mel filters [80, 257]."""
-    return torch.hann_window(WINDOW, dtype=torch.float64), torch.from_numpy(_mel_filters())
-
-
-def _mel_filters() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Triangles of height 1 whose corners are evenly spaced in mel from 0 to 8 kHz.
+def _mel_filters() -> Tensor:
+    """Triangles of height 1 whose corners are evenly spaced in mel from 0 to 8 kHz: [80, 257].
 
     The scale is that of Slaney's Auditory Toolbox (1998): 3 mel are 200 Hz up to 1 kHz (15 mel); from there 27 mel are
     a factor of 6.4. Unlike on the formula 2595 log10(1 + f/700), its low bands are wide enough for every filter to
@@ -102,5 +97,4 @@ def _mel_filters() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     left, centre, right = corners[:-2, None], corners[1:-1, None], corners[2:, None]
     rising = (frequencies - left) / (centre - left)
     falling = (right - frequencies) / (right - centre)
-    filters: np.ndarray[tuple[int, int], np.dtype[np.float64]] = np.clip(np.minimum(rising, falling), 0, None)
-    return filters
+    return torch.from_numpy(np.clip(np.minimum(rising, falling), 0, None))

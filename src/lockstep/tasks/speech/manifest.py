@@ -106,9 +106,8 @@ def read_manifest(manifest: Path) -> list[Utterance]:
             for e in entries
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{manifest} is damaged", why=f"{type(error).__name__}: {error}", fix="remove it; it is made again"
-        ) from None
+        fix = "remove it; it is made again"
+        raise DataError(f"{manifest} is damaged", why=f"{type(error).__name__}: {error}", fix=fix) from None
 
 
 def write_manifest(manifest: Path, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -171,11 +170,8 @@ def open_rows(
             write_json(cache, checked._asdict(), durable=False)
     utterances, faults = checked
     if faults and not skip_bad:
-        raise DataError(
-            f"{name}: {len(faults)} of {len(rows)} lines cannot be used",
-            why=_told(faults),
-            fix="fix or remove these lines, or train without them: --set task.skip_bad=true",
-        )
+        fix = "fix or remove these lines, or train without them: --set task.skip_bad=true"
+        raise DataError(f"{name}: {len(faults)} of {len(rows)} lines cannot be used", why=_told(faults), fix=fix)
     if not utterances:
         why, fix = _told(faults) or "it is empty", "check that it is the right file"
         raise DataError(f"{name} has no usable line", why=why, fix=fix)
@@ -337,9 +333,8 @@ def fetch_librispeech(
     wanted = list(names)
     unknown = sorted(set(wanted) - archives.keys())
     if unknown:
-        raise ConfigError(
-            f"LibriSpeech has no split {', '.join(unknown)}", fix=f"choose among {', '.join(sorted(archives))}"
-        )
+        fix = f"choose among {', '.join(sorted(archives))}"
+        raise ConfigError(f"LibriSpeech has no split {', '.join(unknown)}", fix=fix)
     for name in wanted:
         if name not in find_librispeech(folder):
             archive = download(f"{url}/{name}.tar.gz", folder / f"{name}.tar.gz", archives[name])

@@ -201,11 +201,8 @@ def _check(folder: Path) -> None:
     except (RunFolderError, OSError, KeyError, TypeError) as error:
         wrong = [str(error)]
     if wrong:
-        raise DataError(
-            f"the synthesised speech in {folder} is not as it was made",
-            why=f"damaged: {', '.join(wrong)}",
-            fix="remove the folder; it is made again",
-        )
+        what = f"the synthesised speech in {folder} is not as it was made"
+        raise DataError(what, why=f"damaged: {', '.join(wrong)}", fix="remove the folder; it is made again")
 
 
 def _fill(folder: Path, recipe: Recipe, processes: int) -> None:
@@ -251,11 +248,8 @@ def _finish(job: Path, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
     if status != 0:
         log = job.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
-        raise DataError(
-            f"speech could not be synthesised: a process ended with status {status}",
-            why=" ".join(log.splitlines()[-3:]),
-            fix=REINSTALL,
-        )
+        what = f"speech could not be synthesised: a process ended with status {status}"
+        raise DataError(what, why=" ".join(log.splitlines()[-3:]), fix=REINSTALL)
 
 
 def _assemble(folder: Path, split: str, lines: list[Line], jobs: list[Path]) -> None:

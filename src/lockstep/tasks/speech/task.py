@@ -156,7 +156,7 @@ class SpeechTask(Task):
         for path in self.config.lm_text:
             read_texts(path, self.vocabulary)
         if self.source == "synthesised":
-            synthesise(self._recipe, self.data.data_dir)
+            synthesise(Recipe(self.config.utterances), self.data.data_dir)
         elif self.source == "librispeech" and self.data.download:
             wanted = chain.from_iterable(getattr(self.config, f"librispeech_{split}") for split in SPLITS)
             fetch_librispeech(wanted, self._folder())
@@ -198,20 +198,14 @@ class SpeechTask(Task):
     def vocabulary(self) -> Vocabulary:
         letters = unicodedata.normalize("NFC", self.config.alphabet)
         if len(set(letters)) < len(letters) or {" ", "'"} & set(letters):
-            raise ConfigError(
-                f"task.alphabet {letters!r} repeats a letter, or contains the space or the apostrophe",
-                fix="give each letter once; space and apostrophe are always symbols",
-            )
+            what = f"task.alphabet {letters!r} repeats a letter, or contains the space or the apostrophe"
+            raise ConfigError(what, fix="give each letter once; space and apostrophe are always symbols")
         return Vocabulary(letters)
-
-    @property
-    def _recipe(self) -> Recipe:
-        return Recipe(train=self.config.utterances)
 
     @cached_property
     def _recordings(self) -> dict[str, Recordings]:
         if self.source == "synthesised":
-            folder = synthesised_folder(self._recipe, self.data.data_dir)
+            folder = synthesised_folder(Recipe(self.config.utterances), self.data.data_dir)
             return {split: Recordings(read_manifest(folder / f"{split}.jsonl"), self.vocabulary) for split in SPLITS}
         opened = {split: self._open(split) for split in SPLITS}
         return {split: Recordings(found, self.vocabulary) for split, found in opened.items() if found}
@@ -276,10 +270,8 @@ class SpeechTask(Task):
         config, shape = self.config, dict(SIZES[self.config.size])
         shape |= {key: value for key in shape if (value := getattr(config, key)) is not None}
         if shape["width"] % shape["heads"]:
-            raise ConfigError(
-                f"{shape['heads']} heads do not divide a width of {shape['width']}",
-                fix="change task.width or task.heads",
-            )
+            fix = "change task.width or task.heads"
+            raise ConfigError(f"{shape['heads']} heads do not divide a width of {shape['width']}", fix=fix)
         return Recogniser(MELS, len(self.vocabulary), **shape, dropout=config.dropout, downsample=self.downsample)
 
     def stages(self, model: nn.Module) -> list[nn.Module]:
@@ -315,19 +307,16 @@ class SpeechTask(Task):
         return count(lines, len(self.vocabulary)).weighted(config.lm_weight, config.lm_bonus)
 
     def evaluate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Tensor, ...]:
-        return self._rows_of(model(batch.features, batch.lengths), batch)
-
-    def _rows_of(self, log_probs: Tensor, batch: SpeechBatch) -> tuple[Tensor, ...]:
-        heard = self.decode(log_probs, batch.lengths)
-        rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
-        if not self._examples:
-            said, read = texts(*rows[2:], self.vocabulary), texts(*rows[:2], self.vocabulary)
-            self._examples = list(zip(said, read, strict=True))[:EXAMPLES]
-        return rows
+        return self.validate(model, batch)[1]
 
     def validate(self, model: nn.Module, batch: SpeechBatch) -> tuple[Loss, tuple[Tensor, ...]]:
         log_probs = model(batch.features, batch.lengths)
-        return self._loss(log_probs, batch), self._rows_of(log_probs, batch)
+        heard = self.decode(log_probs, batch.lengths)
+        rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
+        if not self._examples:
+            said, read = texts(*rows[2:], self.vocabulary), heard.texts(self.vocabulary)
+            self._examples = list(zip(said, read, strict=True))[:EXAMPLES]
+        return self._loss(log_probs, batch), rows
 
     def remarks(self) -> list[str | Sound]:
         """The first utterances of the last evaluation, as they were said and heard, with their recordings."""
@@ -384,9 +373,8 @@ def transcribe(task: object, model: nn.Module, files: Iterable[Path]) -> Iterato
         UnsupportedError: another task. DataError: a file that cannot be read, or has no samples.
     """
     if not isinstance(task, SpeechTask):
-        raise UnsupportedError(
-            "this run recognises no speech", why=f"its task is {type(task).__name__}", fix="name a run of `speech`"
-        )
+        fix = "name a run of `speech`"
+        raise UnsupportedError("this run recognises no speech", why=f"its task is {type(task).__name__}", fix=fix)
     for file in files:
         wave = read_audio(file)
         if not len(wave):

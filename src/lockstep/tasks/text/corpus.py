@@ -78,10 +78,8 @@ def read_tokens(file: Path, vocabulary: int) -> NDArray[np.uint16]:
         raise DataError(f"{file} has no tokens of 16 bits", why=why, fix="name a file of 16-bit token ids")
     tokens = np.memmap(file, dtype=np.uint16, mode="r")
     if int(tokens.max()) >= vocabulary:
-        raise DataError(
-            f"{file} has the token {int(tokens.max())}, and the tokenizer has {vocabulary}",
-            fix="set task.tokenizer to the one that wrote the file (a tokenizer.json)",
-        )
+        fix = "set task.tokenizer to the one that wrote the file (a tokenizer.json)"
+        raise DataError(f"{file} has the token {int(tokens.max())}, and the tokenizer has {vocabulary}", fix=fix)
     return tokens
 
 
@@ -196,8 +194,6 @@ def _library() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError:
-        raise UnsupportedError(
-            "the package tokenizers, which task.tokenizer=bpe needs, is not installed",
-            fix="pip install 'lockstep-train[text]', or use task.tokenizer=bytes",
-        ) from None
+        what = "the package tokenizers, which task.tokenizer=bpe needs, is not installed"
+        raise UnsupportedError(what, fix="pip install 'lockstep-train[text]', or use task.tokenizer=bytes") from None
     return tokenizers

@@ -103,11 +103,8 @@ def _check_attention(path: Path, model: Any, vocabulary: int, *, packs: bool) ->
             fix='set "is_decoder": true in its config.json, or use a model that generates text',
         )
     if packs and sees_other:
-        raise ConfigError(
-            f"the model of {path} cannot be trained with task.pack",
-            why="it does not keep the documents of a window apart",
-            fix="leave task.pack out, or use another model",
-        )
+        what, fix = f"the model of {path} cannot be trained with task.pack", "leave task.pack out, or use another model"
+        raise ConfigError(what, why="it does not keep the documents of a window apart", fix=fix)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -118,7 +115,5 @@ def _import(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError:
-        raise UnsupportedError(
-            f"the package {name}, which task.model and task.lora need, is not installed",
-            fix="pip install 'lockstep-train[transformers]'",
-        ) from None
+        what = f"the package {name}, which task.model and task.lora need, is not installed"
+        raise UnsupportedError(what, fix="pip install 'lockstep-train[transformers]'") from None
