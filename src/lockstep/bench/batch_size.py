@@ -106,9 +106,8 @@ def _with_batch(plan: Plan, size: int) -> Plan:
     """``plan`` with another batch size per device; an epoch may have a single step then."""
     micro_batches = plan.batch.accumulate * plan.batch.ranks * plan.batch.devices_per_rank
     batch = plan.batch.model_copy(update={"batch_size": size, "global_batch": size * micro_batches})
-    return plan.model_copy(
-        update={"batch": batch, "epochs": plan.total_steps, "pre_scale": 2.0 ** -(batch.global_batch.bit_length() - 1)}
-    )
+    pre_scale = 2.0 ** -(batch.global_batch.bit_length() - 1)
+    return plan.model_copy(update={"batch": batch, "epochs": plan.total_steps, "pre_scale": pre_scale})
 
 
 def _conclude(report: BenchReport, subject: Subject, most: int) -> None:

@@ -135,15 +135,12 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     if flops is None:
         return {**row, "tflops": None, "peak_share": None}
     rate, tf32 = flops / (row["step_ms"] / 1e3), row["precision"] == "tf32"
-    peak, source = peak_flops(_gpu_name(subject), "32" if tf32 else row["precision"], tf32=tf32)
-    devices = len(set(subject.base.placement.devices))  # a device with two ranks is not faster
-    share = None if peak is None else rate / (peak * devices)
+    devices = subject.base.placement.devices
+    name = next((device.name for device in detect_devices() if device.id == devices[0]), devices[0])
+    peak, source = peak_flops(name, "32" if tf32 else row["precision"], tf32=tf32)
+    # A device with two ranks is not faster.
+    share = None if peak is None else rate / (peak * len(set(devices)))
     return {**row, "tflops": rate / 1e12, "peak_share": share, "peak_source": source}
-
-
-def _gpu_name(subject: Subject) -> str:
-    first = subject.base.placement.devices[0]
-    return next((device.name for device in detect_devices() if device.id == first), first)
 
 
 def _conclude(report: BenchReport, max_batch: int | None) -> None:

@@ -241,9 +241,8 @@ def _counted(
     """What ``count`` finds on tensors without memory like those of ``batch``; where that fails, on ``batch`` itself."""
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
-            return count(
-                tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch), fake
-            )
+            like = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+            return count(like, fake)
     except LockstepError:
         raise
     except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met

@@ -122,12 +122,10 @@ def step_of(footprint: Footprint, turns: Sequence[Row], loader_rate: float | Non
     """A step from the rows of :func:`measure_alone`; ``alike``: ranks' parts are equal work."""
     turns = sorted(turns, key=lambda turn: turn["alone_ms"])
     least, middle, most = turns[0], turns[len(turns) // 2], turns[-1]
+    measured = ("data", "forward", "backward", "optimizer", "other")
     return Step(
         batch_size=footprint.batch_size,
-        **{
-            f"{name}_s": middle["parts_ms"][name] / 1e3
-            for name in ("data", "forward", "backward", "optimizer", "other")
-        },
+        **{f"{name}_s": middle["parts_ms"][name] / 1e3 for name in measured},
         jitter_s=jitter(turns, alike),
         spread=(most["alone_ms"] / least["alone_ms"]) ** 0.5 - 1,
         gradients=footprint.gradients,

@@ -286,9 +286,8 @@ def estimate_memory(
 
     devices = list(base.placement.devices) if gpus is None else [many(gpus, "GPU")]
     limit = _free(devices) if limit is None and gpus is None else limit
-    wanted = (
-        (strategy,) if strategy else tuple(dict.fromkeys(auto_strategy(ranks, fits=fits) for fits in (True, False)))
-    )
+    automatic = dict.fromkeys(auto_strategy(ranks, fits=fits) for fits in (True, False))
+    wanted = (strategy,) if strategy else tuple(automatic)
     estimates = {name: counting.memory(name, ranks, size) for name in wanted}
     for name in wanted:
         estimates |= counting.each(name, ranks, size)

@@ -189,10 +189,6 @@ def read_tokenizer(file: Path) -> Tokenizer:
 def _library() -> Any:
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError:
         what = "the package tokenizers, which task.tokenizer=bpe needs, is not installed"
         raise UnsupportedError(what, fix="pip install 'lockstep-train[text]', or use task.tokenizer=bytes") from None
