@@ -20,9 +20,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from lockstep.cli.settings import flag_table
 from lockstep.hardware.detect import Device, detect_devices
-from lockstep.studio.server import Server
+from lockstep.studio.server import Options, Server
 from lockstep.studio.settings import offered_tasks
-from lockstep.studio.studio import Options
 from tests.gloo import ROOT, clean_environment
 
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"

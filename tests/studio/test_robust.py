@@ -26,8 +26,8 @@ from lockstep.launch.run_claim import claimed
 from lockstep.studio.commands import Identity, Jobs, Starts, is_alive, reap, send
 from lockstep.studio.home import Home
 from lockstep.studio.schemas import ResumeBody
+from lockstep.studio.server import Options, Studio
 from lockstep.studio.settings import offered_tasks
-from lockstep.studio.studio import Options, Studio
 from lockstep.studio.tailing import Columns, Feed, columns_of
 from lockstep.telemetry.files import JsonLines, last_row
 from lockstep.telemetry.rundir import RunDir

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lockstep.cli.bench import finish
-from lockstep.cli.output import AsJson, deliver, flag, print_json, progress, report_folder, verb
+from lockstep.cli.output import AsJson, answer, deliver, flag, print_json, progress, report_folder, verb
 from lockstep.cli.settings import (
     FILES,
     NO_SETTINGS,
@@ -31,7 +31,7 @@ def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: As
 
     made = prepare(name, mapping).plan
     if as_json:
-        print_json(made.as_dict(), sys.stdout)
+        print_json(made.as_dict())
         return
     print_plan(made.as_dict(), sys.stdout)
     say(made.effective_batch_label, sys.stdout)
@@ -65,10 +65,7 @@ def memory(
         raise UsageError(f"invalid value for --gpus: {gpus} (must be 1 to {MOST:,})", fix="write for example --gpus 8")
     wanted = check_strategy(strategy)
     found = estimate_memory(Subject(name, mapping), gpus=gpus, limit=limit, strategy=wanted)
-    if as_json:
-        print_json(found, sys.stdout)
-    else:
-        print_memory(found, sys.stdout)
+    answer(found, partial(print_memory, found), as_json)
 
 
 @verb(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, flag, print_json, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, answer, flag, verb
 from lockstep.errors import UsageError
 from lockstep.telemetry.console import print_table, say
 
@@ -20,9 +21,6 @@ def devices(*, as_json: AsJson = False) -> None:
     from lockstep.hardware.resolve import describe_users
 
     found = detect_devices()
-    if as_json:
-        print_json({"devices": [device.as_dict() for device in found]}, sys.stdout)
-        return
     columns = ("device", "name", "memory", "free", "precisions", "used by", "note")
     rows = [
         (
@@ -35,7 +33,7 @@ def devices(*, as_json: AsJson = False) -> None:
         )
         for device in found
     ]
-    print_table(columns, rows, sys.stdout)
+    answer({"devices": [device.as_dict() for device in found]}, partial(print_table, columns, rows), as_json)
 
 
 DOCTOR = """\
@@ -66,10 +64,7 @@ def doctor(
     report = examine(devices, runs_dir=runs_dir, quick=quick, say=lambda line: say(line, sys.stderr))
     if not read_world(os.environ).is_main:
         return 0  # rank 0 reports for all
-    if as_json:
-        print_json(report.as_dict(), sys.stdout)
-    else:
-        print_report(report, sys.stdout)
+    answer(report.as_dict(), partial(print_report, report), as_json)
     return report.exit_code
 
 
@@ -85,10 +80,7 @@ def version(*, as_json: AsJson = False) -> None:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
-    if as_json:
-        print_json(found, sys.stdout)
-    else:
-        print_table(("what", "version"), list(found.items()), sys.stdout)
+    answer(found, partial(print_table, ("what", "version"), list(found.items())), as_json)
 
 
 @verb("[SHELL] [OPTIONS]", "Examples:\n  source <(lockstep completion bash)\n  lockstep completion bash --install")

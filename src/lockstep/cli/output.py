@@ -7,6 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -30,16 +31,24 @@ def flag(help: str, metavar: str | None = None, **more: Any) -> Parameter:
     return Parameter(help=help, metavar=metavar, **{"negative": "", **more})
 
 
-def print_json(document: Mapping[str, Any], stream: TextIO) -> None:
+def print_json(document: Mapping[str, Any]) -> None:
     """One document; numbers that JSON does not have become null."""
     from lockstep.telemetry.files import plain
 
-    stream.write(json.dumps(plain(document), indent=2) + "\n")
+    sys.stdout.write(json.dumps(plain(document), indent=2) + "\n")
 
 
-def print_values(values: Iterable[tuple[str, object]], title: str = "") -> None:
-    """A table of names and values on standard output."""
-    print_table((title, ""), [(name, value_text(value)) for name, value in values], sys.stdout)
+def answer(document: Mapping[str, Any], show: Callable[[TextIO], object], as_json: bool) -> None:
+    """Print ``document`` as JSON, or let ``show`` print it for people, on standard output."""
+    if as_json:
+        print_json(document)
+    else:
+        show(sys.stdout)
+
+
+def print_values(values: Iterable[tuple[str, object]], stream: TextIO, *, title: str = "") -> None:
+    """A table of names and values."""
+    print_table((title, ""), [(name, value_text(value)) for name, value in values], stream)
 
 
 def report_folder(mapping: dict[str, Any], kind: str) -> Path:
@@ -71,14 +80,11 @@ def deliver(
         files = write(report, folder)
     except StorageError as error:
         failure = error
-    if as_json:
-        print_json({**report.as_dict(), "files": [str(file) for file in files]}, sys.stdout)
-    else:
-        show(report, sys.stdout)
-        if failure is None:
-            say(f"report: {folder}", sys.stdout)
+    answer({**report.as_dict(), "files": [str(file) for file in files]}, partial(show, report), as_json)
     if failure is not None:
         raise failure
+    if not as_json:
+        say(f"report: {folder}", sys.stdout)
     return int(report.exit_code)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, print_values, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, answer, find, flag, print_values, verb
 from lockstep.errors import UsageError
 from lockstep.telemetry.console import duration, print_plan, print_table, say, value_text
 
@@ -21,15 +22,17 @@ def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> No
     from lockstep.telemetry.summary import summaries
 
     found = summaries(runs_dir, lambda why: say(f"warning: {why}", sys.stderr))
-    if as_json:
-        print_json({"runs": found}, sys.stdout)
-    elif found:
-        columns = ["id", "name", "task", "status", "epoch", "step", "best", "started", "devices", "folder"]
-        if all(run["location"] == run["id"] for run in found):
-            columns.remove("folder")
-        print_table(columns, [_row(run)[: len(columns)] for run in found], sys.stdout)
-    else:
-        say(f"no runs in {runs_dir} (--runs-dir names another folder); `lockstep train har` makes one", sys.stdout)
+    answer({"runs": found}, partial(_print_runs, found, runs_dir), as_json)
+
+
+def _print_runs(found: list[dict[str, Any]], runs_dir: Path, stream: TextIO) -> None:
+    if not found:
+        say(f"no runs in {runs_dir} (--runs-dir names another folder); `lockstep train har` makes one", stream)
+        return
+    columns = ["id", "name", "task", "status", "epoch", "step", "best", "started", "devices", "folder"]
+    if all(run["location"] == run["id"] for run in found):
+        columns.remove("folder")
+    print_table(columns, [_row(run)[: len(columns)] for run in found], stream)
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
@@ -60,10 +63,7 @@ def _local_time(text: str | None) -> str:
 @verb("RUN [OPTIONS]")
 def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT_RUNS_DIR) -> None:
     details = _describe(find(run, runs_dir))
-    if as_json:
-        print_json(details, sys.stdout)
-    else:
-        _print_details(details)
+    answer(details, partial(_print_details, details), as_json)
 
 
 def _describe(run: RunDir) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _slurm(run: RunDir) -> str | None:
     return None if job is None else f"{job.id}, {state(job) or 'over'}"
 
 
-def _print_details(details: dict[str, Any]) -> None:
+def _print_details(details: dict[str, Any], stream: TextIO) -> None:
     from lockstep.report.source import in_words
 
     rows = [
@@ -118,22 +118,22 @@ def _print_details(details: dict[str, Any]) -> None:
         ("forecast", in_words(details["forecast"]) if details["forecast"] else None),
         ("folder", details["path"]),
     ]
-    print_values((name, value) for name, value in rows if value not in (None, ""))
-    say("", sys.stdout)
-    print_plan(details["plan"], sys.stdout)
+    print_values(((name, value) for name, value in rows if value not in (None, "")), stream)
+    say("", stream)
+    print_plan(details["plan"], stream)
     for title, rows in zip(("last epoch", "last evaluation between epochs"), details["metrics"].values(), strict=True):
         if rows:
-            say("", sys.stdout)
-            print_values(rows[-1].items(), title)
-    say("", sys.stdout)
+            say("", stream)
+            print_values(rows[-1].items(), stream, title=title)
+    say("", stream)
     files = []
     for saved in details["checkpoints"]:
         names = ", ".join(name for name in ("last", "best") if saved[name])
         files.append((f"checkpoint ({names})" if names else "checkpoint", saved["path"]))
     files += [("log", path) for path in details["logs"]]
-    print_values([*files, ("configuration", details["config"])], "files")
+    print_values([*files, ("configuration", details["config"])], stream, title="files")
     if details["error"]:
-        say(f"\nerror: {details['error']}", sys.stdout)
+        say(f"\nerror: {details['error']}", stream)
 
 
 @verb("RUN RUN… [OPTIONS]", "Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison")
@@ -158,24 +158,26 @@ def compare(
     comparison = compared(found)
     labels, differing = comparison.labels, comparison.differences
     written = write_report(runs, runs_dir, out) if out is not None else []
-    if as_json:
-        document = {
-            "runs": labels,
-            "summary": comparison.results,
-            "differences": differing,
-            "epochs": {run.label: run.epochs for run in found},
-            "evaluations": {run.label: run.evaluations for run in found},
-            "files": [str(path) for path in written],
-        }
-        print_json(document, sys.stdout)
-        return
-    print_table(("", *labels), _lines(comparison.results), sys.stdout)
-    say("", sys.stdout)
-    if differing:
-        print_table(("what differs", *labels), _lines(differing), sys.stdout)
-    else:
-        say("Settings and plans are the same.", sys.stdout)
-    sys.stdout.writelines(f"{path}\n" for path in written)
+    files = [str(path) for path in written]
+    document = {
+        "runs": labels,
+        "summary": comparison.results,
+        "differences": differing,
+        "epochs": {run.label: run.epochs for run in found},
+        "evaluations": {run.label: run.evaluations for run in found},
+        "files": files,
+    }
+
+    def show(stream: TextIO) -> None:
+        print_table(("", *labels), _lines(comparison.results), stream)
+        say("", stream)
+        if differing:
+            print_table(("what differs", *labels), _lines(differing), stream)
+        else:
+            say("Settings and plans are the same.", stream)
+        stream.writelines(f"{file}\n" for file in files)
+
+    answer(document, show, as_json)
 
 
 def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
@@ -201,7 +203,5 @@ def report(
     if not runs:
         raise UsageError("no run was named", fix="lockstep report last; `lockstep runs` lists them")
     written = write_report(runs, runs_dir, out)
-    if as_json:
-        print_json({"files": [str(path) for path in written]}, sys.stdout)
-    else:
-        sys.stdout.writelines(f"{path}\n" for path in written)
+    files = [str(path) for path in written]
+    answer({"files": files}, lambda out: out.writelines(f"{file}\n" for file in files), as_json)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, find, flag, print_json, print_values, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, answer, find, flag, print_values, verb
 from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
 from lockstep.telemetry.console import say
@@ -38,10 +38,7 @@ def _opened(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | in
 
 def _print(result: Mapping[str, Any], as_json: bool) -> None:
     """``result`` as JSON, or as a table of names and values."""
-    if as_json:
-        print_json(result, sys.stdout)
-    else:
-        print_values(result.items())
+    answer(result, partial(print_values, result.items()), as_json)
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep evaluate last --split val --checkpoint last")
@@ -118,10 +115,7 @@ def generate(
             "this run generates no text", why=f"its task is {type(task).__name__}", fix="name a run of `text`"
         )
     text = task.generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    if as_json:
-        print_json({"prompt": prompt, "text": text}, sys.stdout)
-    else:
-        sys.stdout.write(text + "\n")
+    answer({"prompt": prompt, "text": text}, lambda out: out.write(f"{text}\n"), as_json)
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep export last --out model --no-program")
@@ -167,8 +161,5 @@ def transcribe(
     from lockstep.tasks.speech.task import transcribe as transcripts_of
 
     transcripts = transcripts_of(*load_model(found, chosen), files)
-    if as_json:
-        print_json({"run": found.read().id, "transcripts": [t._asdict() for t in transcripts]}, sys.stdout)
-        return
-    for transcript in transcripts:
-        say(f"{transcript.file}: {transcript.text}", sys.stdout)
+    document = {"run": found.read().id, "transcripts": [one._asdict() for one in transcripts]}
+    answer(document, partial(say, "\n".join(f"{one.file}: {one.text}" for one in transcripts)), as_json)

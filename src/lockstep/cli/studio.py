@@ -57,9 +57,8 @@ def studio(
         ) from None
     from lockstep.cli.settings import flag_table
     from lockstep.hardware.detect import detect_devices
-    from lockstep.studio.server import Server
+    from lockstep.studio.server import Options, Server
     from lockstep.studio.settings import offered_tasks
-    from lockstep.studio.studio import Options
 
     options = Options(
         runs_dir=runs_dir,

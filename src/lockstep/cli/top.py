@@ -39,7 +39,7 @@ def top(
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
     with contextlib.suppress(KeyboardInterrupt), _looking(run, runs_dir) as look:
         if as_json:
-            print_json(look(), sys.stdout)
+            print_json(look())
         elif once or not is_terminal(sys.stdout):
             for position, (columns, rows) in enumerate(_tables(look())):
                 if position:

@@ -8,7 +8,6 @@ then, and when the command fails before, these records are the only source.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from lockstep.studio.settings import command_of
 from lockstep.telemetry import files
 from lockstep.telemetry.files import FileContent, names_in, write_json
 from lockstep.telemetry.heartbeat import CREATED_TOLERANCE_S, age_difference_s
-from lockstep.telemetry.rundir import RunDir
+from lockstep.telemetry.rundir import RunDir, or_else
 
 _MAX_RECORD_BYTES, _MAX_LOG_BYTES = 256 << 10, 1 << 20
 _MAX_RESULT_BYTES, _MAX_REPORT_BYTES = 4 << 20, 64 << 20
@@ -340,10 +340,10 @@ class Jobs:
         job = Command.read(folder / "job.json", _MAX_RESULT_BYTES)
         if job is None:
             raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name}")
-        reap()
         running = is_alive(job.process)
         lines, _ = last_lines(folder / "stderr", 40)
-        result = None if running else _result(folder / "stdout")
+        read_result = partial(files.read_json, folder / "stdout", max_bytes=_MAX_RESULT_BYTES)
+        result = None if running else or_else(read_result, None)
         failed = not running and result is None
         ended = max(modified_ns(folder / file) for file in ("stdout", "stderr")) / 1e9
         described = {
@@ -390,13 +390,6 @@ class Jobs:
         if self.read(name)["status"] != "done":
             raise ApiError("JOB_NOT_FOUND", 404, f"job {name} has no report", fix="draw it again")
         return files.read_bytes(self._home.job(name) / "report.html", max_bytes=_MAX_REPORT_BYTES)
-
-
-def _result(file: Path) -> Any:
-    try:
-        return json.loads(files.read_bytes(file, max_bytes=_MAX_RESULT_BYTES), parse_constant=lambda _: None)
-    except (RunFolderError, ValueError, RecursionError):
-        return None
 
 
 def error_of(lines: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the form needs before a run: devices, tasks, the schema, and the plan of its settings with its labels."""
+"""Before a run: devices, tasks, the schema, the plan of the form's settings with its labels; checks, benchmarks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from lockstep.hardware.detect import Device
 from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement, choose_default, parse, resolve_placement, select
 from lockstep.hardware.world import World
+from lockstep.report.source import is_bench, read_bench
 from lockstep.studio import settings
-from lockstep.studio.commands import owner, works_on
-from lockstep.studio.home import Home
+from lockstep.studio.commands import Jobs, owner, works_on
+from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
-from lockstep.studio.schemas import ApiError, PlanBody
+from lockstep.studio.schemas import ApiError, DoctorBody, PlanBody, ScalingBody
 from lockstep.studio.settings import OfferedTasks, Wanted
+from lockstep.telemetry.rundir import or_else
+
+_MAX_REPORTS = 100
 
 
 class Planner:
@@ -111,10 +115,11 @@ class Planner:
 
 @dataclass(eq=False)
 class Forms:
-    """Requests about settings that are not a run yet."""
+    """Requests about this machine, and about settings that are not a run yet."""
 
     _home: Home
     _index: RunIndex
+    _jobs: Jobs
     _planner: Planner
     offered: OfferedTasks
     #: Flags of ``lockstep train`` and the setting of each.
@@ -212,6 +217,31 @@ class Forms:
         if self._home.runs_dir != Path.cwd() / "runs":
             words += ["--runs-dir", str(self._home.runs_dir)]
         return {**settings.command_of(words), "yaml": to_yaml(wanted.mapping())}
+
+    def doctor(self, body: DoctorBody) -> dict[str, Any]:
+        words = ["doctor", "--json", "--runs-dir", str(self._home.runs_dir), *(["--quick"] if body.quick else [])]
+        if body.devices is not None:
+            self.check_devices(body.devices)
+            words += ["--devices", ",".join(body.devices)]
+        return self._jobs.begin("doctor", words)
+
+    def scaling(self) -> dict[str, Any]:
+        """Reports of scaling benchmarks right under the runs folder, newest first, and the jobs that make them."""
+        files = [file for file in self._home.runs_dir.glob("*/report.json") if is_bench(file.parent)]
+        reports = []
+        for file in sorted(files, key=modified_ns, reverse=True)[:_MAX_REPORTS]:
+            report, name = or_else(functools.partial(read_bench, file.parent), {}), file.parent.name
+            if report.get("kind") == "scaling":
+                about = {"title": str(report.get("title") or name), "created_at": iso(modified_ns(file) / 1e9)}
+                reports.append({"id": name, **about, "report": report})
+        return {"reports": reports, "jobs": [job for job in self._jobs.all() if job["kind"] == "scaling"]}
+
+    def measure_scaling(self, body: ScalingBody) -> dict[str, Any]:
+        self.check_devices(body.devices)
+        config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
+        wanted = self.startable(PlanBody(task=body.task, config=config))
+        words = ["bench", "scaling", wanted.task, "--runs-dir", str(self._home.runs_dir), "--json"]
+        return self._jobs.begin("scaling", words, config=wanted.mapping())
 
     def plan(self, body: PlanBody) -> dict[str, Any]:
         """Labels, notes and plan; what is wrong with the settings is part of the answer."""

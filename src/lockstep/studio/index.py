@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lines, reap
+from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lines
 from lockstep.studio.home import Home, is_run_name, modified_ns
 from lockstep.studio.schemas import run_not_found
 from lockstep.telemetry.files import names_in, plain
@@ -73,7 +73,6 @@ class RunIndex:
     def summaries(self) -> list[Summary]:
         """One summary a run, newest first."""
         with self._lock:
-            reap()
             return self._listed()
 
     def watched(self) -> tuple[list[Summary], list[str]]:
@@ -83,7 +82,6 @@ class RunIndex:
         """
         now = time.monotonic()
         with self._lock:
-            reap()
             times = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
             moved = times != self._times
             thorough = moved or now >= self._due
@@ -113,7 +111,6 @@ class RunIndex:
 
     def summary(self, ref: str) -> Summary:
         with self._lock:
-            reap()
             entry = self._refresh(self.locate(ref))
             if entry is None or not entry.summary:
                 raise run_not_found(ref) if entry is None else RunFolderError(entry.problem)

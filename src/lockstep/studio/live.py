@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -52,10 +52,8 @@ class Hub:
         self.feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
         self._tabs: set[Tab] = set()
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Close every tab at the end."""
-        yield
+    async def close(self) -> None:
+        """Close every tab: the studio ends."""
         for tab in list(self._tabs):
             with contextlib.suppress(RuntimeError, OSError, WebSocketDisconnect):
                 await tab.socket.close(1012)

@@ -21,7 +21,7 @@ from lockstep.config import RunConfig, dump, resolve
 from lockstep.config.load import MAX_CONFIG_BYTES, nested
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.studio import settings
-from lockstep.studio.commands import Command, Identity, Jobs, Labels, Starts, is_alive, last_lines, send
+from lockstep.studio.commands import Identity, Jobs, Labels, Starts, is_alive, last_lines, send
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, modified_ns, remove_folder
 from lockstep.studio.index import RunIndex
@@ -77,10 +77,25 @@ class Runs:
         return self._index.summary(name)
 
     def detail(self, name: RunName) -> dict[str, Any]:
+        """Everything that the page shows of a run."""
         summary, run = self._index.summary(name), self._index.run_folder(name)
         output, _ = last_lines(self._starts.output(run.path.name), 40)
+        config, start = or_else(run.config, None), self._starts.read(run.path.name)
+        record = run.read() if os.path.lexists(run.run_file) else None
+        shown, given = (start.shown, start.arguments) if start else ([], [])
         return {
-            **describe(run, summary, self._starts.read(run.path.name)),
+            **summary,
+            "config": config.model_dump(mode="json") if config else None,
+            "config_yaml": dump(config) if config else "",
+            "plan": or_else(run.plan, {}) or None,
+            "checkpoints": CheckpointStore(run.checkpoints).listed(),
+            "logs": _log_names(run),
+            "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
+            "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
+            "pictures": _names(run.pictures, ".png"),
+            **command_of(shown or (record.command[1:] if record else ()) or given),
+            "versions": record.versions if record is not None else {},
+            "resumable": record is not None and summary["status"] not in LIVE,
             "jobs": [job for job in self._jobs.all() if job["run"] in {summary["id"], summary["location"]}],
             "start_output": "\n".join(output) or None,
         }
@@ -257,27 +272,6 @@ class Runs:
             "runs": {name: {key: one[key] for key in differ & one.keys()} for name, one in found.items()},
             "same": {key: value for key, value in first.items() if key not in differ},
         }
-
-
-def describe(run: RunDir, summary: Mapping[str, Any], start: Command | None) -> dict[str, Any]:
-    """Everything that the page shows of a run, its summary included."""
-    config = or_else(run.config, None)
-    record = run.read() if os.path.lexists(run.run_file) else None
-    shown, given = (start.shown, start.arguments) if start else ([], [])
-    return {
-        **summary,
-        "config": config.model_dump(mode="json") if config else None,
-        "config_yaml": dump(config) if config else "",
-        "plan": or_else(run.plan, {}) or None,
-        "checkpoints": CheckpointStore(run.checkpoints).listed(),
-        "logs": _log_names(run),
-        "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
-        "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
-        "pictures": _names(run.pictures, ".png"),
-        **command_of(shown or (record.command[1:] if record else ()) or given),
-        "versions": record.versions if record is not None else {},
-        "resumable": record is not None and summary["status"] not in LIVE,
-    }
 
 
 def _names(folder: Path, suffix: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The web application (guard, page, the routes of ``/api``, their documentation and errors), and its server."""
+"""One studio: its options and parts, its application (page, routes of ``/api``, errors), and its server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import contextlib
 import functools
 import hashlib
 import json
+import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -25,10 +29,14 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.report.page import render
 from lockstep.studio import bundle
 from lockstep.studio.access import REPORT_CSP, Guard, Sessions
+from lockstep.studio.commands import Jobs, Starts
+from lockstep.studio.forms import Forms, Planner
+from lockstep.studio.home import Home, iso
+from lockstep.studio.index import RunIndex
 from lockstep.studio.live import Hub
-from lockstep.studio.runs import content_of
+from lockstep.studio.runs import Runs, content_of
 from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
-from lockstep.studio.studio import Options, Studio
+from lockstep.studio.settings import OfferedTasks, SavedConfigs
 from lockstep.telemetry.files import plain
 from lockstep.telemetry.rundir import versions
 
@@ -40,6 +48,60 @@ _MAX_MESSAGE_BYTES = 64 << 10
 GRACE_S = 2.0
 #: How often the date of answers is renewed.
 TICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options from the command line."""
+
+    runs_dir: Path
+    #: The page can start no others.
+    tasks: OfferedTasks
+    #: Flags of ``lockstep train`` and the setting of each.
+    flags: Mapping[str, str]
+    #: How long a stopped run may take to save a checkpoint and end.
+    kill_after_s: float = 60.0
+    #: Import the tasks at the start, before a page asks for them.
+    warm: bool = False
+    #: Below which path a proxy shows the studio, such as ``/user/me/studio``; and the names of that proxy.
+    base_path: str = ""
+    trusted_hosts: tuple[str, ...] = ()
+
+
+class Studio:
+    """State of one server; everything that must outlive it is in files."""
+
+    def __init__(self, options: Options, detect: Any) -> None:
+        self.options = options
+        self.home = Home(options.runs_dir)
+        self.home.make()
+        self.starts = Starts(self.home)
+        self.index = RunIndex(self.home, self.starts)
+        self.jobs = Jobs(self.home)
+        self.saved = SavedConfigs(self.home, options.tasks)
+        self.planner = Planner()
+        self.forms = Forms(self.home, self.index, self.jobs, self.planner, options.tasks, options.flags, detect)
+        self.runs = Runs(self.home, self.index, self.starts, self.jobs, self.forms, options.kill_after_s)
+        self.instance = secrets.token_hex(8)
+        self.started_at = iso(time.time())
+
+    def hello(self) -> dict[str, Any]:
+        """Who answers; first message of every WebSocket."""
+        return {"instance": self.instance, "version": versions()["lockstep"], "now": time.time()}
+
+    def about(self) -> dict[str, Any]:
+        return {
+            **self.hello(),
+            "runs_dir": str(self.home.runs_dir),
+            "started_at": self.started_at,
+            "kill_after_s": self.options.kill_after_s,
+            "host": socket.gethostname(),
+        }
+
+    def first_answer(self) -> dict[str, Any]:
+        """What the page needs first."""
+        devices, names = self.forms.list_devices(), list(self.options.tasks)
+        return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 
 
 class Server:
@@ -150,8 +212,8 @@ def _make_app(studio: Studio, port: int) -> Any:
         # A list of many runs takes a while: read it before the first request.
         reading = asyncio.create_task(asyncio.to_thread(studio.index.summaries))
         warming = asyncio.create_task(asyncio.to_thread(studio.forms.warm)) if studio.options.warm else reading
-        async with hub.running():
-            yield
+        yield
+        await hub.close()
         studio.planner.close()
         studio.forms.close()
         await asyncio.gather(reading, warming)
@@ -188,7 +250,7 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
-        return HTMLResponse(render(__package__, "api.html", rows=_described(app.openapi())))
+        return HTMLResponse(render(__package__, "api.html", api=app.openapi()))
 
     @app.get("/favicon.ico", include_in_schema=False)
     def icon() -> Response:
@@ -196,19 +258,6 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
         return FileResponse(bundle.STATIC / "icon.svg", media_type="image/svg+xml")
 
     app.mount("/static", StaticFiles(directory=bundle.STATIC, check_dir=False))
-
-
-def _described(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The routes of the OpenAPI document: address, what it does, fields of the body, parameters."""
-    rows: list[tuple[str, ...]] = []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            name = body.get("$ref", "").rpartition("/")[2]
-            fields = document["components"]["schemas"].get(name, {}).get("properties", {})
-            query = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"]
-            rows.append((f"{method.upper()} {path}", operation.get("summary", ""), ", ".join(fields), ", ".join(query)))
-    return rows
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -286,9 +335,9 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
         ("START", "/runs/{name}/evaluate", runs.evaluate, "Compute the metrics of a checkpoint"),
         ("START", "/runs/{name}/export", runs.export, "Write weights and program"),
         ("START", "/runs/{name}/report", runs.report, "Draw the run's report"),
-        ("START", "/doctor", studio.doctor, "Check this machine"),
-        ("GET", "/scaling", studio.scaling, "Benchmarks over numbers of devices"),
-        ("START", "/scaling", studio.measure_scaling, "Start a scaling benchmark"),
+        ("START", "/doctor", forms.doctor, "Check this machine"),
+        ("GET", "/scaling", forms.scaling, "Benchmarks over numbers of devices"),
+        ("START", "/scaling", forms.measure_scaling, "Start a scaling benchmark"),
         ("GET", "/jobs", lambda: {"jobs": jobs.all()}, "Jobs started here, newest first"),
         ("GET", "/jobs/{name}", jobs.read, "One job"),
         ("POST", "/jobs/{name}/stop", jobs.stop, "Stop a job"),

@@ -58,10 +58,6 @@ class Columns:
         self.cut = False
         self._data: dict[str, Column] = {}
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._data)
-
     def __getitem__(self, name: str) -> Column:
         return self._data[name][: self.rows]
 
@@ -309,9 +305,8 @@ class Feed:
 
     def __init__(self, run: RunDir, name: str) -> None:
         self.name = name
+        #: Another list after each change.
         self.epochs: list[dict[str, Any]] = []
-        #: Counts its changes, to know what each tab has seen.
-        self.epochs_version = 0
         self.tails: dict[str, Tail] = {}
         self.previews: dict[str, Columns] = {}
         self.lock = threading.Lock()
@@ -373,7 +368,6 @@ class Feed:
         if stamp != self._stamp:
             self._stamp = stamp
             self.epochs = or_else(self._run.epochs, [])
-            self.epochs_version += 1
 
     def _begin(self, name: str) -> None:
         tail = self.tails[name]
@@ -391,15 +385,15 @@ class Subscription:
     feed: Feed
     #: By stream: generation and rows as the tab has them, and the rows of its last history.
     cursors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    epochs_version: int = 0
+    epochs: list[dict[str, Any]] | None = None
 
     def news(self) -> list[Message]:
         """What has changed since the last call."""
         feed, news = self.feed, list[Message]()
         with feed.lock:
             feed.poll()
-            if feed.epochs_version != self.epochs_version:
-                self.epochs_version = feed.epochs_version
+            if self.epochs is not feed.epochs:
+                self.epochs = feed.epochs
                 news.append({"type": "epochs", "run": feed.name, "epochs": feed.epochs})
             for stream in feed.tails:
                 news += self._news_of(stream)
