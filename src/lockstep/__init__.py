@@ -9,33 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.api.run import Run as Run
+    from lockstep.api.run import Run
     from lockstep.api.run import Run as RunResult
-    from lockstep.api.session import Session as Session
-    from lockstep.api.train import fit as fit
+    from lockstep.api.session import Session
+    from lockstep.api.train import fit, plan, train, verify
     from lockstep.api.train import plan as make_plan
-    from lockstep.api.train import plan as plan
-    from lockstep.api.train import train as train
-    from lockstep.api.train import verify as verify
-    from lockstep.config import RunConfig as RunConfig
-    from lockstep.data.arrays import ArrayDataset as ArrayDataset
-    from lockstep.data.mixture import Mixture as Mixture
-    from lockstep.data.order import Order as Order
-    from lockstep.data.packing import Packed as Packed
-    from lockstep.engine.distributed.collectives import collectives as collectives
-    from lockstep.engine.task import Callback as Callback
-    from lockstep.engine.task import Datasets as Datasets
-    from lockstep.engine.task import Loss as Loss
-    from lockstep.engine.task import Scheduler as Scheduler
-    from lockstep.engine.task import Task as Task
-    from lockstep.engine.task import TaskConfig as TaskConfig
-    from lockstep.errors import LockstepError as LockstepError
-    from lockstep.events import Sound as Sound
-    from lockstep.hardware.detect import detect_devices as detect_devices
-    from lockstep.hardware.detect import get_available_gpus as get_available_gpus
-    from lockstep.hardware.resolve import resolve_hardware as resolve_hardware
-    from lockstep.strategies import StrategySpec as StrategySpec
-    from lockstep.strategies import register_strategy as register_strategy
+    from lockstep.config import RunConfig
+    from lockstep.data.arrays import ArrayDataset
+    from lockstep.data.mixture import Mixture
+    from lockstep.data.order import Order
+    from lockstep.data.packing import Packed
+    from lockstep.engine.distributed.collectives import collectives
+    from lockstep.engine.task import Callback, Datasets, Loss, Scheduler, Task, TaskConfig
+    from lockstep.errors import LockstepError
+    from lockstep.events import Sound
+    from lockstep.hardware.detect import detect_devices, get_available_gpus
+    from lockstep.hardware.resolve import resolve_hardware
+    from lockstep.strategies import StrategySpec, register_strategy
 
 __version__ = "0.2.0"
 

@@ -27,6 +27,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class LockstepError(Exception):
     """An error for users: what happened, why, and how to fix it."""
@@ -41,25 +43,17 @@ class LockstepError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.why:
-            lines.append(f"why: {self.why}")
-        if self.fix:
-            lines.append(f"fix: {self.fix}")
-        return "\n".join(lines)
+        lines = (self.what, self.why and f"why: {self.why}", self.fix and f"fix: {self.fix}")
+        return "\n".join(filter(None, lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default pickling of exceptions between ranks.
         notes = getattr(self, "__notes__", None)
-        return (_rebuild, (type(self), self.what, self.why, self.fix), notes and {"__notes__": notes})
+        return partial(type(self), self.what, why=self.why, fix=self.fix), (), notes and {"__notes__": notes}
 
     def as_dict(self) -> dict[str, str]:
         """The one JSON shape of an error: ``code``, ``message``, ``why``, ``fix``."""
         return {"code": self.code, "message": self.what, "why": self.why, "fix": self.fix}
-
-
-def _rebuild(kind: type[LockstepError], what: str, why: str, fix: str) -> LockstepError:
-    return kind(what, why=why, fix=fix)
 
 
 class UsageError(LockstepError):

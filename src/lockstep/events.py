@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from lockstep.errors import many
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -171,8 +173,8 @@ class Restarted(Event):
 
     def __str__(self) -> str:
         source = f"the checkpoint of step {self.from_step}" if self.from_step else "the beginning"
-        steps, are = ("step", "is") if self.lost_steps == 1 else ("steps", "are")
-        lost = f"{self.lost_steps} {steps} since then {are} lost" if self.lost_steps else "no step is lost"
+        are = "is" if self.lost_steps == 1 else "are"
+        lost = f"{many(self.lost_steps, 'step')} since then {are} lost" if self.lost_steps else "no step is lost"
         return f"{self.reason}; started again ({self.number} of {self.allowed}) from {source}: {lost}"
 
 

@@ -67,7 +67,6 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 
 
 def _describe(run: RunDir) -> dict[str, Any]:
-    """One document: summary, plan, epochs, checkpoints and logs."""
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.report.source import score_of
     from lockstep.telemetry.rundir import or_else
@@ -87,7 +86,6 @@ def _describe(run: RunDir) -> dict[str, Any]:
 
 
 def _slurm(run: RunDir) -> str | None:
-    """The SLURM job of the run, and its state."""
     if not run.slurm_file.exists():
         return None
     from lockstep.launch.slurm.job import job_of

@@ -37,7 +37,6 @@ def _opened(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | in
 
 
 def _print(result: Mapping[str, Any], as_json: bool) -> None:
-    """``result`` as JSON, or as a table of names and values."""
     answer(result, partial(print_values, result.items()), as_json)
 
 

@@ -215,7 +215,6 @@ def _aliases(settings: Settings) -> dict[str, Any]:
 
 
 def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: str = "") -> list[int]:
-    """The numbers in ``text``, separated by commas."""
     names = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isdigit() for name in names):
         raise UsageError(f"{flag} {text!r} is not a list of {what}", fix=f"write for example {flag} {example}{fix}")

@@ -46,9 +46,9 @@ def studio(
     browser: Annotated[bool, flag("Open the page in a browser. Default: on.", negative="--no-browser")] = True,
 ) -> None:
     try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-        import websockets  # noqa: F401
+        import websockets  # noqa: F401 - uvicorn imports it late
+
+        from lockstep.studio.server import Options, Server
     except ImportError as error:
         raise UnsupportedError(
             "the studio needs packages that are not installed",
@@ -57,7 +57,6 @@ def studio(
         ) from None
     from lockstep.cli.settings import flag_table
     from lockstep.hardware.detect import detect_devices
-    from lockstep.studio.server import Options, Server
     from lockstep.studio.settings import offered_tasks
 
     options = Options(

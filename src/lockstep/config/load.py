@@ -156,16 +156,7 @@ def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in _trail:
         cycle = " → ".join(p.name for p in (*_trail, path))
         raise ConfigError(f"the files name each other as defaults: {cycle}", fix="remove one of the entries")
-    try:
-        content = parse_yaml(text)
-    except yaml.YAMLError as error:
-        fix = "correct the line that it names"
-        raise ConfigError(f"{path} is not valid YAML", why=str(error)[:500], fix=fix) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        fix = "write `section:` lines"
-        raise ConfigError(f"{path} does not hold settings", why="its top level must be a mapping", fix=fix)
+    content = parse_settings(text, str(path))
     defaults = content.pop("defaults", [])
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"`defaults` in {path} must be a list of file names", fix="write `defaults: [base_config]`")
@@ -235,6 +226,21 @@ def parse_yaml(text: str | bytes) -> Any:
     except (AttributeError, LookupError, RecursionError, ValueError) as error:
         # What PyYAML raises for `!!bool maybe`, `!!int ''`, `!!timestamp soon`, the 31st of February, deep nesting.
         raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from None
+
+
+def parse_settings(text: str, name: str) -> dict[str, Any]:
+    """The sections in the text of a configuration file. Raises :class:`ConfigError`, which calls it ``name``."""
+    try:
+        content = parse_yaml(text)
+    except yaml.YAMLError as error:
+        fix = "correct the line that it names"
+        raise ConfigError(f"{name} is not valid YAML", why=str(error)[:500], fix=fix) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        fix = "write `section:` lines"
+        raise ConfigError(f"{name} does not hold settings", why="its top level must be a mapping", fix=fix)
+    return content
 
 
 def _expanded(node: yaml.Node, known: dict[int, int]) -> int:

@@ -29,8 +29,6 @@ MAX_RANKS = 16
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its name and title."""
-
     name: str
     title: str
     figure: Figure

@@ -8,8 +8,8 @@ from pathlib import Path
 STATIC = Path(__file__).parent / "static"
 _STYLES = ("vendor/uplot.css", "styles/base.css", "styles/layout.css", "styles/views.css")
 _IMPORT = re.compile(r"import\s*(?:(\w+)|\{([^}]*)\})\s*from\s*[\"']([^\"']+)[\"'];?")
-_AGAIN = re.compile(r"export\s*\{([^}]*)\}\s*from\s*[\"']([^\"']+)[\"'];?")
-_LIST = re.compile(r"export\s*\{([^}]*)\};?")
+_EXPORT = re.compile(r"export\s*\{([^}]*)\}(?:\s*from\s*[\"']([^\"']+)[\"'])?;?")
+_DEFAULT = re.compile(r"export\s*default\s+function\s*\(")
 _DECLARED = re.compile(r"^export\s+((?:async\s+)?(?:function|class|const)\s+)(\w+)", re.MULTILINE)
 
 
@@ -49,24 +49,20 @@ def _add(file: Path, parts: list[str], names: dict[Path, str]) -> str:
         inner = f"default: {default}" if default else ", ".join(f"{a}: {b}" for a, b in pairs(some))
         return f"const {{ {inner} }} = {module(place)};"
 
-    def again(found: re.Match[str]) -> str:
-        exports.update({outer: f"{module(found[2])}.{inner}" for inner, outer in pairs(found[1])})
-        return ""
-
-    def listed(found: re.Match[str]) -> str:
-        exports.update({outer: inner for inner, outer in pairs(found[1])})
+    def exported(found: re.Match[str]) -> str:
+        source = f"{module(found[2])}." if found[2] else ""
+        exports.update({outer: f"{source}{inner}" for inner, outer in pairs(found[1])})
         return ""
 
     def declared(found: re.Match[str]) -> str:
         exports[found[2]] = found[2]
         return f"{found[1]}{found[2]}"
 
-    text = _AGAIN.sub(again, file.read_text(encoding="utf-8"))
-    text = _LIST.sub(listed, _IMPORT.sub(imported, text))
+    text = _EXPORT.sub(exported, _IMPORT.sub(imported, file.read_text(encoding="utf-8")))
     if file.parent.name == "app":  # libraries have it in comments only
         text = _DECLARED.sub(declared, text)
-    if re.search(r"export\s*default\s+function\s*\(", text):
-        text = re.sub(r"export\s*default\s+function\s*\(", "const the_default = function (", text)
+    text, defaults = _DEFAULT.subn("const the_default = function (", text)
+    if defaults:
         exports["default"] = "the_default"
     names[file] = name = f"module_{len(parts)}"
     returned = ", ".join(f"{outer}: {inner}" for outer, inner in exports.items())

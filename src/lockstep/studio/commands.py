@@ -306,8 +306,6 @@ class Starts:
 
 
 class Jobs:
-    """The jobs of one runs folder, each in its own folder."""
-
     def __init__(self, home: Home) -> None:
         self._home = home
         self._done: dict[str, dict[str, Any]] = {}
@@ -386,7 +384,6 @@ class Jobs:
         return self.read(name)
 
     def report(self, name: str) -> bytes:
-        """The page that a job has written."""
         if self.read(name)["status"] != "done":
             raise ApiError("JOB_NOT_FOUND", 404, f"job {name} has no report", fix="draw it again")
         return files.read_bytes(self._home.job(name) / "report.html", max_bytes=_MAX_REPORT_BYTES)

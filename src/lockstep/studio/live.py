@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 
 class Asked(BaseModel):
-    """A tab's message."""
-
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     type: Literal["watch", "subscribe", "unsubscribe", "range"]
@@ -95,7 +93,6 @@ class Tab:
         self._asked.set()
 
     async def serve(self) -> None:
-        """Until it closes."""
         sender = asyncio.create_task(self._send())
         try:
             while True:

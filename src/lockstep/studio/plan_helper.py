@@ -65,7 +65,6 @@ class Helper:
 
 
 def _describe_task(name: str) -> dict[str, Any]:
-    """The schema and defaults of a task, or why it cannot be used."""
     found: dict[str, Any] = {"name": name, "title": name, "error": None, "schema": {}, "defaults": {}}
     try:
         kind = find_task(name)

@@ -77,7 +77,6 @@ class Runs:
         return self._index.summary(name)
 
     def detail(self, name: RunName) -> dict[str, Any]:
-        """Everything that the page shows of a run."""
         summary, run = self._index.summary(name), self._index.run_folder(name)
         output, _ = last_lines(self._starts.output(run.path.name), 40)
         config, start = or_else(run.config, None), self._starts.read(run.path.name)

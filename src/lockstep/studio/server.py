@@ -99,7 +99,6 @@ class Studio:
         }
 
     def first_answer(self) -> dict[str, Any]:
-        """What the page needs first."""
         devices, names = self.forms.list_devices(), list(self.options.tasks)
         return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import merge, nested, parse_set, parse_yaml, to_yaml
+from lockstep.config.load import merge, nested, parse_set, parse_settings, to_yaml
 from lockstep.errors import ConfigError, RunFolderError, TaskError
 from lockstep.studio.home import Home, is_run_name, iso
 from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
@@ -230,12 +228,9 @@ class SavedConfigs:
 
     def parse(self, body: YamlBody) -> dict[str, Any]:
         """A configuration file's text as the form has it."""
-        try:
-            content = parse_yaml(body.yaml)
-        except yaml.YAMLError as error:
-            raise ConfigError("this is not valid YAML", why=str(error)[:500], fix="correct that line") from None
-        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise ConfigError("this has no settings", why="its top level must be a mapping", fix="write `section:`")
+        content = parse_settings(body.yaml, "this")
+        if not content:
+            raise ConfigError("this has no settings", fix="write `section:`")
         if "defaults" in content:
             what = "`defaults` names files, which the page cannot read"
             raise ConfigError(what, fix="paste the content of these files")

@@ -339,7 +339,6 @@ class Feed:
         self.behind = any(tail.behind for tail in self.tails.values())
 
     def range(self, stream: str, low: float | None, high: float | None, request: Any) -> bytes:
-        """A frame of the rows with ``low`` ≤ x ≤ ``high``."""
         columns = self.tails[stream].columns
         return self.frame("range", stream, columns, *columns.between(low, high), request=request)
 
@@ -388,7 +387,6 @@ class Subscription:
     epochs: list[dict[str, Any]] | None = None
 
     def news(self) -> list[Message]:
-        """What has changed since the last call."""
         feed, news = self.feed, list[Message]()
         with feed.lock:
             feed.poll()
