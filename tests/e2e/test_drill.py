@@ -122,7 +122,7 @@ def kill_in_training(process: subprocess.Popen[str], run: RunDir, attempt: int, 
 def kill_while_starting(process: subprocess.Popen[str], run: RunDir, attempt: int, ranks: int, seed: int) -> None:
     chance = random.Random(seed * 10 + attempt)
     wait_until(process, lambda: run.read().attempt == attempt)
-    delay_s = chance.uniform(0.0, 3.0 if ranks > 1 else 0.5)
+    delay_s = chance.uniform(0.0, 1.5 if ranks > 1 else 0.5)  # later, four ranks may be done
     time.sleep(delay_s)
     kill(process, run.path, everything, chance)
     print(f"seed {seed}, {ranks} ranks: killed {delay_s:.2f} s after the attempt had begun")

@@ -23,7 +23,7 @@ from lockstep import Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.data.order import Order, dropout_seed, sample_rng
-from lockstep.data.reader import generators, sample_words
+from lockstep.data.reader import draw_keys, generators
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context
 from lockstep.hardware.world import World
@@ -130,9 +130,12 @@ def _item(dataset: Any, epoch: int, index: int) -> Any:
     """Sample ``index``, whose draws depend on the seed, the epoch and the index."""
     if isinstance(dataset, Subset) and hasattr(dataset.dataset, "sample"):
         return dataset.dataset.sample(dataset.indices[index], sample_rng(SEED, epoch, index))
-    for generator, word in zip(generators(), sample_words(SEED, epoch, np.array([index]))[0], strict=True):
-        generator.seed(word)
-    return dataset[index]
+    python, keys = generators()[0], draw_keys(SEED, epoch, np.array([index]), 0)[:1]
+    python.enter()
+    for generator in generators():
+        generator.seed(generator.starts(keys)[0])
+    item = dataset[index]
+    return _item(dataset, epoch, index) if python.run_out() else item
 
 
 def _validation_loss(task: Any, model: nn.Module, dataset: Any) -> float:

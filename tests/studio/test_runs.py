@@ -118,7 +118,7 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
 def test_kill_9_of_the_studio_changes_nothing_for_a_run(tmp_path: Path) -> None:
     with start_studio(tmp_path, "--task", TOY) as first:
         port = first.address.port
-        first.address.post("/api/runs", body(["cpu"], 0.01, id="run-00000002"), 202)
+        first.address.post("/api/runs", body(["cpu"], 0.05, id="run-00000002"), 202)
         first.address.wait_for_step("run-00000002", 1)
         first.kill()
     with start_studio(tmp_path, "--task", TOY, port=port) as second:
