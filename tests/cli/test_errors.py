@@ -161,6 +161,7 @@ def test_a_full_disk_under_the_output_is_one_error(arguments: list[str], tmp_pat
         (["train", "har", "--set", "training.gradient_clip_val=1"], "did you mean training.max_grad_norm"),
         (["train", "har", "--set", "trainer.max_epochs=1"], "did you mean training"),
         (["train", "har", "--set", "logging.wandb=true"], "did you mean telemetry"),
+        (["train", "har", "--device", "cpu"], "did you mean --devices?"),
         (["train", "har", "--compile"], "use --set training.compile=true"),
         (["train", "har", "--gradient-accumulation-steps", "2"], "use --set training.accumulate=VALUE"),
         (["train", "har", "--gpu-ids", "0", "1"], "write a list with commas: --gpu-ids 0,1"),

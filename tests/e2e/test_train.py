@@ -172,7 +172,8 @@ def test_a_killed_rank_is_reported_once_and_the_run_goes_on(reference: Path, tmp
 
 
 def test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks(tmp_path: Path) -> None:
-    train(tmp_path, "--devices", "cpu,cpu", "--set", "task.nan_at=2", "--log-interval", "1")
+    output = train(tmp_path, "--devices", "cpu,cpu", "--set", "task.nan_at=2", "--log-interval", "1")
+    assert output.count("warning: 1 step skipped without a finite gradient") == 1
     rows = RunDir.open(tmp_path / "run").steps()
     assert rows[0]["skipped_steps"] == 0
     assert rows[-1]["skipped_steps"] == 1

@@ -222,6 +222,25 @@ class Counted(Scores):
         return Rows()
 
 
+class Wrapped:
+    """An object of one's own with torchmetrics inside, one made before and one for each batch."""
+
+    def __init__(self) -> None:
+        self.metrics, self.batches = {"auroc": [BinaryAUROC()]}, list[float]()
+
+    def update(self, scores: Tensor, labels: Tensor) -> None:
+        self.metrics["auroc"][0].update(scores, labels)
+        self.batches.append(float(BinaryAccuracy()(scores, labels)))
+
+    def compute(self) -> dict[str, Any]:
+        return {"auroc": self.metrics["auroc"][0].compute(), "accuracy": sum(self.batches) / len(self.batches)}
+
+
+class WithWrapped(Scores):
+    def metrics(self) -> Any:
+        return Wrapped()
+
+
 class Boxes(Scores):
     """Rows that are no tensors; some metrics of every kind of number."""
 
@@ -269,12 +288,13 @@ class LossAlone(Task):
 def of_own_types(rank: int, ranks: int) -> list[dict[str, Any]]:
     """With as many ranks as three, one of them has no chunk."""
     torch.set_num_threads(1)
-    return [run(rank, ranks, 7, 4, task) for task in (Boxes(), Merged(), LossAlone())]
+    return [run(rank, ranks, 7, 4, task) for task in (Boxes(), Merged(), LossAlone(), WithWrapped())]
 
 
 def test_rows_of_any_type_come_in_index_order(of_three: tuple[Any, ...]) -> None:
     alone = of_own_types(0, 1)
-    boxes, merged, loss = alone
+    boxes, merged, loss, wrapped = alone
+    assert wrapped.keys() == {"loss", "auroc", "accuracy"}
     assert isinstance(boxes["agree"], float) and isinstance(boxes["flag"], float) and type(boxes["half"]) is float
     assert (boxes["agree"], boxes["flag"], boxes["half"]) == (1.0, 1.0, 0.5) and boxes["nothing"] != boxes["nothing"]
     assert repr(merged) == repr(boxes)

@@ -530,6 +530,9 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
     for row, same in zip(rows, alone, strict=True):
         assert row["val_loss"] == row["val_clean_loss"] == same["val_loss"]
         assert row["val_noisy_loss"] != row["val_loss"]
+        assert [name for name in row if name.startswith("val_") and name.endswith("_loss")] == [
+            "val_clean_loss", "val_noisy_loss", "val_loss"
+        ]  # fmt: skip
         assert 0 <= row["val_noisy_accuracy"] <= 1
     assert run.read().best_metric["val_noisy_accuracy"] == max(row["val_noisy_accuracy"] for row in rows)
     with pytest.raises(DataError, match="'a b' is not a name for a validation set"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from torch import nn
 
+import lockstep
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
 from lockstep.config.load import remember
 from lockstep.errors import TaskError
 from lockstep.tasks.registry import configured, find_task, make_task
+from tests.conftest import cli_environment
 from tests.gloo import ROOT
 
 FILE = """
@@ -128,6 +133,40 @@ def test_a_model_is_no_task(here: Path) -> None:
     (here / "mine.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
     with pytest.raises(TaskError, match=r"Net is not a task[\s\S]*it is a model[\s\S]*Net\(\.\.\.\)"):
         find_task("mine.py:Net")
+
+
+def test_what_inherits_from_nothing_is_no_task() -> None:
+    class Duck:
+        datasets = model = loss = None
+
+    for given in (Duck, Duck(), nn.Linear(2, 2), 3):
+        with pytest.raises(TaskError, match=r"(Duck|Linear|int) is not a task"):
+            lockstep.plan(given)  # type: ignore[arg-type]
+
+
+def test_a_task_without_a_loss_is_told_so_and_its_defaults_may_have_dotted_keys(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, end = FILE.index("    def loss"), FILE.index("    def distance")
+    incomplete = (FILE[:start] + FILE[end:]).replace(
+        "class First(lockstep.Task):",
+        "class First(lockstep.Task):\n    defaults = {'training.batch_size': 2, 'training': {'epochs': 3}}",
+    )
+    (here / "mine.py").write_text(incomplete)
+    assert main(["train", "mine.py:First", "--devices", "cpu", "--save-dir", "run"]) == 2
+    said = capsys.readouterr()
+    assert "error: the task First has no loss()" in said.err and "Traceback" not in said.err
+    assert "3 epochs × 4 steps" in said.out
+
+
+def test_a_crash_of_native_code_on_one_device_shows_its_line(here: Path) -> None:
+    crash = "        import ctypes\n        ctypes.string_at(0)  # here\n"
+    before, loss, after = FILE.partition("    def loss(self, model, batch):\n")
+    (here / "mine.py").write_text(before + loss + crash + after)
+    command = [sys.executable, "-m", "lockstep", "train", "mine.py:First", "--devices", "cpu"]
+    done = subprocess.run(command, env=cli_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "mine.py" in done.stderr and "in loss" in done.stderr
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_the_line_of_the_file(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torchmetrics import Metric, MetricCollection
@@ -9,9 +11,15 @@ from torchmetrics import Metric, MetricCollection
 __all__ = ["Metric", "MetricCollection"]
 
 
-def switch_off_sync(metric: Metric) -> None:
-    """``metric`` computes from its own states, without a collective."""
-    metric.sync_on_compute = metric._to_sync = False
+@contextlib.contextmanager
+def without_sync() -> Iterator[None]:
+    """Inside, every metric computes from its own states, without a collective."""
+    sync = Metric.sync
+    Metric.sync = lambda *arguments, **named: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Metric.sync = sync  # type: ignore[method-assign]
 
 
 def defaults(metric: Metric) -> dict[str, Any]:

@@ -6,6 +6,8 @@ answers at once.
 
 from __future__ import annotations
 
+import difflib
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -104,6 +106,8 @@ for _position, (_verb, _group, _help) in enumerate(VERBS):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, the words after ``lockstep``; returns its exit code."""
     tokens = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code ends the process without another word
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch passes each rank its local rank as an argument too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
@@ -158,13 +162,15 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         what = f"more words than the command takes: {' '.join(unused)}"
         listed = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
         return UsageError(what, fix="write a list with commas: --gpu-ids 0,1" if listed else _help_of(tokens))
+    what, asked, suggestion = str(error).strip().partition(" Did you mean ")
     if isinstance(error, UnknownOptionError):
         from lockstep.config.load import key_for
 
-        if (key := key_for(str(error.token.keyword))) is not None:
+        option = str(error.token.keyword)
+        is_typo = difflib.SequenceMatcher(None, option, suggestion.rstrip("?")).ratio() > 0.9
+        if not is_typo and (key := key_for(option)) is not None:
             value = "true" if key == "training.compile" else "VALUE"
-            return UsageError(f"unknown option {error.token.keyword}", fix=f"use --set {key}={value}")
-    what, asked, suggestion = str(error).strip().partition(" Did you mean ")
+            return UsageError(f"unknown option {option}", fix=f"use --set {key}={value}")
     return UsageError(what[:1].lower() + what[1:], fix=f"did you mean {suggestion}" if asked else _help_of(tokens))
 
 

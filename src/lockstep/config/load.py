@@ -81,7 +81,7 @@ _PEER_NAMES = {
     "training.early_stopping_patience": "patience early_stopping",
     "training.reproducibility": "deterministic",
     "optimizer.lr": "learning_rate base_lr",
-    "hardware.selected_devices": "devices gpus num_gpus",
+    "hardware.selected_devices": "device devices gpus num_gpus",
     "hardware.precision": "mixed_precision",
     "scheduler.name": "lr_scheduler lr_scheduler_type",
     "scheduler.warmup_epochs": "warmup_ratio",

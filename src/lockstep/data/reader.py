@@ -444,7 +444,8 @@ class Reader:
             if none:
                 what, fix = f"sample {none[0]} of {name} is None", "leave it out with select()"
             elif items is not None:
-                fix = "make their shapes equal in the data set, or write Task.collate (or pass collate=)"
+                fix = "return tensors, arrays or numbers" if isinstance(error, TypeError) else "make their shapes equal"
+                fix += " in the data set, or write Task.collate (or pass collate=)"
             raise SampleError(what, why=_told(error), fix=fix) from error
 
 

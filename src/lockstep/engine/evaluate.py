@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -144,7 +145,8 @@ def evaluate(
             for chunk in chain.from_iterable(zip(*collectives.gather(waiting) or (), strict=True)):
                 if chunk is not None:
                     total, count = total + chunk[0], count + chunk[1]
-                    take(chunk[2])
+                    with _without_sync():
+                        take(chunk[2])
             waiting.clear()
 
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
@@ -160,11 +162,14 @@ def evaluate(
             send()
             states.put()
         if merges and metrics is not None:
-            metrics.update(*task.merge(merged))
+            rows = task.merge(merged)
+            with _without_sync():
+                metrics.update(*rows)
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
-            values = metrics.compute()
+            with _without_sync():
+                values = metrics.compute()
             # A single metric has its class's name, as in a MetricCollection.
             values = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
             result = {"loss": total / count if count else math.nan, **{k: _number(v) for k, v in values.items()}}
@@ -222,17 +227,23 @@ def train_mode(model: nn.Module) -> None:
 
 
 def _own_metrics(task: Task) -> Metrics:
-    """The task's metrics; torchmetrics' with their own synchronisation off: rank 0 alone has seen rows, and all."""
     metrics = task.metrics()
-    if isinstance(metrics, nn.Module | dict):
-        from lockstep._compat import torchmetrics  # takes longer than many first steps, and the task has imported it
+    if isinstance(metrics, dict):
+        from lockstep._compat.torchmetrics import MetricCollection
 
-        if isinstance(metrics, dict):
-            metrics = torchmetrics.MetricCollection(metrics)
-        for module in metrics.modules():
-            if isinstance(module, torchmetrics.Metric):
-                torchmetrics.switch_off_sync(module)
+        return MetricCollection(metrics)
     return metrics
+
+
+@contextlib.contextmanager
+def _without_sync() -> Iterator[None]:
+    """Metrics of torchmetrics, also those in a task's own object, do not sync: rank 0 alone has seen rows, and all."""
+    with contextlib.ExitStack() as stack:
+        if "torchmetrics" in sys.modules:  # to import it takes longer than many first steps
+            from lockstep._compat.torchmetrics import without_sync
+
+            stack.enter_context(without_sync())
+        yield
 
 
 class _States:

@@ -159,6 +159,7 @@ class RunLog:
         self._interval = self._epoch = self._speed.mark()
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
+        self._has_warned = False
         self._ranks = RankWatch(rank, timed, self._speed, state.step)
         self.pause()
 
@@ -240,6 +241,7 @@ class RunLog:
         loss, items = (now - before for now, before in zip(sums, self._interval_sums, strict=True))
         speed = self._speed.since(self._interval)
         counts_more = speed.seconds > 0 and items > 1.001 * speed.samples_per_s * speed.seconds
+        self._warn_of_skipped(skipped)
         state.skipped_steps = skipped
         if items or not is_empty:
             row = StepLogged(
@@ -263,6 +265,14 @@ class RunLog:
         if self._rank.writer is not None:
             self._rank.writer.poll()
         self._check_skipped()
+
+    def _warn_of_skipped(self, skipped: int) -> None:
+        """Once in an attempt; with a scaled loss, steps are skipped until the scale fits."""
+        new = skipped - self.state.skipped_steps
+        if new and not self._has_warned and self._rank.plan.placement["precision"] != "16-mixed":
+            self._has_warned = True
+            text = f"{many(new, 'step')} skipped without a finite gradient: the loss, or an input, is NaN or infinite."
+            self._rank.note("steps_skipped", f"{text} --set debug.detect_anomaly=true finds the operator.", "warning")
 
     def _check_skipped(self) -> None:
         """Refuse to continue when too many steps had no finite gradient. Equal on all ranks: all raise, or none."""

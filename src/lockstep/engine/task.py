@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from lockstep.engine.state import TrainState
-from lockstep.errors import UnsupportedError
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.events import Sound
 
 if TYPE_CHECKING:
@@ -163,8 +163,16 @@ class _LossOnly:
         return {}
 
 
+def _undefined(task: Task, method: str) -> TaskError:
+    return TaskError(
+        f"the task {type(task).__name__} has no {method}()",
+        why="its methods datasets, model and loss return the data, the model and the loss",
+        fix=f"define {method}() in the class",
+    )
+
+
 class Task:
-    """Subclass this, or write a class with the same methods.
+    """Subclass this, and define :meth:`datasets`, :meth:`model` and :meth:`loss`.
 
     Args:
         config: the task's own settings; ``None`` takes the defaults of ``Config``.
@@ -188,13 +196,13 @@ class Task:
         """Make or fetch the data; called once per node, before any data set is opened."""
 
     def datasets(self) -> Datasets:
-        raise NotImplementedError
+        raise _undefined(self, "datasets")
 
     def model(self) -> nn.Module:
-        raise NotImplementedError
+        raise _undefined(self, "model")
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        raise NotImplementedError
+        raise _undefined(self, "loss")
 
     # Optional from here on.
 

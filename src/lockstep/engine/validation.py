@@ -60,7 +60,7 @@ class Validation:
             found = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in others}
             values = self._evaluate(self._datasets.val, self._chunks)
             self._show()
-        found |= {f"{name}_": values for name in [*self._datasets.named][:1]} | {"": values}
+        found = {f"{name}_": values for name in [*self._datasets.named][:1]} | found | {"": values}
         return {
             f"val_{prefix}{metric}": value
             for prefix, of_set in found.items()

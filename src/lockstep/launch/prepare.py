@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import class_paths, merge, remember
+from lockstep.config.load import class_paths, merge, nested, remember
 from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
 from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.strategies.stages import stages_of
@@ -25,7 +25,7 @@ from lockstep.hardware.resolve import divide_if_needed
 from lockstep.launch.local.environment import NAMED_THREADS
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
-from lockstep.tasks.registry import configured, find_task, make_task
+from lockstep.tasks.registry import configured, find_task, make_task, task_class
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ def settle(
         kind, built = type(task), configured(task)
     else:
         task = task or str(named.get("name", "har"))
-        kind = task if isinstance(task, type) else find_task(task)
+        kind = find_task(task) if isinstance(task, str) else task_class(task if isinstance(task, type) else type(task))
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     # The run is resumed and exported in other folders than this one.
     paths = {key: str(value.absolute()) for key, value in built.config if isinstance(value, Path)}
     section = {"name": _absolute(name), **built.config.model_dump(mode="json"), **paths}
-    whole = resolve(kind.defaults, {**given, "task": section})
+    whole = resolve(nested(kind.defaults), {**given, "task": section})
     if whole.data.data_dir is not None:
         data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
         whole = whole.model_copy(update={"data": data})

@@ -55,7 +55,8 @@ def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[P
         else:
             run = find_run(ref, runs_dir)
             runs.setdefault(run.path, read_run(run))
-    names = labels([{"name": run.record.name, "id": run.record.id} for run in runs.values()])
+    known = ({"name": run.record.name, "location": path.name, "id": run.record.id} for path, run in runs.items())
+    names = labels([*known])
     return [replace(run, label=label) for run, label in zip(runs.values(), names, strict=True)], benches
 
 

@@ -41,7 +41,11 @@ def find_task(name: str) -> type[Task]:
             why=f"the built-in ones are {', '.join(sorted(BUILT_IN))}",
             fix=f"did you mean {close[0]}?" if close else "name one of these, or your own as my_file.py:MyTask",
         )
-    found = find_class(where)
+    return task_class(find_class(where), where)
+
+
+def task_class(found: type, where: str = "") -> type[Task]:
+    """``found`` as a task; ``where``: what names it."""
     if issubclass(found, Task):
         return found
     if inherits(found, "LightningModule"):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from lockstep.errors import many
 from lockstep.events import EpochEnded, Evaluated, Event, Note, Restarted, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
         _rates(event),
         "" if seconds_left is None else f"{duration(seconds_left)} left",
         *(f"{name} {number(value)}" for name, value in event.scalars.items()),
-        f"{event.skipped_steps} steps skipped" if event.skipped_steps else "",
+        f"{many(event.skipped_steps, 'step')} skipped" if event.skipped_steps else "",
     )
 
 

@@ -150,8 +150,8 @@ def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None)
 
 
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The name of each run, or its id; both where several have the same."""
-    names = [one["name"] or one["id"] for one in summaries]
+    """The name of each run, or its folder's, by default its id; with the id where several have the same."""
+    names = [one["name"] or one["location"] for one in summaries]
     pairs = zip(names, summaries, strict=True)
     return [f"{name} ({one['id']})" if names.count(name) > 1 else name for name, one in pairs]
 
