@@ -142,15 +142,10 @@ class Session:
         Raises:
             TaskError: something else, such as a ``DataLoader``; or the loop has begun.
         """
-        from lockstep._compat.torch import broadcast_module, check_shapes
-
         if self._loop.training is not None:
             raise TaskError("prepare() was called after the first batch", fix="call it before the loop")
         for name, thing in [*((None, thing) for thing in things), *named.items()]:
-            module = self._loop.prepared.add(thing, name)
-            if module is not None and self.size > 1:
-                check_shapes(list(module.parameters()))
-                broadcast_module(module)
+            self._loop.prepared.add(thing, name)
         found = (*things, *named.values())
         return found[0] if len(found) == 1 else found
 
@@ -294,7 +289,7 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The run's precision, for the forward pass; nothing where it is 32."""
-        return self._loop.autocast()
+        return self._loop.prepared.autocast()
 
     @property
     def generator(self) -> torch.Generator:

@@ -116,13 +116,14 @@ def report_skipped(rank: RankContext, known: int) -> int:
 
 def record_samples(
     rank: RankContext, state: TrainState, indices: Callable[[Request], NDArray[np.int64]]
-) -> Callable[[Window], None]:
-    """Appends the indices of this rank's samples to its file (``telemetry.record_samples``), before their step."""
+) -> Callable[..., None]:
+    """Appends the indices of this rank's samples, and other ``fields``, to its file (``telemetry.record_samples``)."""
     file = JsonLines(rank.run_dir.samples_file(rank.world.rank))
 
-    def record(window: Window) -> None:
+    def record(window: Window, **fields: Any) -> None:
         found = [i for request in window.requests if not request.ghost for i in indices(request).tolist()]
-        file.append({"attempt": rank.attempt, "step": state.step + 1, "epoch": window.epoch + 1, "indices": found})
+        place = {"attempt": rank.attempt, "step": state.step + 1, "epoch": window.epoch + 1, **fields}
+        file.append({**place, "indices": found})
 
     return record
 

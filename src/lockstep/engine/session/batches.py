@@ -10,25 +10,19 @@ from typing import Any
 from lockstep.data.arrays import by_row, is_stream
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
-from lockstep.data.requests import Request, Source, Window, readable, windows
+from lockstep.data.requests import Source, Window, windows
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.fit import TimedBatches
+from lockstep.engine.run_log import record_samples
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import check_dataset, collate_of, data_settings, examined, same_data, training_source
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.telemetry.files import JsonLines
 
 
 def length(dataset: Any) -> int | None:
     """``None``: of a stream."""
     return None if is_stream(dataset) else len(dataset)
-
-
-def fingerprint(dataset: Any, *, skips: bool) -> str:
-    """Length and a hash of some samples; ``skips``: one that cannot be read is not an error."""
-    return examined(dataset, skips=skips)[0]
 
 
 class ByRow:
@@ -79,36 +73,37 @@ class DataFeed:
     """Batches of ``datasets.train`` in the order of the run, for one rank; ``accumulate``: as the plan, or otherwise.
 
     Each loop of an epoch, by its ``number``, has another order. ``planned``: the plan was made with these data.
+    Collective: others are compared.
     """
 
     def __init__(
         self, training: Training, task: Task, datasets: Datasets, accumulate: int | None, number: int, *, planned: bool
     ) -> None:
         rank, train = training.rank, datasets.train
-        plan = rank.plan
+        plan, batch = rank.plan, rank.plan.batch
         task.data = data_settings(rank.config)
         if number and training.reshuffles:
             plan = plan.model_copy(update={"seed": derive_key("loop", plan.seed, number)})
-        batch = plan.batch if planned else plan.batch.model_copy(update={"samples": len(train)})
-        if batch.lanes is None and accumulate not in (None, batch.accumulate):
-            share = -(-batch.global_batch // batch.ranks)
-            batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
         skipped = rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl"
         if planned:
             source = training_source(task, datasets, plan, skipped)
         else:
+            if rank.world.size > 1:
+                check_alike(examined(train, skips=training.skips)[0], rank.collectives)
+            batch = batch.model_copy(update={"samples": len(train)})
             order, left_out = Order(len(train), plan.seed), skipped if training.skips else None
             source = Source(train, collate_of(task), plan.seed, order, plan.order.lanes, left_out)
+        if batch.lanes is None and accumulate not in (None, batch.accumulate):
+            share = -(-batch.global_batch // batch.ranks)
+            batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
         arrangement = rank.config.debug.trace
         self.source = source if arrangement == "off" else replace(source, arrangement=arrangement)
-        self._training, self._batch = training, batch
-        self.steps_per_epoch = batch.steps_per_epoch
+        self._training, self._batch, self.steps_per_epoch = training, batch, batch.steps_per_epoch
         self._loader: Any = None
         self._batches = TimedBatches(iter(()))
         self._next = (-1, -1)
         records = rank.config.telemetry.record_samples
-        self._samples = JsonLines(rank.run_dir.samples_file(rank.world.rank)) if records else None
-        self._arrive = arrival(rank.device)
+        self._record = record_samples(rank, training.state, self.source.indices) if records else None
 
     def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
         rank = self._training.rank
@@ -125,15 +120,11 @@ class DataFeed:
         batches = self._at(epoch, position)
         for window in self._windows(epoch, position, epoch + 1):
             training.begin_window(window, self._batch.split)
-            if self._samples is not None:
-                self._record(window, self._samples)
+            if self._record is not None:
+                self._record(window, stage=training.stage)
             is_done = False
             try:
-                for place, request in enumerate(window.requests):
-                    # In place of a batch without readable samples comes one that counts nothing.
-                    request, batch = readable(request, next(batches))
-                    with training.micro_batch(request, place):
-                        yield self._arrive(batch)
+                yield from training.micro_batches(window.requests, batches)
                 is_done = True
             finally:
                 if is_done or training.has_stepped:  # the loop may be left after a step
@@ -151,27 +142,16 @@ class DataFeed:
             raise UnsupportedError("again() has no batches of iterable data", why="they are read once")
         requests = training.begin_again()
         try:
-            for place, request in enumerate(requests):
-                request, batch = readable(request, self.source.batch(request))
-                with training.micro_batch(request, place, again=True):
-                    yield self._arrive(batch)
+            yield from training.micro_batches(requests, map(self.source.batch, requests), again=True)
         finally:
             training.place = len(requests) - 1
-
-    def _record(self, window: Window, file: JsonLines) -> None:
-        """Append the indices of this rank's samples to its file (``telemetry.record_samples``)."""
-        indices = [i for r in window.requests if not r.ghost for i in self.source.indices(r).tolist()]
-        place = {"attempt": self._training.rank.attempt, "step": self._training.state.step + 1}
-        file.append({**place, "epoch": window.epoch + 1, "stage": self._training.stage, "indices": indices})
 
     def _at(self, epoch: int, position: int) -> TimedBatches:
         """The batches from there on; the loader before ends, unless it is there."""
         if self._next != (epoch, position):
             self.close()
             plan, me = self._training.rank.plan, self._training.rank.world.rank
-            requests: Iterator[Request] = chain.from_iterable(
-                window.requests for window in self._windows(epoch, position, plan.epochs)
-            )
+            requests = chain.from_iterable(window.requests for window in self._windows(epoch, position, plan.epochs))
             self._loader = make_loader(self.source, requests, plan.loader, me, largest=self._batch.batch_size)
             self._batches = TimedBatches(self._loader)
         self._next = (-1, -1)

@@ -12,37 +12,41 @@ from lockstep.data.reader import Collate
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_host
 from lockstep.engine.evaluate import Evaluator, check_rows
-from lockstep.engine.optim.precision import Precision, autocast
+from lockstep.engine.optim.precision import Precision
 from lockstep.planning import LoaderPlan, Plan
 from lockstep.telemetry.heartbeat import Activity, pulse
 
 _UNPLANNED = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
 
 
-def evaluator_of(plan: Plan | None, collectives: Collectives, device: torch.device, **place: Any) -> Evaluator:
-    """In full precision, since the loop casts; ``plan``: ``None`` before the first loop over batches."""
-    loader, full = _UNPLANNED if plan is None else plan.loader, Precision("32", device, 1.0)
-    return Evaluator(collectives, device, full, loader, ghosts=plan is not None and plan.sharded, **place)
-
-
 def predicted_rows(
-    evaluator: Evaluator, model: nn.Module, data: tuple[Any, Collate], predict: Callable[[Any], Any], precision: str
+    model: nn.Module,
+    data: tuple[Any, Collate],
+    predict: Callable[[Any], Any],
+    precision: str,
+    plan: Plan | None,
+    collectives: Collectives,
+    device: torch.device,
+    **place: Any,
 ) -> Iterator[tuple[Any, ...]]:
     """What ``predict(batch)`` returns for each batch of ``data``, in index order, on every rank. Collective.
 
     The batches are the same for any number of ranks. Modules are in evaluation mode, and random generators, gradients
-    and modes are afterwards as they were.
+    and modes are afterwards as they were. ``plan``: ``None`` before the first loop over batches; ``place``: of
+    :class:`Evaluator`.
     """
+    how = Precision(precision, device, 1.0), _UNPLANNED if plan is None else plan.loader
+    evaluator = Evaluator(collectives, device, *how, ghosts=plan is not None and plan.sharded, **place)
     with evaluator.walk(model, *data) as batches:
         for request, batch in batches:
             found = None
             if request.size:
-                with torch.no_grad(), autocast(precision, evaluator.device):
+                with torch.no_grad(), evaluator.precision.autocast():
                     rows = predict(batch)
                 rows = rows if isinstance(rows, (tuple, list)) else (rows,)
                 check_rows(rows, request.size, "predict(batch)")
                 found = None if request.ghost else tuple(to_host(rows))
-            for rows in evaluator.collectives.all_gather(found):
+            for rows in collectives.all_gather(found):
                 if rows is not None:
                     pulse.at(Activity.EVALUATING)
                     yield rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep._compat.torch import (
+    broadcast_module,
+    check_shapes,
     compiled_in_place,
     differ,
     has_scaled,
@@ -24,7 +27,7 @@ from lockstep._compat.torch import (
     within_wrapper,
 )
 from lockstep.engine.optim.optimizers import refuse_closure
-from lockstep.engine.optim.precision import cast
+from lockstep.engine.optim.precision import autocast, cast
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
@@ -65,11 +68,12 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 class Prepared:
     """Modules, optimizers and schedulers by name: ``model``, ``optimizer``, ``scheduler``, the next ones ``model_2``.
 
-    Modules are moved to ``device`` in place, so that optimizers keep their parameters, and cast to ``precision``.
+    Modules are moved to ``device`` in place, so that optimizers keep their parameters, cast to ``precision``, and get
+    the weights of rank 0 where there are ``several`` ranks.
     """
 
-    def __init__(self, device: torch.device, precision: str) -> None:
-        self._device, self._precision = device, precision
+    def __init__(self, device: torch.device, precision: str, *, several: bool) -> None:
+        self._device, self._precision, self._several = device, precision, several
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
@@ -77,12 +81,8 @@ class Prepared:
         #: Parameters of modules that were chosen before, with the modules.
         self._chosen: dict[tuple[int, ...], tuple[list[nn.Module], list[nn.Parameter]]] = {}
 
-    def add(self, thing: Any, name: str | None = None) -> nn.Module | None:
-        """Take a module, an optimizer or a scheduler; the module, if it is one that was not known.
-
-        Raises:
-            TaskError: it is something else, or cannot be trained.
-        """
+    def add(self, thing: Any, name: str | None = None) -> None:
+        """Take a module, an optimizer or a scheduler. Collective. Raises :class:`TaskError`: it cannot be trained."""
         kinds = {"model": nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
         kind = next((kind for kind, of in kinds.items() if isinstance(thing, of)), None)
         if kind is None:
@@ -98,7 +98,7 @@ class Prepared:
                 )
         known: dict[str, Any] = getattr(self, f"{kind}s")
         if any(thing is one for one in known.values()):
-            return None
+            return
         name = name or (f"{kind}_{len(known) + 1}" if known else kind)
         if not name.isidentifier() or name in {*self.models, *self.optimizers, *self.schedulers}:
             raise TaskError(
@@ -113,17 +113,23 @@ class Prepared:
             )
         if kind == "model":
             thing, self._container = cast(thing.to(self._device), self._precision), None
+            if self._several:
+                check_shapes(list(thing.parameters()))
+                broadcast_module(thing)
         elif kind == "optimizer":
             refuse_closure(type(thing))
             note_step(thing)
         known[name] = thing
-        return thing if kind == "model" else None
 
     def container(self) -> nn.Module:
         """The model, or all of them as one module."""
         if self._container is None:
             self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
         return self._container
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What the forward pass runs in."""
+        return autocast(self._precision, self._device)
 
     def divided(self, rank: RankContext) -> Shards | None:
         """Recompute activations, and divide the models among the ranks, where the plan asks for that. Collective."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.fsdp import ShardedModel, divide, through
 from lockstep.engine.strategies.partition import Undivided
@@ -49,6 +50,11 @@ class Shards:
         own = copy.copy(self._models[0])
         own.parameters = lambda: [p for group in optimizer.param_groups for p in group["params"]]  # type: ignore[method-assign]
         return own
+
+    def whole(self, content: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+        """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective."""
+        found: dict[str, Any] = gathered(content, keep=keep)
+        return found
 
     @contextmanager
     def silent(self) -> Iterator[None]:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
+from lockstep._compat import torch as _compat
 from lockstep._compat.torch import differ, foreach_mul_, guard_step, versions
 from lockstep.data.requests import Request
+from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
-from lockstep.engine.strategies.base import Flags, Reduced
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, StepSums
 from lockstep.engine.strategies.ddp import BUCKET_BYTES, GradientBuckets, pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
-from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler
 from lockstep.engine.trained import is_mean
 from lockstep.errors import TaskError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lockstep.engine.session.sharding import Shards
 
 #: In the tail of the last bucket: what ``pack`` gives, then calls that touched, its square, and unused gradients.
 NUMBERS = len(pack(0.0, 0.0, Flags())) + 3
@@ -67,27 +69,30 @@ class Stepper:
     A step's gradient is Σ totals / Σ counts, over ranks and micro-batches, of the calls since the step before that
     reached this optimizer's parameters on any rank.
 
-    ``group`` is of all ranks, for gradients alone; ``None`` on one rank, where lanes are summed, and of ``divided``
-    models, whose backward passes reduce their gradients. ``look``: as for :class:`GradientBuckets`.
+    ``group`` is of all ranks, for gradients alone; ``None`` on one rank, where lanes are summed, and of ``shards``,
+    whose backward passes reduce their gradients. ``look``: as for :class:`GradientBuckets`.
     """
 
     def __init__(
         self,
         name: str,
         rank: RankContext,
-        models: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
+        prepared: Prepared,
         precision: SharedPrecision,
         look: Callable[[], None],
         group: dist.ProcessGroup | None,
-        divided: Divided | None,
+        shards: Shards | None,
     ) -> None:
-        self.name, self.optimizer, self._rank, self._device = name, optimizer, rank, rank.device
-        self._look, self._group, self._divided, self._scheduler = look, group, divided, scheduler
+        self.name, self.optimizer, self._rank, self._device = name, prepared.optimizers[name], rank, rank.device
+        optimizer, self._look, self._group = self.optimizer, look, group
+        self._divided = None if shards is None else shards.of(optimizer)
+        self._sums = None if shards is None else StepSums(rank.device)
+        schedulers = [one for one in prepared.schedulers.values() if one.optimizer is optimizer]
+        self._scheduler = schedulers[-1] if schedulers else None
         self._max_norm = rank.config.training.max_grad_norm
-        steps = None if scheduler is None else Scheduler(scheduler, "step")
-        self.update = Update(Owned(models, optimizer), optimizer, None, precision, self._max_norm, divided, steps)
+        steps = None if self._scheduler is None else Scheduler(self._scheduler, "step")
+        trained = Owned(prepared.container(), optimizer)
+        self.update = Update(trained, optimizer, None, precision, self._max_norm, self._divided, steps)
         #: The calls since the step before; the first ones are of earlier micro-batches of the window.
         self.calls: list[_Call] = []
         self._earlier = 0
@@ -125,7 +130,7 @@ class Stepper:
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._trained = [p for p in self._parameters if p.requires_grad]
         if self._rank.plan.reproducibility == "exact":
-            self._lanes = lane_sums(self._rank, self._trained)
+            self._lanes = LaneSums(self._trained, None, self._device, self._rank.world)
         if self._group is not None:
             cap = self._rank.config.distributed.bucket_cap_mb
             cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
@@ -233,6 +238,24 @@ class Stepper:
             )
         self._forget()
 
+    def check_ready(self) -> None:
+        """Raise :class:`TaskError` where a step would have no gradient, or a part of one."""
+        self.notice_clearing()
+        if not self.calls:
+            raise TaskError(
+                f"step({self.name}) without a backward() before it",
+                why="there is no gradient of this batch: backward() was not called, or the gradients were used or "
+                "cleared after it",
+                fix="call session.backward(total, count) before session.step(optimizer), and no optimizer.zero_grad() "
+                "between them",
+            )
+        if self.used_by is not None:
+            raise TaskError(
+                f"step({self.name}) has gradients of which step({self.used_by}) has used a part",
+                why="the two share parameters, and the rest is of an earlier loss",
+                fix=f"call {self.name}.zero_grad() before the backward() of its loss, or backward(..., models=...)",
+            )
+
     def share(self, name: str) -> None:
         """``name`` was stepped, which has parameters of this optimizer."""
         self.notice_clearing()
@@ -264,11 +287,8 @@ class Stepper:
         count = count.double() if isinstance(count, Tensor) else count
         return [*pack(total, count, flags), touched, touched * touched, unused]
 
-    def reduce(self, flags: Flags, request: Request, *, reads: bool) -> Reduced:
-        """Sum gradients and numbers over ranks and micro-batches. Collective.
-
-        ``request``: the last micro-batch of the window. ``reads``: read the flags, which waits for a GPU.
-        """
+    def reduce(self, flags: Flags, request: Request, step: int) -> Reduced:
+        """Sum gradients and numbers over ranks and micro-batches, the last of which is ``request``. Collective."""
         self._last = self._newest
         if self._lanes is not None:
             if self._has_reduced:
@@ -279,23 +299,22 @@ class Stepper:
                 )
             self._has_reduced = True
             self.end_micro_batch(request)
-            return self._read(self._lanes.take(self._lanes.total(*flags)), 1.0, reads)
-        if self._divided is not None:
-            sent = torch.zeros(2 + len(flags), dtype=torch.float64, device=self._device)
-            for place, number in enumerate((*self._local(), *flags)):
-                sent[place] = number
-            dist.all_reduce(sent)
-            return self._read(sent, float(self._rank.collectives.size), reads)
+            return self._lanes.reduced(flags, step)
+        if self._sums is not None:
+            self._sums.begin(flags)
+            self._sums.add(*self._local())
+            self._sums.send()
+            return self._sums.reduced(step, float(self._rank.collectives.size))
         if self._buckets is not None:
-            return self._reduce_buckets(self._buckets, flags, reads)
+            return self._reduce_buckets(self._buckets, flags, step)
         return Reduced(*self._local(), 1.0, flags)
 
-    def _reduce_buckets(self, buckets: GradientBuckets, flags: Flags, reads: bool) -> Reduced:
+    def _reduce_buckets(self, buckets: GradientBuckets, flags: Flags, step: int) -> Reduced:
         if not buckets.is_launched:
             buckets.launch(self._numbers(flags))
         used = [p.grad is not None for p in self._trained]
         tail = buckets.wait()
-        if not (reads or self._reads or self._device.type == "cpu"):
+        if not (self._reads or self._device.type == "cpu" or step % FLAG_INTERVAL == 0):
             # Zeros stand in for a gradient that no rank has, until numbers are read again.
             total, count, _ = unpack(tail[:-3].double())
             return Reduced(total, count, 1.0, None)
@@ -307,13 +326,6 @@ class Stepper:
         if self._rank.collectives.size * squares != touched**2:
             count = self._count_anywhere()
         return Reduced(total, count, 1.0, agreed)
-
-    def _read(self, numbers: Tensor, divisor: float, reads: bool) -> Reduced:
-        """Total, count and flags, where that does not wait for a GPU, or ``reads`` is set."""
-        if not reads and self._device.type != "cpu":
-            return Reduced(numbers[0], numbers[1], divisor, None)
-        total, count, *agreed = numbers.tolist()
-        return Reduced(total, count, divisor, Flags(*agreed))
 
     def _count_anywhere(self) -> float:
         """The count of calls that reached the parameters on some ranks only. Collective."""
@@ -355,34 +367,42 @@ class Stepper:
         self._forget()
 
 
-def lane_sums(rank: RankContext, parameters: Sequence[nn.Parameter], buffers: Any = None) -> LaneSums:
-    """The sums over lanes of ``reproducibility: exact``."""
-    return LaneSums(parameters, buffers, rank.device, rank.world)
-
-
 def build_steppers(
     rank: RankContext,
     prepared: Prepared,
     precision: SharedPrecision,
     look: Callable[[], None],
-    divided: Callable[[Optimizer], Divided] | None,
+    shards: Shards | None,
 ) -> dict[str, Stepper]:
     """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: sparse gradients on several ranks.
 
-    ``divided``: the part of divided models that an optimizer trains; ``None``: each rank has whole models.
+    The first one's update has the averages of all models.
     """
-    module, several = prepared.container(), rank.collectives.size > 1
-    exact = rank.plan.reproducibility == "exact"
+    module, several, exact = prepared.container(), rank.collectives.size > 1, rank.plan.reproducibility == "exact"
     check_sparse(module, reduced=several or exact)
-    by_buckets = several and not exact and divided is None
+    by_buckets = several and not exact and shards is None
     group = dist.new_group(backend=rank.plan.placement["backend"]) if by_buckets else None
-    schedulers = {id(scheduler.optimizer): scheduler for scheduler in prepared.schedulers.values()}
-    found = {}
-    for name, optimizer in prepared.optimizers.items():
-        part = None if divided is None else divided(optimizer)
-        how = schedulers.get(id(optimizer)), precision, look, group, part
-        found[name] = Stepper(name, rank, module, optimizer, *how)
+    how = rank, prepared, precision, look, group, shards
+    found = {name: Stepper(name, *how) for name in prepared.optimizers}
+    next(iter(found.values())).update.averages = Averages(rank.config.averaging, module, rank.plan.total_steps)
     return found
+
+
+def backward(
+    total: Tensor, precision: Precision, inputs: Any, how: Mapping[str, Any], *, counts: bool
+) -> Tensor | float:
+    """Run the backward pass of ``total``, whose gradients are zeros unless it ``counts``; its value, not read on a GPU.
+
+    ``inputs``: the parameters that get gradients, ``None``: all; ``how``: as of ``torch.autograd.backward``.
+    """
+    total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+    seed = precision.seed().to(total.dtype)
+    seed = seed if counts else torch.zeros_like(seed)
+    if inputs is None and not any(how.values()) and type(total) is Tensor:
+        _compat.backward(total, seed)
+    else:
+        torch.autograd.backward(total, seed, inputs=inputs, **how)
+    return total.item() if total.device.type == "cpu" else total.detach()
 
 
 def checked_loss(total: Any, count: Any, weight: Any, samples: int | None) -> tuple[Tensor, Any]:

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import backward, default_store
-from lockstep.data.order import dropout_seed
-from lockstep.data.requests import Request, Window
-from lockstep.data.stream import Stream
+from lockstep._compat.torch import default_store
+from lockstep.data.requests import Request, Window, readable
+from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
+from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
 from lockstep.engine.session.prepared import Beside, Prepared
-from lockstep.engine.session.saving import SessionCheckpoints, Stateful
-from lockstep.engine.session.stepper import SharedPrecision, Stepper, build_steppers, checked_loss, lane_sums
-from lockstep.engine.state import TrainState
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, SeededDraws
-from lockstep.errors import CollectiveError, TaskError, UnsupportedError
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.engine.session.saving import Resumed
+from lockstep.engine.session.stepper import SharedPrecision, Stepper, backward, build_steppers, checked_loss
+from lockstep.engine.strategies.base import Flags, Reduced, SeededDraws
+from lockstep.engine.strategies.exact import LaneSums
+from lockstep.errors import CheckpointError, CollectiveError, TaskError, UnsupportedError
 
 #: Windows of an attempt in which losses are checked to be sums.
 CHECKED_WINDOWS = 2
-
-
-def draws_before(seed: int, device: torch.device) -> SeededDraws:
-    """Before there is a :class:`Training`."""
-    return SeededDraws(seed, [device], everything=True)
 
 
 def outside_batches(call: str) -> TaskError:
@@ -43,8 +38,8 @@ def outside_batches(call: str) -> TaskError:
     )
 
 
-class Training:
-    """The prepared models and optimizers of one rank, and where its loop is.
+class Training(Saves):
+    """The prepared models and optimizers of one rank, where its loop is, and the checkpoints of both.
 
     Attributes:
         ranks: for calls between ranks that the loop makes.
@@ -52,51 +47,42 @@ class Training:
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
         is_cut: whether the run has ended within its epoch, which a resume continues.
-        stream: the data of the first loop, if they are one.
+        stream: the data of the first loop, if they are a :class:`.Stream`.
         reshuffles: whether the loops of an epoch have different orders.
         skips: whether samples that cannot be read are left out.
         scalars: what the loop has logged since the last row.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        prepared: Prepared,
-        registered: Mapping[str, Stateful],
-        state: TrainState,
-        made: Sequence[Any],
-        beside: Beside,
-    ) -> None:
-        self.rank, self.ranks, self.prepared, self.state = rank, rank.compared, prepared, state
-        self.made, self._beside = made, beside
-        self.module: nn.Module = prepared.container()
-        plan, size, exact = rank.plan, rank.collectives.size, rank.plan.reproducibility == "exact"
+    def __init__(self, rank: RankContext, prepared: Prepared, resumed: Resumed, beside: Beside) -> None:
+        self.rank, self.ranks, self.prepared, self.state = rank, rank.compared, prepared, resumed.state
+        self._resumed, self._beside = resumed, beside
+        module, plan, exact = prepared.container(), rank.plan, rank.plan.reproducibility == "exact"
         if plan.sync_batchnorm:
-            convert(self.module, None)
+            convert(module, None)
         self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         self._sharing = prepared.sharing()
-        divided = self._shards.of if self._shards else None
-        self.steppers = build_steppers(rank, prepared, self.precision, self.look_around, divided)
+        self.steppers = build_steppers(rank, prepared, self.precision, self.look_around, self._shards)
+        #: Of all models; the first optimizer's update saves and restores them.
+        self.averages = next(iter(self._updates())).averages
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         max_steps = rank.config.training.max_steps
-        timed = tuple if self._shards else self.module.parameters
-        self.log = RunLog(rank, state, timed, ends_at_total=max_steps is not None)
+        timed = tuple if self._shards else module.parameters
+        self.log = RunLog(rank, self.state, timed, ends_at_total=max_steps is not None)
         self.log.total = max_steps or self.log.total  # the plan knows of an epoch's first loop only
+        super().__init__(rank, self.log, module)
         #: By optimizer; the log has that of the first one.
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._losses[next(iter(self.steppers))] = self.log.losses
-        mode: Any = "exact" if exact else "ranks" if size > 1 else "alone"
+        mode: Any = "exact" if exact else "ranks" if rank.collectives.size > 1 else "alone"
         prefix = f"{next(iter(prepared.models))}." if len(prepared.models) == 1 else ""
-        self._buffers = Buffers(self.module, rank.device, mode, ("before session.prepare()", prefix))
+        self._buffers = Buffers(module, rank.device, mode, ("before session.prepare()", prefix))
         changing = exact and self._buffers.tensors("mean", "max", "once")
-        self._lanes = lane_sums(rank, (), self._buffers) if changing else None
-        self.draws = SeededDraws(plan.seed, [rank.device], everything=exact or state.draws_seeded)
+        self._lanes = LaneSums((), self._buffers, rank.device, rank.world) if changing else None
+        self.draws = SeededDraws(plan.seed, [rank.device], everything=exact or self.state.draws_seeded)
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
-        self._around = contextlib.ExitStack()
-        parts = self.module, self.steppers, self._buffers, self.draws
-        self.checkpoints = SessionCheckpoints(rank, self.log, *parts, registered, self._place)
-        self.stream: Stream | None = None
+        self._arrive, self._around = arrival(rank.device), contextlib.ExitStack()
+        self.stream: Any = None
         self.window: Window | None = None
         self.stage, self.loops, self.place, self._calls, self._checked = 0, 0, -1, 0, 0
         self.has_stepped, self.is_cut, self.is_ghost, self._is_unjudged = False, False, False, False
@@ -113,7 +99,6 @@ class Training:
 
     def begin_window(self, window: Window, split: Callable[[int], Any]) -> None:
         """``split``: the spans of each rank's micro-batches in a window of this loop."""
-        pulse.at(Activity.STEP, self.state.step)
         if self._sharing and (self._shards or self.rank.plan.reproducibility == "exact" or len(window.requests) > 1):
             raise UnsupportedError(
                 f"{' and '.join(self._sharing)} share parameters",
@@ -128,30 +113,33 @@ class Training:
         if self._lanes is not None:
             self._lanes.begin()
 
-    @contextlib.contextmanager
-    def micro_batch(self, request: Request, place: int, *, again: bool = False) -> Iterator[None]:
-        """One run of the loop's body, or of one over the same micro-batches ``again`` in the last of them."""
-        part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
-        self.place, self._calls, self.is_ghost = place, 0, request.ghost
-        self._buffers.rewind()
-        self.draws(self.state.step, part)
-        self._part, self._is_seeded = part, False
-        try:
-            if request.ghost:
-                self._around.enter_context(ghost(self.module))
-                self._around.enter_context(self._buffers.untouched())
-                if self._shards:
-                    self._around.enter_context(self._shards.silent())
-            yield
-        finally:
-            self._around.close()
-            if not self.is_last:
-                for stepper in self.steppers.values():
-                    stepper.end_micro_batch(request)
-            if self._lanes is not None:
-                self._lanes.end(request)
-            if not again:
-                self.place, self.is_ghost = -1, False
+    def micro_batches(
+        self, requests: Sequence[Request], batches: Iterator[Any], *, again: bool = False
+    ) -> Iterator[Any]:
+        """The batch of each of ``requests``, for one run of the loop's body; ``again``: in the body of the last one."""
+        for place, request in enumerate(requests):
+            # In place of a batch without readable samples comes one that counts nothing.
+            request, batch = readable(request, next(batches))
+            self._part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
+            self.place, self._calls, self.is_ghost, self._is_seeded = place, 0, request.ghost, False
+            self._buffers.rewind()
+            self.draws(self.state.step, self._part)
+            try:
+                if request.ghost:
+                    self._around.enter_context(ghost(self._module))
+                    self._around.enter_context(self._buffers.untouched())
+                    if self._shards:
+                        self._around.enter_context(self._shards.silent())
+                yield self._arrive(batch)
+            finally:
+                self._around.close()
+                if not self.is_last:
+                    for stepper in self.steppers.values():
+                        stepper.end_micro_batch(request)
+                if self._lanes is not None:
+                    self._lanes.end(request)
+                if not again:
+                    self.place, self.is_ghost = -1, False
 
     def begin_again(self) -> Sequence[Request]:
         """The micro-batches of this window, which are run once more. Raises :class:`TaskError`."""
@@ -166,12 +154,10 @@ class Training:
 
     @property
     def generator(self) -> torch.Generator:
-        """Random numbers of this micro-batch."""
         self._inside("generator")
         if not self._is_seeded:
             self._is_seeded = True
-            key = dropout_seed(self.rank.plan.seed, self.state.step, self._part, 0, "session")
-            self._generator.manual_seed(key)
+            self._generator.manual_seed(self.draws.key(self.state.step, self._part, 0, "session"))
         return self._generator
 
     @property
@@ -186,7 +172,6 @@ class Training:
 
     @property
     def rows(self) -> slice:
-        """Where this rank's samples are among those of all ranks in the current micro-batch."""
         window = self._inside("rows")
         if self.skips:
             raise UnsupportedError(
@@ -209,7 +194,7 @@ class Training:
         state, log = self.state, self.log
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
         self.precision.settle()
-        self.checkpoints.averages.update(state.step)
+        self.averages.update(state.step)
         if self._lanes is not None:
             self._lanes.take(self._lanes.total())
         self._buffers.end(window)
@@ -227,40 +212,30 @@ class Training:
             self._log_step()
         log.agreed(self._flags)
         if self._flags is not None and self._flags.save and not epoch_over:
-            self.checkpoints.save()
+            self.save()
         if log.ended_by is None and log.is_logged(state.step + 1):
             log.time_own_work()
 
     def _log_step(self) -> None:
-        update, scalars = next(iter(self.steppers.values())).update, as_numbers(self.scalars)
+        update, scalars = next(iter(self._updates())), as_numbers(self.scalars)
         norm = None if update.grad_norm is None else float(update.grad_norm)
         for name in [*self.steppers][1:]:
             total, count = self._losses[name].read()
             self._losses[name].reset()
             if count:
                 scalars[f"{name}_loss"] = total / count
-        skipped = sum(stepper.update.skipped for stepper in self.steppers.values())
+        skipped = sum(update.skipped for update in self._updates())
         self.log.log_step(update.lr, norm, scalars, skipped=skipped, without_items=None)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the body out of every speed."""
-        self.log.pause()
-        try:
-            yield
-        finally:
-            self.log.unpause()
-            pulse.at(Activity.HOOKS)
 
     # Backward calls and steps.
 
     def backward(
         self, total: Any, count: Any, weight: Any, models: Iterable[nn.Module] | nn.Module | None, **how: Any
     ) -> None:
-        window = self._inside("backward")
+        window, samples = self._inside("backward"), None
         if self.checks_losses:
             self._beside.refuse_scaled()
-        samples = window.requests[self.place].size if self.checks_losses else None
+            samples = window.requests[self.place].size
         total, count = checked_loss(total, count, weight, samples)
         if models is not None and self._shards:
             raise UnsupportedError(
@@ -272,18 +247,9 @@ class Training:
         self._calls += 1
         for stepper in self.steppers.values():
             stepper.before_backward(self.state.step, self._calls, last=self.is_last)
-        if total.dtype in (torch.float16, torch.bfloat16):
-            total = total.float()
-        seed = self.precision.seed().to(total.dtype)
+        value: Tensor | float = backward(total, self.precision, inputs, how, counts=not self.is_ghost)
         if self.is_ghost:
-            seed, count = torch.zeros_like(seed), 0.0
-        if inputs is None and not any(how.values()) and type(total) is Tensor:
-            backward(total, seed)
-        else:
-            torch.autograd.backward(total, seed, inputs=inputs, **how)
-        value: Tensor | float = 0.0 if self.is_ghost else total.detach()
-        if self.rank.device.type == "cpu":
-            value = float(value)
+            value, count = 0.0, 0.0
         for stepper in self.steppers.values():
             stepper.after_backward(self.state.step, value, count, self._requests)
 
@@ -299,28 +265,13 @@ class Training:
         if stepper.held:
             return stepper.held
         self.ranks.begin(f"session.step({stepper.name})")
-        reads = self.state.step % FLAG_INTERVAL == 0
-        sums = stepper.reduce(self._requests(), window.requests[self.place], reads=reads)
+        sums = stepper.reduce(self._requests(), window.requests[self.place], self.state.step)
         self._flags = sums.flags or self._flags
         return sums
 
     def step(self, optimizer: Any, max_norm: float | None) -> bool:
         stepper, window = self._stepper(optimizer, "step")
-        stepper.notice_clearing()
-        if not stepper.calls:
-            raise TaskError(
-                f"step({stepper.name}) without a backward() before it",
-                why="there is no gradient of this batch: backward() was not called, or the gradients were used or "
-                "cleared after it",
-                fix="call session.backward(total, count) before session.step(optimizer), and no optimizer.zero_grad() "
-                "between them",
-            )
-        if stepper.used_by is not None:
-            raise TaskError(
-                f"step({stepper.name}) has gradients of which step({stepper.used_by}) has used a part",
-                why="the two share parameters, and the rest is of an earlier loss",
-                fix=f"call {stepper.name}.zero_grad() before the backward() of its loss, or backward(..., models=...)",
-            )
+        stepper.check_ready()
         if not self.is_last:
             return False
         sums = self._reduced(stepper, window)
@@ -367,13 +318,13 @@ class Training:
 
     # Epochs.
 
-    def end_epoch(self, logged: Mapping[str, float]) -> bool:
-        """Write the epoch's row; whether ``logged`` is the best so far."""
+    def end_epoch(self, logged: Mapping[str, float]) -> None:
+        """Write the epoch's row, and save; ``logged`` may be the best so far."""
         log, monitor = self.log, self.rank.plan.monitor
         self.ranks.check("the end of an epoch")
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
-        rates = {"lr": next(iter(self.steppers.values())).update.lr, "samples_per_s": speed.samples_per_s}
+        rates = {"lr": next(iter(self._updates())).lr, "samples_per_s": speed.samples_per_s}
         self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
         improved = monitor in logged and log.judge(logged, logged[monitor])
         if monitor not in logged and self.state.best_step is None and not self._is_unjudged:
@@ -389,12 +340,7 @@ class Training:
             )
         log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
         self.stage = self.stage if self.is_cut else 0
-        return improved
-
-    def _place(self) -> dict[str, Any]:
-        """Where the loop is, for a checkpoint."""
-        stream = {} if self.stream is None else {"stream": self.stream.state_dict(self.items)}
-        return {"stage": self.stage, "made": list(self.made), "reshuffles": self.reshuffles, **stream}
+        self.save(best=improved)
 
     @property
     def items(self) -> int:
@@ -402,7 +348,39 @@ class Training:
         samples = self.rank.plan.batch.samples
         return self.state.epoch * samples + (samples if self.stage else self.state.position)
 
+    # Checkpoints.
+
+    def _updates(self) -> Collection[Any]:
+        return [stepper.update for stepper in self.steppers.values()]
+
+    def _check_buffers(self) -> None:
+        self._buffers.check()
+
+    def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
+        return self._shards.whole(content, keep=self.rank.writer is not None) if self._shards else content
+
+    def _trainer_state(self) -> dict[str, Any]:
+        self.state.draws_seeded = self.draws.everything
+        place = {"stage": self.stage, "made": list(self._resumed.made.values), "reshuffles": self.reshuffles}
+        return super()._trainer_state() | {
+            "update": {name: stepper.update.state_dict() for name, stepper in self.steppers.items()},
+            "task": {name: thing.state_dict() for name, thing in self._resumed.registered.items()},
+            "session": place if self.stream is None else place | {"stream": self.stream.state_dict(self.items)},
+        }
+
     def restore(self, trainer: Mapping[str, Any]) -> None:
         """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""
-        place = self.checkpoints.restore(trainer)
-        self.stage, self.reshuffles = place["stage"], place.get("reshuffles", False)
+        saved, source = trainer["update"], self.rank.run_dir.path
+        if "session" not in trainer or saved.keys() != self.steppers.keys():
+            raise CheckpointError(
+                f"the checkpoints in {source} are not of this loop",
+                why=f"it prepares the optimizers {', '.join(self.steppers)}, and they have "
+                + (", ".join(saved) if "session" in trainer else "the state of a task"),
+                fix="give prepare() the same optimizers as before, under the same names, or choose another --save-dir",
+            )
+        with restoring(source):
+            for name, stepper in self.steppers.items():
+                stepper.update.load_state_dict(saved[name])
+        self._saved_at = self.state.step, self.state.epoch
+        freeze_again(self._module, self.state.frozen)
+        self.stage, self.reshuffles = trainer["session"]["stage"], trainer["session"].get("reshuffles", False)

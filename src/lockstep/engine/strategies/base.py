@@ -67,9 +67,9 @@ class StepSums:
         if any(flags):
             self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
 
-    def add(self, total: Tensor, count: Tensor | int) -> None:
+    def add(self, total: Tensor | float, count: Tensor | float) -> None:
         """A micro-batch of this rank."""
-        self._sums[0] += total.detach()
+        self._sums[0] += total.detach() if isinstance(total, Tensor) else total
         self._sums[1] += count
 
     def send(self) -> None:
@@ -129,14 +129,18 @@ class SeededDraws:
 
     def __call__(self, step: int, part: int) -> None:
         for generator, place in self._generators:
-            generator.manual_seed(dropout_seed(self._seed, step, part, place, self._purpose))
+            generator.manual_seed(self.key(step, part, place))
         if step > self._step and not self.everything:
             self._step = step
             if not self._untouched:
                 _seed_host(dropout_seed(self._seed, 0, 0, 0, "untouched"))
                 self._untouched = _host_marks()
         if self._everything:
-            _seed_host(dropout_seed(self._seed, step, part, 0, self._purpose))
+            _seed_host(self.key(step, part))
+
+    def key(self, step: int, part: int, place: int = 0, purpose: str = "") -> int:
+        """The seed of a micro-batch on the device at ``place``."""
+        return dropout_seed(self._seed, step, part, place, purpose or self._purpose)
 
     @property
     def everything(self) -> bool:

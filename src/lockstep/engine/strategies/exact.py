@@ -128,7 +128,7 @@ class LaneSums:
         self, parameters: Sequence[nn.Parameter], buffers: Buffers | None, device: torch.device, world: World
     ) -> None:
         self._parameters, self._numbers, self._device = list(parameters), 2 + len(Flags._fields), device
-        self._all_reduce = TreeAllReduce(world.rank, world.size)
+        self._all_reduce, self._ranks = TreeAllReduce(world.rank, world.size), world.size
         self._statistics = buffers.tensors("mean") if buffers else []
         self._counters = buffers.tensors("max", "once") if buffers else []
         self.begin()
@@ -188,6 +188,11 @@ class LaneSums:
             buffer.copy_(next(values))
         return sums[: self._numbers]
 
+    def reduced(self, flags: Flags, step: int) -> Reduced:
+        """Sums over lanes and ranks, taken: of two numbers and of ``flags``, which are not read in each. Collective."""
+        sums = self.take(self.total(*flags))
+        return read_sums(sums, step, 1.0) if self._ranks > 1 else Reduced(sums[0], sums[1], 1.0, flags)
+
 
 class ExactStrategy(Strategy):
     """One or more ranks; a window's requests are this rank's lanes, empty ones included."""
@@ -209,8 +214,7 @@ class ExactStrategy(Strategy):
                 self._backward(total)
                 numbers = total.detach(), count
             self._lanes.end(request, *numbers)
-        sums = self._lanes.take(self._lanes.total(*flags))
-        return read_sums(sums, step, 1.0) if self._world.size > 1 else Reduced(sums[0], sums[1], 1.0, flags)
+        return self._lanes.reduced(flags, step)
 
     def _adapt(self) -> None:
         if self._world.size > 1:

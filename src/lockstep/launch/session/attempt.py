@@ -6,19 +6,19 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
-from lockstep.engine.rank_context import RankContext
 from lockstep.engine.rank_context import joined as joined_ranks
 from lockstep.engine.resume import check_fits
-from lockstep.engine.session.batches import check_alike, fingerprint, length
+from lockstep.engine.session.batches import check_alike, length
+from lockstep.engine.session.prepared import Beside, Prepared
+from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import begin_stream, end_data, open_datasets
+from lockstep.engine.training_data import begin_stream, end_data, examined, open_datasets
 from lockstep.events import Fanout, Sink
 from lockstep.launch.nodes.preparation import Planned, plan_together, record_attempt
 from lockstep.launch.session.join import Joined
@@ -44,50 +44,39 @@ class LoopTask(Task):
         return self._models
 
 
-class Begun(NamedTuple):
-    """What trains, the data that the plan was made with, as given and as opened, and where events go."""
-
-    training: Training
-    task: LoopTask
-    datasets: Datasets
-    sink: Sink
-
-
 def begin_attempt(
     joined: Joined,
     config: RunConfig,
     task: LoopTask,
-    build: Callable[[RankContext], Training],
-    snapshot: Snapshot | None,
+    prepared: Prepared,
+    resumed: Resumed,
+    beside: Beside,
     ending: ExitStack,
-    *,
-    schedule: str,
-    makes_data: bool,
-) -> Begun:
-    """Make the plan and join the ranks. Collective.
+) -> tuple[Training, Datasets]:
+    """Make the plan and join the ranks; what trains, and the data of ``task``, opened. Collective.
 
-    ``snapshot`` is what the run resumes, whose weights are restored already; ``ending`` ends the attempt; ``schedule``
-    says in the plan what sets the learning rates; ``makes_data``: the loop makes its data in each epoch (``once()``).
+    The weights that are ``resumed`` are restored already; ``ending`` ends the attempt.
     """
     run, datasets = joined.run_dir, open_datasets(task, config)
     several = joined.world.size > 1 and task.samples is not None
     own = ""
     if several and not joined.world.is_main:  # rank 0 does it for the plan
-        own = fingerprint(datasets.train, skips=task.data.on_bad_row == "skip")
+        own = examined(datasets.train, skips=task.data.on_bad_row == "skip")[0]
     plan, number, _ = plan_together(
         joined.team,
         run,
         Planned(task, config, joined.placement, datasets),
         partial(record_attempt, run, config),
-        partial(of_session, schedule=schedule),
+        partial(of_session, schedule=prepared.schedule()),
         found=joined.found,
         keeps=joined.keeps,
     )
     if several:
         check_alike(own or plan.task.fingerprint, joined.collectives)
+    snapshot = resumed.snapshot
     if snapshot is not None:
         remedy = "; if the loop makes its data in each epoch, as rollouts, make them with session.once(make, ...)"
-        check_fits(snapshot.manifest, plan, makes_data=makes_data, remedy=remedy)
+        check_fits(snapshot.manifest, plan, makes_data=resumed.made.replaces_data, remedy=remedy)
     sink: Sink = RunFolderSink(run) if joined.keeps else Fanout()
     if joined.world.is_main:
         sink = standard_sinks(run, config, sys.stdout)
@@ -95,11 +84,11 @@ def begin_attempt(
     where = run, joined.world, config, plan, number, sink
     rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending, keeper=joined.keeps))
     ending.callback(end_data, datasets)
-    training, saved = build(rank), None
+    training, saved = Training(rank, prepared, resumed, beside), None
     if snapshot is not None:
         training.restore(snapshot.trainer)
         saved = snapshot.trainer["session"].get("stream")
     place = training.items, plan.batch.global_batch, saved
     training.stream = begin_stream(datasets, run.path, rank.attempt, rank.world, *place)
-    training.checkpoints.check()
-    return Begun(training, task, datasets, sink)
+    training.check()
+    return training, datasets

@@ -14,18 +14,19 @@ from torch.utils.data import default_collate
 
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
 from lockstep.engine.attempt import record_failure
-from lockstep.engine.optim.precision import autocast
 from lockstep.engine.run_log import as_numbers
-from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, fingerprint, length
-from lockstep.engine.session.evaluation import evaluator_of, predicted_rows
+from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, length
+from lockstep.engine.session.evaluation import predicted_rows
 from lockstep.engine.session.prepared import Beside, Prepared
-from lockstep.engine.session.saving import Made, Resumed
-from lockstep.engine.session.training import Training, draws_before, outside_batches
-from lockstep.engine.state import TrainState
+from lockstep.engine.session.saving import Resumed
+from lockstep.engine.session.training import Training, outside_batches
+from lockstep.engine.strategies.base import SeededDraws
+from lockstep.engine.task import Datasets
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.session.attempt import Begun, LoopTask, begin_attempt
+from lockstep.launch.session.attempt import LoopTask, begin_attempt
 from lockstep.launch.session.join import Joined, end_script
 from lockstep.planning.loader import sized
+from lockstep.telemetry.heartbeat import Activity, pulse
 
 _SPLITS = ("train_", "val_", "test_")
 #: Beside the parts of a step, what is seeded before an epoch and after a loop over batches.
@@ -51,10 +52,13 @@ class Loop:
     ) -> None:
         self.joined, self.config, self.device = joined, config, device
         self._given, self._ending = given, ending
-        self.prepared = Prepared(device, joined.placement.precision)
-        self.state, self.resumed, self._made = TrainState(), Resumed(joined), Made()
+        self.prepared = Prepared(device, joined.placement.precision, several=joined.world.size > 1)
+        self.resumed = Resumed(joined)
+        self.state, self._made = self.resumed.state, self.resumed.made
         self.training: Training | None = None
-        self._begun: Begun
+        #: What the plan was made with, as given and as opened.
+        self._task: LoopTask
+        self._datasets: Datasets
         #: By their number in the epoch: the batches of a loop, and what they were asked for with.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
         self._by_row = ByRow()
@@ -105,8 +109,7 @@ class Loop:
     def _begin(self) -> None:
         """Restore what the run has saved, if it is resumed. Collective."""
         self.prepared.check()
-        init_from = self.config.init_from
-        self.resumed.begin(self.prepared.container(), self.state, found=self.joined.found, init_from=init_from)
+        self.resumed.begin(self.prepared.container(), found=self.joined.found, init_from=self.config.init_from)
 
     # Epochs.
 
@@ -116,9 +119,6 @@ class Loop:
         self._begin()
         if self._left is not None:
             self._end_epoch(self._left)
-        if self.training is None:
-            place = self.resumed.place
-            self._made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
         self._over = self._is_over() if self.joined.found else ""
         if self._over:
             self._leave(self._over)
@@ -167,8 +167,10 @@ class Loop:
 
     def _draws(self, number: int, part: int) -> None:
         """Seed what the loop draws outside of the bodies over batches, alike on all ranks."""
-        draws = self.training.draws if self.training else draws_before(self.config.training.seed, self.device)
-        draws(number, part)
+        if self.training is None:
+            SeededDraws(self.config.training.seed, [self.device], everything=True)(number, part)
+        else:
+            self.training.draws(number, part)
 
     def _has_ended(self) -> bool:
         return self.training is not None and self.training.log.ended_by is not None
@@ -186,7 +188,7 @@ class Loop:
         if training is None or not training.is_cut:
             self._made.end_epoch()
         if training is not None:
-            training.checkpoints.save(best=training.end_epoch(row))
+            training.end_epoch(row)
 
     def once(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if not self._in_epochs:
@@ -203,7 +205,7 @@ class Loop:
         self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None, weights: Any
     ) -> Iterator[Any]:
         dataset = self._by_row(dataset)
-        first = self._number == 0 and (self.training is None or dataset is self._begun.task.dataset)
+        first = self._number == 0 and (self.training is None or dataset is self._task.dataset)
         check_data(dataset, streams=first)
         if not self._in_epochs:
             raise TaskError(
@@ -252,8 +254,8 @@ class Loop:
     ) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
         samples = length(dataset)
-        planned = dataset is self._begun.task.dataset and samples == self._begun.task.samples
-        if weights is not (self._begun.task.weights if planned else None):
+        planned = dataset is self._task.dataset and samples == self._task.samples
+        if weights is not (self._task.weights if planned else None):
             raise UnsupportedError(
                 "batches() was given other weights than in the first loop, or for other data",
                 why="the plan of the run has been made with those",
@@ -265,9 +267,7 @@ class Loop:
                 return known[0]
             known[0].close()
         task = LoopTask(self.prepared.container(), dataset, collate)
-        datasets = self._begun.datasets if planned else task.datasets()
-        if not planned and self.joined.world.size > 1:
-            check_alike(fingerprint(dataset, skips=training.skips), training.rank.collectives)
+        datasets = self._datasets if planned else task.datasets()
         feed = DataFeed(training, task, datasets, accumulate, number, planned=planned)
         self._feeds[number] = feed, asked
         if training.rank.config.training.max_steps is None:
@@ -306,17 +306,10 @@ class Loop:
                 "session.checkpoint(scheduler=...), or to prepare() if it steps after every optimizer step",
             )
         beside = Beside(sys._getframe(3), [task.model(), *kept.values()])  # the caller of session.batches()
-        self._begun = begin_attempt(
-            joined,
-            config,
-            task,
-            lambda rank: Training(rank, self.prepared, kept, self.state, self._made.values, beside),
-            self.resumed.snapshot,
-            self._ending,
-            schedule=self.prepared.schedule(),
-            makes_data=self._made.replaces_data,
-        )
-        self.training = self._begun.training
+        how = self.prepared, self.resumed, beside, self._ending
+        self.training, self._datasets = begin_attempt(joined, config, task, *how)
+        self._task = task
+        pulse.at(Activity.STEP, self.state.step)
         self.training.log.start()
         self.training.log.unpause()
 
@@ -342,18 +335,19 @@ class Loop:
         check_data(dataset, streams=None)
         training, config, ranks = self.training, self.config, self.joined.collectives
         plan = None if training is None else training.rank.plan
+        how = self.joined.placement.precision, plan, ranks, self.device
         size = batch_size or config.validation.batch_size or self._evaluated_together()
         place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
-        evaluator = evaluator_of(plan, ranks, self.device, **place)
         with contextlib.ExitStack() as around:
             if training is not None:
-                around.enter_context(training.paused())
-                around.enter_context(training.checkpoints.averages.in_use())
+                training.log.pause()
+                around.callback(pulse.at, Activity.HOOKS)
+                around.callback(training.log.unpause)
+                around.enter_context(training.averages.in_use())
             if ranks.size > 1:
                 check_alike(f"{len(dataset)}", self.ranks, "evaluate")
             data = dataset, collate or cast(Any, default_collate)
-            model, precision = self.prepared.container(), self.joined.placement.precision
-            yield from predicted_rows(evaluator, model, data, predict, precision)
+            yield from predicted_rows(self.prepared.container(), data, predict, *how, **place)
 
     def _evaluated_together(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
@@ -362,9 +356,6 @@ class Loop:
             return training.batch_size
         parts = max((asked[2] or 1 for _, asked in self._feeds.values()), default=training.accumulate)
         return -(-training.global_batch_size // parts)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return autocast(self.joined.placement.precision, self.device)
 
     # The end.
 
@@ -379,12 +370,12 @@ class Loop:
             return
         try:
             if error is not None:
-                record_failure(self._begun.sink, training.log, error)
+                record_failure(training.rank.sink, training.log, error)
                 return
             if self._left is not None:
                 self._end_epoch(self._left)
-            training.checkpoints.save()
-            training.checkpoints.wait()
+            training.save()
+            training.wait()
             training.log.flush()
             training.log.finish({**self.state.best_metric, **self._row("test")})
         finally:
