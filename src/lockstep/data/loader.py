@@ -89,7 +89,7 @@ def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Reques
     while group := list(islice(requests, most)):
         yield group
         size = max(1, max(request.size for request in group) * source.row_bytes)
-        most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.gathers else 1
+        most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.row_bytes else 1
 
 
 def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any], Any]) -> Generator[Any, None, None]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.data.arrays import draws_keyed, gather_of, is_hugging_face, leaf_of, leaves
@@ -282,6 +283,14 @@ class Reader:
     def gathers_tensors(self) -> bool:
         """Whether those tensors lie ready: a thread may read them beside the step, and beside validation."""
         return self.gathers and not is_hugging_face(self._dataset) and not hasattr(self._dataset, "is_plain")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample, where those tensors lie ready; else 0."""
+        if not self.gathers_tensors or self._gather is None or not len(self._dataset):
+            return 0
+        found = self._gather(np.zeros(1, dtype=np.int64))
+        return sum(column.nbytes for column in ([found] if isinstance(found, Tensor) else found))
 
     @property
     def gives_whole_batches(self) -> bool:

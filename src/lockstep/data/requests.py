@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -65,13 +65,17 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
         position: samples of that epoch already used.
         ghosts: give a rank or a lane without samples one to replay (for models whose forward is collective).
     """
+    layouts: dict[int, Any] = {}  # by size: to look for a plan in a cache takes longer
     while epoch < epochs:
         span = batch.window(position)
         if span is None:
             epoch, position = epoch + 1, 0
             continue
         start, position = span
-        parts, irregular = _layout(batch, rank, position - start, ghosts)
+        size = position - start
+        if size not in layouts:
+            layouts[size] = _layout(batch, rank, size, ghosts)
+        parts, irregular = layouts[size]
         requests = tuple([Request(epoch, part, start + a, start + b, ghost, span) for part, a, b, ghost in parts])
         yield Window(epoch, start, position, requests, irregular)
 
@@ -166,19 +170,24 @@ class Source:
         """Whether batches are rows of arrays in memory."""
         return self.gathers and self.dataset.is_in_memory
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a sample, where batches are rows of arrays; else 0."""
-        return self.dataset.row_bytes if self.gathers else 0
+        """Bytes of a sample, where batches are rows of tensors that can be cut out of a larger gather; else 0."""
+        if self.gathers:
+            return int(self.dataset.row_bytes)
+        return self.reader.row_bytes if self.arrangement is None and self.skipped is None else 0
 
     def batches(self, requests: Sequence[Request], finish: Callable[[Any], Any]) -> list[Any]:
         """The batches of ``requests``, made by one gather; ``finish`` sees that gather as a whole."""
-        if len(requests) == 1 or not self.gathers:
+        if len(requests) == 1 or not self.row_bytes:
             return [finish(self.batch(request)) for request in requests]
         slices = [self.indices(request) for request in requests]
-        columns = finish(self.dataset.__getitems__(np.concatenate(slices)))
+        found = finish(self.reader.batch(requests[0].epoch, np.concatenate(slices), requests[0].start))
         sizes = [len(indices) for indices in slices]
-        rows = zip(*(column.split(sizes) for column in columns), strict=True)
+        if isinstance(found, Tensor):  # a sample is not a tuple
+            rows: Iterable[Any] = found.split(sizes)
+        else:
+            rows = map(type(found), zip(*(column.split(sizes) for column in found), strict=True))
         return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
 
 
