@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lockstep.data.arrays import ArrayDataset, filled
 from lockstep.data.loader import _groups, make_loader
@@ -257,6 +257,23 @@ def test_rows_gathered_in_place_beside_the_step_or_from_a_mapped_file_are_the_sa
         for largest in (2, 10**6):
             assert without_workers(Source(data, list, 1, order), mine, largest) == expected
     assert not mapped.is_in_memory
+
+
+@pytest.mark.parametrize("kind", ["tensors", "rows", "subset", "range"])
+def test_batches_cut_out_of_a_gather_of_tensors_are_those_read_one_by_one(kind: str) -> None:
+    rows = torch.arange(174.0).view(87, 2)
+    data: Any = rows if kind == "rows" else TensorDataset(rows)
+    if kind in ("subset", "range"):
+        data = Subset(data, range(70) if kind == "range" else [*range(70)])
+    source = Source(data, default_collate, 1, Order(len(data), 1))
+    mine = list(requests(fast(len(data), 1, 9, 4), 0))
+    assert max(map(len, _groups(source, mine))) == (1 if kind == "range" else 16), "NumPy does not index a range"
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
+        for batch, request in zip(loader, mine, strict=True):
+            alone = source.batch(request)
+            assert type(batch) is type(alone)
+            torch.testing.assert_close(batch, alone, rtol=0, atol=0)
 
 
 def test_gathers_ahead_are_bounded_by_their_bytes() -> None:

@@ -10,19 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep._compat import has_returned, script_frame
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
+from lockstep.engine.rank_context import rank_device, seed_everything
+from lockstep.engine.session.between_ranks import gather_rows, reduce_tensor
+from lockstep.engine.session.saving import Stateful
 from lockstep.errors import TaskError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from lockstep.engine.session.saving import Stateful
+from lockstep.launch.session import join
+from lockstep.launch.session.loop import Loop
+from lockstep.launch.session.script import call_on_ranks
 
 T = TypeVar("T")
 
@@ -66,11 +70,6 @@ class Session:
     def __init__(
         self, config: RunConfig | Mapping[str, Any] | None = None, *, resume: bool = False, **settings: Unpack[Settings]
     ) -> None:
-        from lockstep._compat import script_frame
-        from lockstep.engine.rank_context import rank_device, seed_everything
-        from lockstep.launch.session import join
-        from lockstep.launch.session.loop import Loop
-
         join.close_open_session(None)
         given = join.with_settings_of_launch(mapping_of(config, settings))
         given = merge(given, {"task": {"name": Path(sys.argv[0]).name or "session"}})
@@ -341,8 +340,6 @@ class Session:
         Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them. Refused
         in the body of an exact run's loop, where each lane is computed alone.
         """
-        from lockstep.engine.session.between_ranks import gather_rows
-
         self._loop.refuse_exact("gather")
         if self.size == 1:
             return rows
@@ -358,10 +355,6 @@ class Session:
 
     def all_reduce(self, value: Any, operation: Literal["sum", "mean", "min", "max"] = "sum") -> Any:
         """``value`` reduced over ranks: a number, or a tensor of one shape; ``sum`` and ``mean`` have a gradient."""
-        from torch import Tensor
-
-        from lockstep.engine.session.between_ranks import reduce_tensor
-
         if not isinstance(value, Tensor):
             return getattr(self._loop.ranks, operation)(float(value))[0]
         if self.size == 1:
@@ -405,8 +398,6 @@ class Session:
         Raises:
             LockstepError: a rank failed; which one and why. KeyboardInterrupt: the run was stopped.
         """
-        from lockstep.launch.session.script import call_on_ranks
-
         return cast(T, call_on_ranks(function, arguments, mapping_of(config, settings), resume=resume))
 
     def __enter__(self) -> Self:
@@ -422,8 +413,6 @@ class Session:
         self._exit(status)
 
     def _at_exit(self) -> None:
-        from lockstep._compat import has_returned
-
         if self._exits is None and not self._loop.is_done and not has_returned(self._script):
             self._exits = SystemExit("raised before the end of the loop; its status is not known")
         self.close(self._exits)
@@ -438,11 +427,9 @@ class Session:
 
         Collective without ``error``.
         """
-        from lockstep.launch.session.join import open_sessions
-
-        if self not in open_sessions:
+        if self not in join.open_sessions:
             return
-        open_sessions.remove(self)
+        join.open_sessions.remove(self)
         sys.excepthook, sys.exit = self._hook, self._exit
         error = None if isinstance(error, SystemExit) and not error.code else error
         try:

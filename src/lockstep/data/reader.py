@@ -289,7 +289,10 @@ class Reader:
         """Bytes of a sample, where those tensors lie ready; else 0."""
         if not self.gathers_tensors or self._gather is None or not len(self._dataset):
             return 0
-        found = self._gather(np.zeros(1, dtype=np.int64))
+        try:
+            found = self._gather(np.zeros(1, dtype=np.int64))
+        except Exception:  # as the first batch will show, which is read one by one then
+            return 0
         return sum(column.nbytes for column in ([found] if isinstance(found, Tensor) else found))
 
     @property

@@ -368,11 +368,7 @@ class Stepper:
 
 
 def build_steppers(
-    rank: RankContext,
-    prepared: Prepared,
-    precision: SharedPrecision,
-    look: Callable[[], None],
-    shards: Shards | None,
+    rank: RankContext, prepared: Prepared, precision: SharedPrecision, look: Callable[[], None], shards: Shards | None
 ) -> dict[str, Stepper]:
     """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: sparse gradients on several ranks.
 
