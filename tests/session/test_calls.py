@@ -709,14 +709,11 @@ def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
     return found
 
 
-def one_message_and_buckets() -> tuple[dict[str, Any], dict[str, Any]]:
-    return on_ranks(), on_ranks(1e-4)
-
-
 def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     alone = on_ranks()
-    two, buckets = lockstep.Session.launch(one_message_and_buckets, devices="cpu,cpu", save_dir=tmp_path / "two")
+    two = lockstep.Session.launch(on_ranks, devices="cpu,cpu", save_dir=tmp_path / "two")
+    buckets = lockstep.Session.launch(on_ranks, 1e-4, devices="cpu,cpu", save_dir=tmp_path / "buckets")
     sharded = lockstep.Session.launch(on_ranks, devices="cpu,cpu", strategy="fsdp", save_dir=tmp_path / "sharded")
     for one, *others in zip(*(found["weights"] for found in (alone, two, buckets, sharded)), strict=True):
         for other in others:
