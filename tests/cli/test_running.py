@@ -110,6 +110,11 @@ class Named(Tiny):
         return model(x)["logits"], y
 
 
+class OnlyTrained(Tiny):
+    def datasets(self):
+        return Datasets(super().datasets().train)
+
+
 class Broken(Tiny):
     def loss(self, model, batch):
         raise ValueError("the loss of this task is broken")
@@ -175,6 +180,14 @@ def test_evaluate_agrees_with_the_run(here: Path, capsys: pytest.CaptureFixture[
     assert found["metrics"]["test_accuracy"] == pytest.approx(final["test_accuracy"])
     assert main(["evaluate", "run", "--split", "val", "--checkpoint", "16"]) == 0
     assert "val_accuracy" in capsys.readouterr().out
+
+
+def test_evaluate_names_a_split_only_where_there_is_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny.py:OnlyTrained", *PLAIN, "--epochs", "1", "--save-dir", "trained only"]) == 0
+    assert main(["evaluate", "trained only", "--split", "val"]) == 2
+    error = capsys.readouterr().err
+    assert "this task has no val data" in error and "return val= from Task.datasets()" in error
+    assert "choose --split" not in error
 
 
 def test_evaluate_takes_one_device_of_a_run_on_all() -> None:

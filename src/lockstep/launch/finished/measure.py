@@ -86,7 +86,9 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     config, plan, split = wanted.config, wanted.plan, wanted.split
     data = datasets or Datasets(None, test=read(Path(str(wanted.data))))
     if getattr(data, split, None) is None:
-        raise DataError(f"this task has no {split} data", fix="choose --split val or --split test")
+        others = [name for name in ("val", "test") if getattr(data, name, None) is not None]
+        fix = f"choose --split {others[0]}" if others else f"return {split}= from Task.datasets()"
+        raise DataError(f"this task has no {split} data", fix=fix)
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
