@@ -276,6 +276,18 @@ def test_batches_cut_out_of_a_gather_of_tensors_are_those_read_one_by_one(kind: 
             torch.testing.assert_close(batch, alone, rtol=0, atol=0)
 
 
+def test_what_is_written_into_tensors_between_epochs_is_in_the_next_one() -> None:
+    rows = torch.zeros(30, 2)
+    source = Source(TensorDataset(rows), default_collate, 1, Order(30, 1))
+    mine = list(requests(fast(30, 1, 4, 4), 0, epochs=3))
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
+        for request, (batch,) in zip(mine, loader, strict=True):
+            assert bool((batch == request.epoch).all())
+            if request.stop == 30:
+                rows += 1
+
+
 def test_gathers_ahead_are_bounded_by_their_bytes() -> None:
     """Sixteen batches of images would be gigabytes, and the second step would wait for them."""
     data = ArrayDataset(torch.zeros(64, 2**18))  # a mebibyte each

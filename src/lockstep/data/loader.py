@@ -84,12 +84,16 @@ IN_PLACE_BYTES = 2**17
 
 
 def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """``requests`` by gather: one at first, so that the first step need not wait, then more."""
-    requests, most = iter(requests), 1
-    while group := list(islice(requests, most)):
-        yield group
-        size = max(1, max(request.size for request in group) * source.row_bytes)
-        most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.row_bytes else 1
+    """``requests`` by gather: one at first, so that the first step need not wait, then more, of one epoch.
+
+    What is written into the tensors between two epochs is thus seen in the next one.
+    """
+    most = 1
+    for _, of_epoch in groupby(requests, key=lambda request: request.epoch):
+        while group := list(islice(of_epoch, most)):
+            yield group
+            size = max(1, max(request.size for request in group) * source.row_bytes)
+            most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.row_bytes else 1
 
 
 def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any], Any]) -> Generator[Any, None, None]:
