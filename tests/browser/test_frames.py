@@ -44,12 +44,14 @@ def test_any_history_and_deltas_arrive_as_they_were_sent(machine_with_gpus: Addr
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(st.lists(rows, min_size=1, max_size=4))
     def arrives(parts: list[list[dict[str, Any]]]) -> None:
-        held, frames, step = Columns("step"), [], 0
+        held, frames, step, names = Columns("step"), [], 0, set[str]()
         for number, part in enumerate(parts):
             steps = range(step, step + len(part))
             step += len(part)
             start = held.rows
-            held.append(columns_of([{"step": at, **row} for at, row in zip(steps, part, strict=True)], "step"))
+            columns = columns_of([{"step": at, **row} for at, row in zip(steps, part, strict=True)], "step")
+            names.update(columns)
+            held.append(columns)
             sent, _ = held.part(start, held.rows)
             header = {
                 "kind": "delta" if number else "history",
@@ -61,7 +63,7 @@ def test_any_history_and_deltas_arrive_as_they_were_sent(machine_with_gpus: Addr
                 "preview": False,
             }
             frames.append(base64.b64encode(pack(header, sent)).decode())
-        expected = {n: [None if math.isnan(v) else v for v in held[n].astype(float).tolist()] for n in held.names}
+        expected = {n: [None if math.isnan(v) else v for v in held[n].astype(float).tolist()] for n in names}
         got = page.evaluate(UNPACK, frames)
         for name, column in expected.items():
             assert len(got.get(name, [])) == held.rows or all(value is None for value in column)

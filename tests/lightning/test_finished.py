@@ -14,10 +14,10 @@ from lockstep.cli.main import main
 from lockstep.config.load import known, remember
 from lockstep.errors import RankFailed
 from lockstep.lightning.cli import LockstepCLI, run
-from lockstep.studio.runs import describe
 from lockstep.telemetry.rundir import RunDir
 from tests.lightning.test_cli import write_config
 from tests.lightning.trainings import Breaking, make_trainer
+from tests.studio.serving import studio
 from tests.telemetry.runs import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -36,30 +36,31 @@ def test_a_failed_fit_is_resumed_then_evaluated_and_exported(
 ) -> None:
     (tmp_path / "broken").write_text("epoch 1")
     with pytest.raises(RankFailed, match="no luck in epoch 1") as caught:
-        run(["fit", "-c", str(config), "--run_dir", "out"])
+        run(["fit", "-c", str(config), "--run_dir", "runs/out"])
     assert "FitRequested" not in str(caught.value)
     (tmp_path / "broken").unlink()
-    folder = RunDir.open(tmp_path / "out")
-    assert describe(folder, {"status": "failed"}, None)["resumable"], "the page offers it"
-    assert main(["resume", "./out", "--epochs", "3"]) == 0
+    folder = RunDir.open(tmp_path / "runs" / "out")
+    with studio(tmp_path) as address:
+        assert address.get("/api/runs/out")["resumable"], "the page offers it"
+    assert main(["resume", "runs/out", "--epochs", "3"]) == 0
     assert [(row["epoch"], row["attempt"], row["step"]) for row in folder.epochs()] == [
         (1, 1, 4),
         (2, 2, 8),
         (3, 2, 12),
     ]
     capsys.readouterr()
-    assert main(["evaluate", "./out", "--split", "val", "--json"]) == 0
+    assert main(["evaluate", "runs/out", "--split", "val", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["split"], found["step"], found["metrics"]) == ("val", 4, {"val_loss": 1.0, "own_val": 1.0})
-    assert Run("./out").evaluate(split="val", checkpoint=8) == found["metrics"]
-    assert main(["export", "./out", "--out", "exported"]) == 0
+    assert Run("runs/out").evaluate(split="val", checkpoint=8) == found["metrics"]
+    assert main(["export", "runs/out", "--out", "exported"]) == 0
     module = Breaking.load_from_checkpoint(tmp_path / "exported" / "module.ckpt")
     assert module.layer.weight.shape == (1, 2)
     # Elsewhere, whoever has not trained it has never named what its sections name.
     names = [name for name in known() if not name.startswith("sha256:")]
     (tmp_path / "state" / "lockstep" / "known-tasks").unlink()
     remember(names)
-    assert main(["evaluate", "./out", "--split", "val"]) == 2
+    assert main(["evaluate", "runs/out", "--split", "val"]) == 2
     assert "importing it runs its code" in capsys.readouterr().err
 
 

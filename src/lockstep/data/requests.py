@@ -100,6 +100,10 @@ def readable(request: Request, batch: Any) -> tuple[Request, Any]:
     return (request._replace(ghost=True), batch.stand_in) if isinstance(batch, Unreadable) else (request, batch)
 
 
+#: Bytes at multiples of which torch's CPU allocator begins a tensor.
+ALIGNMENT = 64
+
+
 @dataclass(frozen=True)
 class Source:
     """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
@@ -185,10 +189,15 @@ class Source:
         found = finish(self.reader.batch(requests[0].epoch, np.concatenate(slices), requests[0].start))
         sizes = [len(indices) for indices in slices]
         if isinstance(found, Tensor):  # a sample is not a tuple
-            rows: Iterable[Any] = found.split(sizes)
+            rows: Iterable[Any] = _cut(found, sizes)
         else:
-            rows = map(type(found), zip(*(column.split(sizes) for column in found), strict=True))
+            rows = map(type(found), zip(*(_cut(column, sizes) for column in found), strict=True))
         return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
+
+
+def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    """``rows`` in parts, each of which begins where a tensor of its own would: matrix products round by alignment."""
+    return [part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in rows.split(sizes)]
 
 
 class InOrder:
