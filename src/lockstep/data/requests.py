@@ -196,8 +196,14 @@ class Source:
 
 
 def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    """``rows`` in parts, each of which begins where a tensor of its own would: matrix products round by alignment."""
-    return [part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in rows.split(sizes)]
+    """``rows`` in parts, which begin at multiples of ``ALIGNMENT`` as other tensors do: matrix products round by it.
+
+    Those in page-locked memory are copied to a GPU anyway.
+    """
+    parts = rows.split(sizes)
+    if rows.is_pinned():
+        return list(parts)
+    return [part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in parts]
 
 
 class InOrder:
