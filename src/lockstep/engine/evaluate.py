@@ -235,15 +235,13 @@ def _own_metrics(task: Task) -> Metrics:
     return metrics
 
 
-@contextlib.contextmanager
-def _without_sync() -> Iterator[None]:
+def _without_sync() -> contextlib.AbstractContextManager[None]:
     """Metrics of torchmetrics, also those in a task's own object, do not sync: rank 0 alone has seen rows, and all."""
-    with contextlib.ExitStack() as stack:
-        if "torchmetrics" in sys.modules:  # to import it takes longer than many first steps
-            from lockstep._compat.torchmetrics import without_sync
+    if "torchmetrics" not in sys.modules:  # to import it takes longer than many first steps
+        return contextlib.nullcontext()
+    from lockstep._compat.torchmetrics import without_sync
 
-            stack.enter_context(without_sync())
-        yield
+    return without_sync()
 
 
 class _States:
