@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
-from lockstep import ArrayDataset, Datasets, Loss, Task, TaskConfig
+from lockstep import Datasets, Loss, Task, TaskConfig
 from pace.catalogue import DATASETS, padded, unpacked
 from pace.pacer import Pacer
 from pace.workload import CLASSES, INTERVAL, LR, MAX_NORM, Workload, read_workload
@@ -23,7 +24,7 @@ class Paced(Task):
     def datasets(self) -> Datasets:
         workload = read_workload(self.config.workload)
         if workload.dataset is None:
-            return Datasets(ArrayDataset(*workload.data()))
+            return Datasets(TensorDataset(*workload.data()))
         return Datasets(DATASETS[workload.dataset][0](workload))
 
     def model(self) -> nn.Module:

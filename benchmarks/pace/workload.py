@@ -54,7 +54,8 @@ class Workload:
     """One contest: ``rounds`` blocks of ``steps`` timed steps.
 
     ``batch`` is per rank; ``socket``: where the pace is set; ``folder``: for what a loop writes; ``dataset``: one of
-    :mod:`pace.catalogue`, and ``workers``, its loader processes (``None``: the loop's own choice); else both are plain.
+    :mod:`pace.catalogue`, and ``workers``, its loader processes (``None``: the loop's own choice); without one every
+    loop reads a ``TensorDataset``.
     """
 
     side: str
