@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The longest tests are at the top: were they last, all processes but one would wait for them.
+    items.sort(key=lambda item: item.path.parent != ROOT / "tests")
     for item in items:
         if _starts_processes(item):
             item.add_marker(pytest.mark.processes)

@@ -25,10 +25,11 @@ FLOORS = (
     "engine",
     "tasks",
     "launch",
-    *("verification", "bench", "doctor", "lightning", "report"),
+    *("verification", "bench", "doctor", "report"),
     "forecast",
     "studio",
     "api",
+    "lightning",
     "cli",
 )
 #: Parts that people wait for at a prompt, or that plan and look only.

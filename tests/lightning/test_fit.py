@@ -60,6 +60,7 @@ def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: 
     config = settings(tmp_path, accumulate=2) | {"checkpoint": {"monitor": "val/number"}}
     result = fit(module, data, hardware=ONE, config=config)
     assert result.status == "completed"
+    assert [row["epoch"] for row in result.history] == [1, 2], "what lockstep.train returns"
     assert any(not torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert "train_dataloader" not in vars(data), "the user's objects are as before"
     used = own.seen(tmp_path / "seen")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import PictureDrawn, Remarked
 from lockstep.telemetry.files import write_json
 from lockstep.telemetry.sinks import check_picture
@@ -49,8 +50,23 @@ class Validation:
         steps = self._rank.config.validation.sanity_steps
         if steps and self._datasets.val is not None and self._parts.state.step == 0:
             with evaluation(self._task, self._module, self._parts.callbacks):
-                self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
+                found = self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
                 self._show(emits=False)
+            self._check_monitor(found)
+
+    def _check_monitor(self, found: Mapping[str, Any]) -> None:
+        """Raises :class:`ConfigError` where the metric that judges the run is not among those of an evaluation."""
+        monitor, sets = self._rank.plan.monitor, ["", *(f"{name}_" for name in self._datasets.named)]
+        names = [f"val_{prefix}{metric}" for prefix in sets for metric in _numbers(found)]
+        if monitor in names or monitor == Task.monitor[0]:
+            return
+        close = get_close_matches(monitor, names, 1)
+        raise ConfigError(
+            f"checkpoint.monitor is {monitor!r}, and evaluations do not report it",
+            why=f"they report {', '.join(names)}",
+            fix=(f"did you mean {close[0]}? " if close else "name one of these. ")
+            + "If only later evaluations report it, set validation.sanity_steps=0",
+        )
 
     def run(self) -> dict[str, float]:
         """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
@@ -64,8 +80,7 @@ class Validation:
         return {
             f"val_{prefix}{metric}": value
             for prefix, of_set in found.items()
-            for metric, value in of_set.items()
-            if isinstance(value, float | int)
+            for metric, value in _numbers(of_set).items()
         }
 
     def test(self, step: int) -> dict[str, float]:
@@ -73,7 +88,7 @@ class Validation:
         with evaluation(self._task, self._module, self._parts.callbacks):
             found = self._evaluate(self._datasets.test, self._chunks, step)
         values = {f"test_{name}": value for name, value in found.items()}
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, float | int)}
+        numbers = {name: float(value) for name, value in _numbers(values).items()}
         tables = {name: value for name, value in values.items() if name not in numbers}
         if tables and self._rank.collectives.is_main:
             names = getattr(self._task, "class_names", None)
@@ -113,3 +128,7 @@ class Validation:
     def _asked(self, method: Callable[..., Any]) -> Any:
         takes_model = signature(method).parameters and not self._rank.plan.strategy.divides
         return method(self._parts.model) if takes_model else method()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float | int]:
+    return {name: value for name, value in metrics.items() if isinstance(value, float | int)}

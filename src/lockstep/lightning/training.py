@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.api.run import Run
+from lockstep.api.settings import mapping_of
+from lockstep.api.train import train
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import from_keywords, merge
+from lockstep.config.load import merge
 from lockstep.engine.lightning.module_task import DECIDED, ModuleTask
-from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import choose_default, resolve_hardware
-from lockstep.launch.api import train
-from lockstep.launch.prepare import overrides_of
 from lockstep.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def fit(
     trainer: Mapping[str, Any] | None = None,
     resume: bool = False,
     **settings: Any,
-) -> RunResult:
+) -> Run:
     """Train ``model`` on the devices of ``hardware``; returns when the run has ended. ``model`` then has its weights.
 
     The first arguments are those of ``Trainer.fit``. Model and data run unchanged on Lightning's Trainer. One device
@@ -55,20 +55,20 @@ def fit(
     Raises:
         UsageError: before anything starts. RunError: when the run fails.
     """
-    given = merge(overrides_of(config), from_keywords(settings))
+    given = mapping_of(config, settings)
     if hardware is not None:
         if given.get("hardware"):
             raise ConfigError("hardware is given twice", fix="leave it out of config, and leave out devices=")
         given = merge(given, {"hardware": dict(hardware)})
     data = _data_of(train_dataloaders, val_dataloaders, datamodule)
     task = ModuleTask(module=model, datamodule=data, trainer=dict(trainer or {}))
-    result = train(task, given, resume=resume)
+    run = train(task, given, resume=resume)
     # Other processes may have trained it, or an earlier attempt, which left nothing to do.
-    store = CheckpointStore(RunDir.open(result.run_dir).checkpoints)
+    store = CheckpointStore(RunDir.open(run.run_dir).checkpoints)
     step = store.step_of("last")
     if step is not None:
         model.load_state_dict(store.load(step).model, strict=model.strict_loading)
-    return result
+    return run
 
 
 def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> LightningDataModule | None:
