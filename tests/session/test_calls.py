@@ -728,6 +728,31 @@ def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: 
     assert (two["sum"], two["broadcast"], two["size"]) == ((2.0, 2.0), "from 0", 2)
 
 
+def with_prepared_average(session: lockstep.Session) -> list[float]:
+    model = nn.Linear(4, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, average, optimizer = session.prepare(model, average, optimizer)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), count=len(y))
+        session.step(optimizer)
+        average.update_parameters(model)
+    assert int(average.n_averaged) == 5
+    return average.module.weight.flatten().tolist()  # type: ignore[union-attr,operator]
+
+
+def test_an_average_of_weights_may_be_prepared(tmp_path: Path) -> None:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / "one") as session:
+        alone = with_prepared_average(session)
+    two = lockstep.Session.launch(average_of_ranks, devices="cpu,cpu", save_dir=tmp_path / "two")
+    assert two == pytest.approx(alone)
+
+
+def average_of_ranks() -> list[float]:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        return with_prepared_average(session)
+
+
 def with_second_order() -> list[float]:
     with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))

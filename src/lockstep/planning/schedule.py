@@ -158,7 +158,7 @@ def _length(config: RunConfig, batch: BatchPlan, done: tuple[int, int, int] | No
         step, epoch, position = done
         total = step + batch.steps_left(position) + (t.epochs - epoch - 1) * per_epoch
         offset = t.epochs * per_epoch - total
-    reason = f"{t.epochs} epochs × {per_epoch} steps"
+    reason = f"{t.epochs} epoch{'s' * (t.epochs != 1)} × {per_epoch} step{'s' * (per_epoch != 1)}"
     if t.max_steps is not None and t.max_steps < total:
         epochs = t.epochs if done else -(-t.max_steps // per_epoch)
         return epochs, t.max_steps, offset, f"max_steps, before {reason} are over"

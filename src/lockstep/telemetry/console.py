@@ -346,10 +346,11 @@ def metrics_text(values: Mapping[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits or four decimals, whichever reads better."""
+    """Four significant digits, four decimals or a whole number, whichever reads better."""
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.4f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.4g}"
+    form = ".4f" if 0.001 <= abs(value) < 1000 or value == 0 else ".0f" if 1000 <= abs(value) < 1e6 else ".4g"
+    return f"{value:{form}}"
 
 
 def value_text(value: object) -> str:

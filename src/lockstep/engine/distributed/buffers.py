@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep._compat.torch import NormBase, buffers_of, is_spectral_norm
 from lockstep.checkpoint.content import is_dense
@@ -217,6 +218,8 @@ def _rule(layer: nn.Module, attribute: str) -> str | None:
         if isinstance(layer, SyncedBatchNorm):
             return "agreed"
         return "max" if attribute == "num_batches_tracked" else "mean"
+    if isinstance(layer, AveragedModel) and attribute == "n_averaged":
+        return "agreed"
     return "once" if is_spectral_norm(layer, attribute) else None
 
 
