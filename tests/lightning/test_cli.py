@@ -136,6 +136,13 @@ def test_the_sections_contradict_each_other(config: Path, capsys: pytest.Capture
     assert "Traceback" not in error
 
 
+def test_a_plain_lightning_cli_is_refused_as_the_class(config: Path) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    with pytest.raises(ConfigError, match="inherit from lockstep.lightning.cli.LockstepCLI"):
+        run(["fit", "-c", str(config)], cli_class=LightningCLI)  # type: ignore[arg-type]
+
+
 def test_what_lightning_refuses_is_one_error(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(config.parent, hardware={})
     assert main(["lightning", "validate", "-c", str(config), "--trainer.accelerator", "tpu"]) == 2
