@@ -139,7 +139,7 @@ def test_the_sections_contradict_each_other(config: Path, capsys: pytest.Capture
 def test_a_plain_lightning_cli_is_refused_as_the_class(config: Path) -> None:
     from lightning.pytorch.cli import LightningCLI
 
-    with pytest.raises(ConfigError, match="inherit from lockstep.lightning.cli.LockstepCLI"):
+    with pytest.raises(ConfigError, match="fix: inherit from lockstep"):
         run(["fit", "-c", str(config)], cli_class=LightningCLI)  # type: ignore[arg-type]
 
 

@@ -211,8 +211,8 @@ def run(
         SystemExit: wrong arguments (code 2) or ``--help``, as ``argparse`` does.
         LockstepError: wrong hardware or settings; or a rank failed.
     """
-    if not issubclass(cli_class, LockstepCLI):
-        why, fix = "it has no options of Lockstep's, such as --run_dir", "inherit from lockstep.lightning.cli.LockstepCLI"
+    if LockstepCLI not in cli_class.__mro__:
+        why, fix = "it lacks options such as --run_dir", "inherit from lockstep.lightning.cli.LockstepCLI"
         raise ConfigError(f"cli_class is {cli_class.__name__}, which is no LockstepCLI", why=why, fix=fix)
     options |= {"args": sys.argv[1:] if args is None else args}
     options |= {"model_class": model_class, "datamodule_class": datamodule_class}
