@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score, ConfusionMatrix
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score, ConfusionMatrix, MulticlassAccuracy
 
 from lockstep import Loss, Task
 from lockstep.data.arrays import ArrayDataset
@@ -335,3 +335,23 @@ def test_a_dict_of_metrics_is_a_collection() -> None:
 
 def test_a_task_without_metrics_is_evaluated_by_its_loss() -> None:
     assert run(0, 1, 7, 3, Bare()) == {"loss": run(0, 1, 7, 3, Scores())["loss"]}
+
+
+class Misfit(Scores):
+    def __init__(self, merges: bool) -> None:
+        super().__init__()
+        self.merges = merges
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        return batch[0].repeat(1, 7), batch[1].long()
+
+    def metrics(self) -> Any:
+        accuracy = MulticlassAccuracy(4)
+        return MetricCollection([accuracy]) if self.merges else accuracy
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_an_error_of_metrics_says_what_they_were_given(merges: bool) -> None:
+    with pytest.raises(ValueError, match="dimension") as caught:
+        run(0, 1, 5, 4, Misfit(merges))
+    assert any("Task.metrics()" in note and "[4] torch.int64" in note for note in caught.value.__notes__)

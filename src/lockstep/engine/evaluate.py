@@ -136,7 +136,7 @@ def evaluate(
         states = None
         if collectives.broadcast(not merges and _States.are_those_of(metrics)):
             states = _States(_own_metrics(task) if metrics is None else metrics)
-        take = states.add if states else merged.append if merges else lambda rows: metrics.update(*rows)
+        take = states.add if states else merged.append if merges else lambda rows: _update(metrics, rows)
         waiting, total, count = list[_Chunk | None](), 0.0, 0.0
 
         def send() -> None:
@@ -164,7 +164,7 @@ def evaluate(
         if merges and metrics is not None:
             rows = task.merge(merged)
             with _without_sync():
-                metrics.update(*rows)
+                _update(metrics, rows)
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
@@ -235,6 +235,16 @@ def _own_metrics(task: Task) -> Metrics:
     return metrics
 
 
+def _update(metrics: Any, rows: Sequence[Any]) -> None:
+    """Raises what ``metrics`` raise, with a note on what they were given."""
+    try:
+        metrics.update(*rows)
+    except Exception as error:
+        kinds = [f"{list(one.shape)} {one.dtype}" if isinstance(one, Tensor) else type(one).__name__ for one in rows]
+        error.add_note(f"raised by Task.metrics(), updated with what Task.evaluate() returned: {', '.join(kinds)}")
+        raise
+
+
 def _without_sync() -> contextlib.AbstractContextManager[None]:
     """Metrics of torchmetrics, also those in a task's own object, do not sync: rank 0 alone has seen rows, and all."""
     if "torchmetrics" not in sys.modules:  # to import it takes longer than many first steps
@@ -295,7 +305,7 @@ class _States:
         if chunk is not None:
             if not self.add_up:
                 self._metrics.reset()
-            self._metrics.update(*chunk[2])
+            _update(self._metrics, chunk[2])
 
     def _names(self) -> Iterator[tuple[Any, str]]:
         from lockstep._compat.torchmetrics import defaults
