@@ -213,7 +213,7 @@ def run(
     """
     if LockstepCLI not in cli_class.__mro__:
         why, fix = "it lacks options such as --run_dir", "inherit from lockstep.lightning.cli.LockstepCLI"
-        raise ConfigError(f"cli_class is {cli_class.__name__}, which is no LockstepCLI", why=why, fix=fix)
+        raise ConfigError(f"cli_class={cli_class.__name__} is not a LockstepCLI", why=why, fix=fix)
     options |= {"args": sys.argv[1:] if args is None else args}
     options |= {"model_class": model_class, "datamodule_class": datamodule_class}
     here = str(Path.cwd())
