@@ -57,7 +57,7 @@ browser:
 	|| echo "no chromium here: the browser tests are skipped, with CI=true they fail (Debian: apt-get install chromium)"
 
 test: lint browser ## lint, then every test
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 --maxschedchunk 8 -m "not drill" $(PYTEST_ARGS) $(TESTS)
 
 check: lint ## lint, and the tests without ranks, commands or a browser
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill and not processes and not slow" $(PYTEST_ARGS) $(TESTS)

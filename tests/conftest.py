@@ -34,11 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # The longest tests are at the top: were they last, all processes but one would wait for them.
-    items.sort(key=lambda item: item.path.parent != ROOT / "tests")
     for item in items:
         if _starts_processes(item):
             item.add_marker(pytest.mark.processes)
+    # The longest tests first: were they last, all test processes but one would wait for them.
+    items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("processes") is None))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     for item in marked:  # what torch warns of depends on the card: of TF32 that is off, for one
         item.add_marker(pytest.mark.filterwarnings("default"))
