@@ -44,6 +44,9 @@ LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_", "SLURM_", "LOCKSTEP_"),
 )
+#: What libraries set in this process when first used. With it, a command would need an interpreter of its own.
+LIBRARY_VARIABLES = ("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_NVML_")
+_BEFORE = {key: value for key, value in os.environ.items() if key.startswith(LIBRARY_VARIABLES)}
 #: Marks every process that a test starts, however deep; see the leak check in conftest.py.
 TOKEN_VARIABLE = "LOCKSTEP_TEST_TOKEN"
 #: How long the other ranks may take to fail by themselves after the first one did.
@@ -59,8 +62,9 @@ IMPORTS = [
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables, for one intra-op thread."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
+    """This process's environment without variables of launchers and libraries, for one intra-op thread."""
+    others = (*LAUNCHER_VARIABLES, *LIBRARY_VARIABLES)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(others)} | _BEFORE
     token = {TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]} if TOKEN_VARIABLE in os.environ else {}
     return {**kept, **token, "OMP_NUM_THREADS": "1", **changes}
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import psutil
 
-from tests.gloo import TOKEN_VARIABLE
+from tests.gloo import LIBRARY_VARIABLES, TOKEN_VARIABLE
 
 #: How long processes and threads that were told to end may take to do so.
 GRACE_S = 5.0
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
 #: Variables that pytest, coverage and libraries set for their own purposes when first used.
-ENVIRONMENT_EXEMPT = ("PYTEST_", "COV_", "COVERAGE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_NVML_")
+ENVIRONMENT_EXEMPT = ("PYTEST_", "COV_", "COVERAGE_", *LIBRARY_VARIABLES)
 
 
 def mark_descendants() -> None:
