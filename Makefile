@@ -11,6 +11,7 @@ ARGS ?=
 # Test processes (one more than cores, since many tests wait for other processes), and further arguments of pytest:
 # make test TESTS=tests/planning PYTEST_ARGS=-x
 JOBS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+PARALLEL = -n $(JOBS) --maxprocesses 4 --maxschedchunk 8
 TESTS ?= tests
 PYTEST_ARGS ?=
 
@@ -57,13 +58,13 @@ browser:
 	|| echo "no chromium here: the browser tests are skipped, with CI=true they fail (Debian: apt-get install chromium)"
 
 test: lint browser ## lint, then every test
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 --maxschedchunk 8 -m "not drill" $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) -m "not drill" $(PYTEST_ARGS) $(TESTS)
 
 check: lint ## lint, and the tests without ranks, commands or a browser
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill and not processes and not slow" $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) -m "not drill and not processes and not slow" $(PYTEST_ARGS) $(TESTS)
 
 coverage: setup browser ## coverage of every process that the tests start
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff, mypy, words and spelling of the documentation
 	$(RUN) -m ruff check .
@@ -96,7 +97,7 @@ compat: ## the tests on each supported torch
 	  $(PYTHON) -m venv $$venv && $$venv/bin/python scripts/gpu/requirements.py --pins >$$venv/pins.txt && \
 	  $$venv/bin/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
 	    -c $$venv/pins.txt "torch==$$version+cpu" -e '.[dev]' && \
-	  $$venv/bin/python -m pytest -n $(JOBS) --maxprocesses 4 -m "not drill" $(PYTEST_ARGS) $(TESTS) || failed="$$failed $$version"; \
+	  $$venv/bin/python -m pytest $(PARALLEL) -m "not drill" $(PYTEST_ARGS) $(TESTS) || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "error: failed on torch$$failed"; exit 1; }
 
 drills: setup ## long repetitions

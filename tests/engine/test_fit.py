@@ -535,7 +535,7 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
         ]  # fmt: skip
         assert 0 <= row["val_noisy_accuracy"] <= 1
     assert run.read().best_metric["val_noisy_accuracy"] == max(row["val_noisy_accuracy"] for row in rows)
-    with pytest.raises(ConfigError, match=r"(?s)do not report it.*did you mean val_noisy_accuracy"):
+    with pytest.raises(ConfigError, match=r"(?s)do not report.*did you mean val_noisy_accuracy"):
         trained(tmp_path / "mistyped", task=SeveralSets, checkpoint={"monitor": "val_noisy_acuracy"})
     assert RunDir.open(tmp_path / "mistyped").steps() == [], "before the first step"
     with pytest.raises(DataError, match="'a b' is not a name for a validation set"):

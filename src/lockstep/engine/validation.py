@@ -62,7 +62,7 @@ class Validation:
             return
         close = get_close_matches(monitor, names, 1)
         raise ConfigError(
-            f"checkpoint.monitor is {monitor!r}, and evaluations do not report it",
+            f"evaluations do not report {monitor!r}, the metric that judges the run (checkpoint.monitor)",
             why=f"they report {', '.join(names)}",
             fix=(f"did you mean {close[0]}? " if close else "name one of these. ")
             + "If only later evaluations report it, set validation.sanity_steps=0",
