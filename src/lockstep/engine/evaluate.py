@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -235,13 +235,14 @@ def _own_metrics(task: Task) -> Metrics:
     return metrics
 
 
-def _update(metrics: Any, rows: Sequence[Any]) -> None:
+def _update(metrics: Any, rows: Iterable[Any]) -> None:
     """Raises what ``metrics`` raise, with a note on what they were given."""
+    given = tuple(rows)
     try:
-        metrics.update(*rows)
+        metrics.update(*given)
     except Exception as error:
-        kinds = [f"{list(one.shape)} {one.dtype}" if isinstance(one, Tensor) else type(one).__name__ for one in rows]
-        error.add_note(f"raised by Task.metrics(), updated with what Task.evaluate() returned: {', '.join(kinds)}")
+        kinds = [f"{list(one.shape)} {one.dtype}" if isinstance(one, Tensor) else type(one).__name__ for one in given]
+        error.add_note(f"raised by the metrics of Task.metrics(), which were given {', '.join(kinds) or 'nothing'}")
         raise
 
 
