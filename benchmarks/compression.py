@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import RunConfig
 from lockstep.engine.rank_context import join
+from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
 
 STEPS = 5
 WIDTHS = (128, 512, 1024, 2048)

@@ -25,13 +25,13 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import ArrayDataset, Loss, Task
-from lockstep.bench.measure import peak_memory, reset_peak_memory
-from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.rank_context import join
+from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
+from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.planning import LoaderPlan
 
 RANKS, SAMPLES, INPUTS, OUTPUTS, BATCH = 2, 100_000, 64, 1000, 100

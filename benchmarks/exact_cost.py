@@ -39,8 +39,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
 from lockstep import ArrayDataset, Datasets, Loss, Task
-from lockstep.models.har import Mlp
 from lockstep.tasks.har import HarTask
+from lockstep.tasks.har.models import Mlp
 
 WARM_UP = 3
 

@@ -19,13 +19,13 @@ from typing import Any
 import report
 import torch
 
-from lockstep.bench.comm import fit_alpha_beta, measure_message
-from lockstep.bench.measure import summarise
-from lockstep.bench.timing import on_site
-from lockstep.bench.trials import Case, Rank, Subject, new_trials
-from lockstep.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
-from lockstep.forecast.footprint import Footprint, blocking_messages
-from lockstep.forecast.measured import (
+from lockstep.lab.bench.comm import fit_alpha_beta, measure_message
+from lockstep.lab.bench.measure import summarise
+from lockstep.lab.bench.timing import on_site
+from lockstep.lab.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.lab.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
+from lockstep.lab.forecast.footprint import Footprint, blocking_messages
+from lockstep.lab.forecast.measured import (
     cases,
     contention,
     jitter,
@@ -34,8 +34,8 @@ from lockstep.forecast.measured import (
     take_turn,
     timed_steps,
 )
-from lockstep.forecast.memory import Counting
-from lockstep.forecast.scaling import Setting, Step, predict, with_error_bars
+from lockstep.lab.forecast.memory import Counting
+from lockstep.lab.forecast.scaling import Setting, Step, predict, with_error_bars
 from lockstep.planning.resolve import resolve_reduction
 
 SIZES = (4096, 65_536, 1 << 20, 4 << 20)

@@ -226,12 +226,12 @@ def checkpoint(options: argparse.Namespace) -> dict[str, Any]:
 
 def forecast(options: argparse.Namespace) -> dict[str, Any]:
     """Predicted and measured, of eager steps: a compiled model has other activations than those that are counted."""
-    from lockstep.bench.step import bench_step
-    from lockstep.bench.trials import Subject
-    from lockstep.forecast.memory import estimate_memory
-    from lockstep.forecast.project import forecast as forecast_speed
-    from lockstep.forecast.scaling import Wish
     from lockstep.hardware import detect_devices
+    from lockstep.lab.bench.step import bench_step
+    from lockstep.lab.bench.trials import Subject
+    from lockstep.lab.forecast.memory import estimate_memory
+    from lockstep.lab.forecast.project import forecast as forecast_speed
+    from lockstep.lab.forecast.scaling import Wish
 
     names = {device.id: device.name for device in detect_devices()}
     rows: dict[str, Any] = {}

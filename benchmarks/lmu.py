@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from report import header, ratios, write_json
 from torch import Tensor, nn
 
-from lockstep.models.lmu import LMU
+from lockstep.recipes.speech.lmu import LMU
 
 BATCH, INPUT, HIDDEN, MEMORY, THETA = 16, 512, 512, 256, 1000.0
 #: (slower, faster): how many times the second is faster than the first.

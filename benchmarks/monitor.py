@@ -18,7 +18,7 @@ from report import header, write_json
 
 from lockstep import detect_devices
 from lockstep.hardware.monitor import INTERVAL_S
-from lockstep.telemetry.files import read_jsonl
+from lockstep.rundir.files import read_jsonl
 from lockstep.telemetry.sinks import monitored
 
 

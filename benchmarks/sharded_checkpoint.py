@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Datasets, Task
-from lockstep.bench.measure import peak_memory, reset_peak_memory
-from lockstep.bench.trials import TIMEOUT_S, Rank, new_trials
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import RunConfig
@@ -33,6 +31,8 @@ from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.rank_context import join
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.engine.strategies.partition import Undivided
+from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
+from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
 
 RANKS, LAYERS = 2, 8
 WIDTHS = (512, 1024, 2048, 3072)

@@ -35,12 +35,12 @@ from report import header, opening, publish, ratios, spread
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lockstep.config.sections import DataConfig
-from lockstep.data.columns import ParquetFiles
-from lockstep.data.records import JsonLines, TarShards, TokenFile
 from lockstep.data.requests import Request, Source
 from lockstep.data.sampling import resolve_sampling
 from lockstep.data.stream import Stream
 from lockstep.hardware.world import World
+from lockstep.readers.columns import ParquetFiles
+from lockstep.readers.records import JsonLines, TarShards, TokenFile
 
 BATCH, ROWS, FILES, WIDTH = 32, 20_000, 8, 64
 Batches = Callable[[], Iterator[Any]]

@@ -32,8 +32,8 @@ from report import header, write_json
 from websockets.sync.client import ClientConnection, connect
 
 from lockstep.config import resolve
-from lockstep.telemetry.heartbeat import Heartbeat, announce
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import Heartbeat, announce
 
 WAIT_S = 120.0
 

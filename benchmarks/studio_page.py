@@ -31,8 +31,8 @@ from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 from report import header
 from studio import Server, make_run, medians, publish, serving, step_row
 
-from lockstep.telemetry.heartbeat import Heartbeat
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import Heartbeat
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.data.order import Order
 from lockstep.planning.batch import BatchPlan, parts
-from lockstep.telemetry.rundir import surviving
+from lockstep.rundir.folder import surviving
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "drawings"

@@ -330,8 +330,8 @@ def folder_schemas() -> dict[str, tuple[str, dict[str, Any]]]:
     from lockstep.config import RunConfig
     from lockstep.events import RanksLogged, StepLogged
     from lockstep.planning.plan import Plan
-    from lockstep.telemetry.heartbeat import Beat
-    from lockstep.telemetry.rundir import RunRecord
+    from lockstep.rundir.folder import RunRecord
+    from lockstep.rundir.heartbeat import Beat
 
     integer, number, text = {"type": "integer"}, {"type": "number"}, {"type": "string"}
     place = {"attempt": integer, "step": integer, "epoch": {"type": "integer", "minimum": 1}}

@@ -21,7 +21,7 @@ import numpy as np
 
 MEMBER = "sklearn/datasets/data/digits.csv.gz"
 SHA256 = "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
-OUTPUT = Path(__file__).resolve().parents[1] / "src/lockstep/tasks/autoencoder/digits.npz"
+OUTPUT = Path(__file__).resolve().parents[1] / "src/lockstep/recipes/autoencoder/digits.npz"
 
 
 def read_source(path: Path) -> bytes:

@@ -20,7 +20,7 @@ from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import place, plan_for, settle
 from lockstep.launch.run_claim import changed_config, create_folder, keep_config, resume_point
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.fakes import RecordingSink
 

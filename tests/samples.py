@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import RunFolderError
-from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.rundir import RunDir, surviving
+from lockstep.rundir.files import read_jsonl
+from lockstep.rundir.folder import RunDir, surviving
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ ELSEWHERE = {
     r"completion ": ("changes the shell", "tests/cli/test_completion.py"),
     r"^ray ": ("Ray is not installed; the page says where it was tried", None),
     r"^srun ": ("needs SLURM", "tests/launch/slurm"),
-    r"^torchrun .*doctor": ("starts its own interpreters", "tests/doctor/test_doctor.py"),
+    r"^torchrun .*doctor": ("starts its own interpreters", "tests/lab/doctor/test_doctor.py"),
     r"^torchrun .*--nnodes|^TORCH_": ("needs several nodes", "tests/dist/test_nodes.py"),
     r"--nodes 2(?!.*(--on slurm|--print))": ("needs several nodes", "tests/dist/test_nodes.py"),
     r"^torchrun .*script.py": ("starts its own interpreters", "tests/session/test_run.py"),
@@ -48,11 +48,11 @@ ELSEWHERE = {
     r"=pictures|other_pictures": ("needs folders of images", "tests/tasks/test_images.py"),
     r"configs/har/two_gpu": ("needs two GPUs", "tests/tasks/test_har_configs.py"),
     r"--data-dir": ("needs data of the reader", "tests/tasks/test_har_tensors.py"),
-    r"lockstep bench (loader|comm|scaling|batch-size|lr)": ("measures for longer", "tests/bench/test_bench.py"),
-    r"report .*bench-|--tokens": ("needs a run that another page has made", "tests/report"),
+    r"lockstep bench (loader|comm|scaling|batch-size|lr)": ("measures for longer", "tests/lab/bench/test_bench.py"),
+    r"report .*bench-|--tokens": ("needs a run that another page has made", "tests/lab/report"),
     r"lockstep stop": ("needs a run that is training", "tests/cli/test_running.py"),
-    r"--interconnect measured": ("measures for longer", "tests/forecast"),
-    r"lockstep doctor(?! --quick)": ("starts several trainings", "tests/doctor/test_doctor.py"),
+    r"--interconnect measured": ("measures for longer", "tests/lab/forecast"),
+    r"lockstep doctor(?! --quick)": ("starts several trainings", "tests/lab/doctor/test_doctor.py"),
 }
 #: The others run with these replaced: names that stand for something, devices, and lengths.
 SHORTER = [

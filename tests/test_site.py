@@ -18,7 +18,7 @@ import yaml
 import lockstep
 from tests import commands
 from tests.gloo import ROOT, clean_environment
-from tests.telemetry.test_schemas import check_folder
+from tests.rundir.test_schemas import check_folder
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
 

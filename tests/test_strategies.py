@@ -16,8 +16,8 @@ import lockstep
 from lockstep import strategies
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import ConfigError
+from lockstep.rundir.folder import RunDir
 from lockstep.strategies import MODULES, StrategySpec, auto_strategy, find_strategy, register_strategy
-from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT
 from tests.studio.serving import studio
 from tests.toys import Toy

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gpu.models import Classified, Gpt2, ResNet50, Transcribed, ViT, Wide
-from lockstep.models.har import Cnn, Mlp
-from lockstep.models.recogniser import Recogniser
+from lockstep.recipes.speech.recogniser import Recogniser
+from lockstep.tasks.har.models import Cnn, Mlp
 
 #: Rounds that are not counted, at the start: compilation, allocation, CUDA graphs.
 WARM_UP = 2

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Order
-from lockstep.tasks.autoencoder import load_digits
+from lockstep.recipes.autoencoder import load_digits
 
 EPOCHS = 10
 BATCH_SIZE = 32  # samples behind one optimizer step, on all devices together; 1400 = 43 × 32 + 24

@@ -16,7 +16,7 @@ from tests.gloo import ROOT
 #: Packages and modules whose names users may import; those with an ``__all__`` offer what it lists.
 PUBLIC = {
     "lockstep",
-    "lockstep.bench",
+    "lockstep.lab.bench",
     "lockstep.config",
     "lockstep.data",
     "lockstep.data.download",
@@ -25,12 +25,12 @@ PUBLIC = {
     "lockstep.lightning",
     "lockstep.lightning.callbacks",
     "lockstep.lightning.cli",
-    "lockstep.models.gpt",
-    "lockstep.models.har",
-    "lockstep.models.lmu",
-    "lockstep.models.recogniser",
-    "lockstep.models.vision",
-    "lockstep.tasks.autoencoder",
+    "lockstep.recipes.text.gpt",
+    "lockstep.tasks.har.models",
+    "lockstep.recipes.speech.lmu",
+    "lockstep.recipes.speech.recogniser",
+    "lockstep.tasks.har.vision",
+    "lockstep.recipes.autoencoder",
     "lockstep.tasks.har",
 }
 #: Benchmarks that measure an internal part, and which.

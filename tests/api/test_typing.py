@@ -35,7 +35,7 @@ follow_imports_for_stubs = True
 ignore_missing_imports = True
 [mypy-lockstep.launch.*,lockstep.telemetry.*,lockstep.checkpoint.*,lockstep.engine.session.*,lockstep.engine.strategies.*]
 follow_imports = skip
-[mypy-lockstep.tasks.*,lockstep.data.loader,lockstep.data.stream,lockstep.engine.lightning.*,lockstep.engine.optim.*]
+[mypy-lockstep.tasks.*,lockstep.data.loader,lockstep.data.stream,lockstep.lightning.*,lockstep.engine.optim.*]
 follow_imports = skip
 """
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Response, ViewportSize, sync_playwright
 
-from lockstep.telemetry.files import write_json
+from lockstep.rundir.files import write_json
 from tests.browser.runs import make_run, runs_of
 from tests.browser.where import BROWSER_FLAGS, Network, Studio, closed_network, find_browser
 from tests.gloo import ROOT

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config import resolve
-from lockstep.telemetry.files import write_json
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import write_json
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import encode_png, encode_wav
 from tests.studio.serving import Address
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Page, Route, ViewportSize, WebSocketRoute, expect
 
+from lockstep.rundir.files import write_json
+from lockstep.rundir.folder import RunDir
 from lockstep.studio.home import Home
-from lockstep.telemetry.files import write_json
-from lockstep.telemetry.rundir import RunDir
 from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, rows
 from tests.browser.runs import add_sample, make_run, runs_of
 from tests.hardware.machines import machine

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.launch.finished.export import export
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.toys import CLASSES, FEATURES, Toy

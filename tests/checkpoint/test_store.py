@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.manifest import Digest, folder_name, read_manifest, step_in
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import CheckpointError, StorageError, UnreadableError
-from lockstep.telemetry.files import read_json, write_json
+from lockstep.rundir.files import read_json, write_json
 from tests.disks import make_read_only, small_disk
 
 FILES = ["model.safetensors", "trainer.pt", "manifest.json"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import BackgroundWriter, HostBuffers
 from lockstep.errors import CheckpointError, LockstepError, StorageError
-from lockstep.telemetry.heartbeat import pulse
+from lockstep.rundir.heartbeat import pulse
 from tests.conftest import cli_environment
 
 

@@ -86,13 +86,13 @@ def test_errors_of_ours_have_no_traceback(
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr("lockstep.telemetry.summary.summaries", fail)
+    monkeypatch.setattr("lockstep.rundir.summary.summaries", fail)
     assert main(["runs"]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_errors_that_nobody_expected_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.telemetry.summary.summaries", None)  # no code of a user's takes part
+    monkeypatch.setattr("lockstep.rundir.summary.summaries", None)  # no code of a user's takes part
     with pytest.raises(TypeError):
         main(["runs"])
 
@@ -103,7 +103,7 @@ def test_an_interrupt_is_130_without_a_traceback(
     def interrupt(*args: object, **kwargs: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("lockstep.telemetry.summary.summaries", interrupt)
+    monkeypatch.setattr("lockstep.rundir.summary.summaries", interrupt)
     assert main(["runs"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == ""
 

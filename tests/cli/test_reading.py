@@ -10,7 +10,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import resolve
 from lockstep.events import EpochEnded, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.conftest import RunCli
 

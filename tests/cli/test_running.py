@@ -19,7 +19,7 @@ from lockstep.config import RunConfig, resolve
 from lockstep.launch.finished.evaluation import _config_on
 from lockstep.launch.finished.reopen import load_model
 from lockstep.launch.local.environment import set_defaults
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.conftest import RunCli, cli_environment
 
@@ -268,7 +268,7 @@ def test_stop_of_a_run_that_ends_at_that_moment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir.create(tmp_path / "run", RunConfig(), run_id="run-00000001", command=[])
-    code = "import sys; from pathlib import Path; from lockstep.telemetry.rundir import RunDir, Heartbeat\n"
+    code = "import sys; from pathlib import Path; from lockstep.rundir.folder import RunDir, Heartbeat\n"
     code += f"run = RunDir.open(Path({str(run.path)!r})); run.update(status='running'); "
     code += "Heartbeat().start(run.heartbeat_file, 3, 10); print('go', flush=True); sys.stdin.read()"
     kill = os.kill

@@ -14,7 +14,7 @@ from lockstep.cli.settings import NO_SETTINGS, Settings, all_flags, flag_table, 
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import all_keys, class_paths, remember
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 
 def mapping_of(*, task: str | None = "har", **flags: Any) -> dict[str, Any]:

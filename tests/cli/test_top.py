@@ -18,12 +18,12 @@ import pytest
 
 from lockstep.events import RankState
 from lockstep.hardware.monitor import Monitor, Sample
-from lockstep.telemetry.files import JsonLines
-from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.summary import live_state
+from lockstep.rundir.files import JsonLines
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.summary import live_state
 from tests.conftest import RunCli, cli_environment
 from tests.fakes import FakeSource
-from tests.telemetry.runs import make_run
+from tests.rundir.runs import make_run
 
 
 def running(folder: Path) -> RunDir:

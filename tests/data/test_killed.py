@@ -27,10 +27,10 @@ import lockstep
 from lockstep.config.sections import DataConfig
 from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed
-from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.sampling import balanced_weights, resolve_sampling
-from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.rundir import RunDir
+from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+from lockstep.rundir.files import read_jsonl
+from lockstep.rundir.folder import RunDir
 from lockstep.verification import verify
 from tests.attempts import attempt
 from tests.gloo import run_ranks
@@ -94,7 +94,7 @@ def loaded(path: Path) -> Tensor:
 
 
 def parts(folder: str) -> dict[str, Any]:
-    from lockstep.data.columns import ArrowFiles, ParquetFiles
+    from lockstep.readers.columns import ArrowFiles, ParquetFiles
 
     found: dict[str, Any] = {kind.__name__: kind(folder, transform=sample) for kind in (JsonLines, CsvFiles, TarShards)}
     found |= {kind.__name__: kind(folder, transform=sample, window=2) for kind in (ParquetFiles, ArrowFiles)}
@@ -284,7 +284,7 @@ class Large(OfFiles):
     """20 Parquet files of 12 MB each, 240 MB in all."""
 
     def datasets(self) -> lockstep.Datasets:
-        from lockstep.data.columns import ParquetFiles
+        from lockstep.readers.columns import ParquetFiles
 
         rows = ParquetFiles(os.environ["FOLDER"], transform=lambda row: (row["x"][:FEATURES], row["label"]), window=4)
         return lockstep.Datasets(rows, Toy.datasets(self).val)

@@ -18,12 +18,12 @@ from torch.utils.data import Subset
 
 import lockstep
 from lockstep.config.sections import DataConfig
-from lockstep.data.columns import ArrowFiles, ParquetFiles
 from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed
-from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.sampling import resolve_sampling
-from lockstep.telemetry.rundir import RunDir
+from lockstep.readers.columns import ArrowFiles, ParquetFiles
+from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+from lockstep.rundir.folder import RunDir
 from lockstep.verification import verify
 from tests.attempts import attempt
 from tests.data.test_killed import ROWS, SHARDS, OfFiles, loaded, sample, write

@@ -18,11 +18,11 @@ import lockstep
 from lockstep import Task
 from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed, document_mask
-from lockstep.data.records import CsvFiles, JsonLines
 from lockstep.data.requests import Request, Source, windows
 from lockstep.errors import DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch
-from lockstep.telemetry.rundir import RunDir
+from lockstep.readers.records import CsvFiles, JsonLines
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 

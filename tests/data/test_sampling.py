@@ -25,7 +25,7 @@ from lockstep.data.sampling import BucketedOrder, SampleOrder, logarithm, resolv
 from lockstep.data.stream import Stream, StreamOrder
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.samples import used_samples

@@ -25,19 +25,19 @@ from torch.utils.data import default_collate
 
 import lockstep
 from lockstep.config.sections import DataConfig
-from lockstep.data import files as files_module
-from lockstep.data.columns import ArrowFiles, ParquetFiles
-from lockstep.data.files import local
 from lockstep.data.mixture import Mixture
 from lockstep.data.order import Order
 from lockstep.data.packing import Packed
 from lockstep.data.reader import Reader
-from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.data.requests import Source
 from lockstep.data.sampling import WindowOrder, resolve_sampling
 from lockstep.engine.training_data import feed
 from lockstep.errors import DataError, LockstepError
-from lockstep.telemetry.files import read_jsonl
+from lockstep.readers import files as files_module
+from lockstep.readers.columns import ArrowFiles, ParquetFiles
+from lockstep.readers.files import local
+from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
+from lockstep.rundir.files import read_jsonl
 from tests.attempts import attempt
 from tests.data.test_sampling import Killed, batches
 from tests.gloo import run_ranks
@@ -100,7 +100,7 @@ def bins(folder: Path) -> TokenFile:
 
 def parquet(folder: Path) -> Any:
     pytest.importorskip("pyarrow")
-    from lockstep.data.columns import ParquetFiles
+    from lockstep.readers.columns import ParquetFiles
 
     write_parquet(folder, 400)
     return ParquetFiles(folder, window=1)
@@ -108,7 +108,7 @@ def parquet(folder: Path) -> Any:
 
 def arrow(folder: Path) -> Any:
     pytest.importorskip("pyarrow")
-    from lockstep.data.columns import ArrowFiles
+    from lockstep.readers.columns import ArrowFiles
 
     write_parquet(folder, 400)
     return ArrowFiles(folder, window=1)
@@ -238,7 +238,7 @@ def test_urls_are_copied_into_a_bounded_cache(tmp_path: Path, monkeypatch: pytes
 def test_a_url_is_asked_for_once_and_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
     pytest.importorskip("pyarrow")
-    from lockstep.data.columns import ParquetFiles
+    from lockstep.readers.columns import ParquetFiles
 
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
@@ -345,7 +345,7 @@ def write_parquet(folder: Path, rows: int = ROWS, files: int = 4) -> None:
 @pytest.mark.parametrize("kind", ["ParquetFiles", "ArrowFiles"])
 def test_rows_of_columns_are_read_by_their_number(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    from lockstep.data import columns
+    from lockstep.readers import columns
 
     write_parquet(tmp_path)
     inputs, labels = arrays(ROWS, 1)
@@ -370,7 +370,7 @@ def test_rows_of_columns_are_read_by_their_number(kind: str, tmp_path: Path) -> 
 def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Path) -> None:
     """Whole batches are made of numbers only; values that are missing in one row group change no other row."""
     pa = pytest.importorskip("pyarrow")
-    from lockstep.data import columns
+    from lockstep.readers import columns
 
     numbers = np.arange(60, dtype=np.float32)
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(120.0)), 2)
@@ -452,7 +452,7 @@ def test_columns_in_the_names_of_folders_are_those_of_pyarrow(kind: str, tmp_pat
 
 def test_what_was_read_stays_when_another_group_takes_its_place(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    from lockstep.data.columns import ParquetFiles
+    from lockstep.readers.columns import ParquetFiles
 
     write_parquet(tmp_path)
     rows, inputs = ParquetFiles(tmp_path, columns=["inputs"], window=1), arrays(ROWS, 1)[0]
@@ -464,7 +464,7 @@ def test_what_was_read_stays_when_another_group_takes_its_place(tmp_path: Path) 
 
 def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    from lockstep.data.columns import ParquetFiles
+    from lockstep.readers.columns import ParquetFiles
 
     write_parquet(tmp_path)
     pa.parquet.write_table(pa.table({"inputs": [1.0], "label": [1], "text": ["a"]}), tmp_path / "9.parquet")
@@ -485,7 +485,7 @@ class OfParquet(Toy):
         folder: str = ""
 
     def datasets(self) -> lockstep.Datasets:
-        from lockstep.data.columns import ParquetFiles
+        from lockstep.readers.columns import ParquetFiles
 
         rows = ParquetFiles(self.config.folder, transform=lambda row: (row["inputs"], row["label"]), window=2)
         return lockstep.Datasets(rows, super().datasets().val)

@@ -20,8 +20,8 @@ import lockstep
 from lockstep.data.stream import EVERY, LAG, Stream, as_stream
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, TaskError
 from lockstep.hardware.world import World
-from lockstep.telemetry.files import read_jsonl
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import read_jsonl
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.samples import used_samples

@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.config.load import merge
 from lockstep.launch.api import resume
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import assert_close, losses
 
 #: A learning rate that does not depend on how many steps are still to come: these runs are stopped by their steps.

@@ -39,7 +39,7 @@ from lockstep.launch.finished.evaluation import evaluate
 from lockstep.planning import BatchPlan, Plan
 from lockstep.planning.decision import Decision, by_key
 from lockstep.planning.schedule import resolve_schedule
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.dist.runs import assert_equal_runs, go_on, train, used
 from tests.e2e.test_drill import FAST, drill, kill_in_training
 from tests.e2e.test_train import TOY, finish, start

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lockstep.launch.local.fork_server import LAUNCHER
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.dist.machines import Machine, two_machines
 from tests.e2e.test_faults import TASK as FAULTY
 from tests.e2e.test_train import SAME, TOY, assert_close, finish, losses, train, wait_for_step

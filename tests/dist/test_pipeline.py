@@ -20,14 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep import Datasets
 from lockstep.config.load import merge
-from lockstep.data.records import JsonLines
 from lockstep.engine.strategies.pipeline import Line, schedule
 from lockstep.engine.strategies.stages import as_inputs, inputs_of, shares, stages_of
 from lockstep.errors import LockstepError
-from lockstep.tasks.autoencoder import AutoencoderTask
+from lockstep.readers.records import JsonLines
+from lockstep.recipes.autoencoder import AutoencoderTask
+from lockstep.recipes.speech.task import SpeechTask
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.har.task import HarTask
-from lockstep.tasks.speech.task import SpeechTask
-from lockstep.telemetry.rundir import RunDir
 from lockstep.verification import verify
 from tests.attempts import attempt
 from tests.dist.runs import assert_equal_runs, go_on, train, used

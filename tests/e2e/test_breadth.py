@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.e2e.test_train import SAME, TOY, finish, start, train, wait_for_step
 from tests.gloo import ROOT, clean_environment

@@ -16,7 +16,7 @@ from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError
 from lockstep.launch.api import resume
 from lockstep.planning import OrderPlan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_exact import fingerprint
 from tests.gloo import ROOT
 from tests.sequences import Recordings, Sequences

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import lockstep
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import finish, start
 from tests.toys import Toy
 

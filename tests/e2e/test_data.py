@@ -12,7 +12,7 @@ from lockstep import RunResult
 from lockstep.errors import CheckpointError
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.drawing import Drawing, Noisy, Unseeded
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import assert_close

@@ -22,8 +22,8 @@ import lockstep
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import RunFolderError
 from lockstep.launch.failure.records import LAUNCHER_FILE
-from lockstep.telemetry.files import read_json, read_jsonl
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import read_json, read_jsonl
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import TOY, finish, start
 from tests.samples import audit_samples

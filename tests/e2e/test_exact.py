@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import finish, start, train
 from tests.gloo import ROOT
 

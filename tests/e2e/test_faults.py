@@ -19,7 +19,7 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.launch.failure.records import LAUNCHER_FILE
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.disks import make_read_only, small_disk
 from tests.e2e import faulty
 from tests.e2e.test_train import finish, start, wait_for_step

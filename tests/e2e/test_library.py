@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigError, TaskError
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.e2e.test_train import finish, start
 from tests.gloo import ROOT, clean_environment

@@ -27,7 +27,7 @@ from lockstep.data.reader import draw_keys, generators
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context
 from lockstep.hardware.world import World
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.e2e.catalogue import CATALOGUE, SAMPLES, Entry, table
 from tests.gloo import ROOT, run_ranks

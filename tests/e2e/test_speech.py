@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import finish, losses, start
 from tests.gloo import ROOT
-from tests.tasks.speech_files import make_recordings, write_lines
+from tests.recipes.speech_files import make_recordings, write_lines
 
 TINY = ("--set", "task.size=tiny", "--set", "task.width=16", "--set", "task.downsample=2", "--epochs", "1")
 SHARED = ("--global-batch-size", "8", "--batch-size", "8", "--set", "telemetry.tensorboard=off")

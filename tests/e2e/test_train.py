@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.gloo import ROOT, clean_environment
 

@@ -26,7 +26,7 @@ from lockstep.errors import CheckpointError, ConfigError, DataError, TaskError
 from lockstep.events import Note
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate as evaluate_checkpoint
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import ROOT, run_ranks
 from tests.toys import CLASSES, FEATURES, Toy

@@ -20,10 +20,10 @@ from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.events import Note
 from lockstep.hardware.world import World
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.fakes import RecordingSink
 from tests.gloo import run_ranks
-from tests.telemetry.runs import make_run
+from tests.rundir.runs import make_run
 
 
 def begin(rank: int, ranks: int, sources: list[tuple[Path | None, Path | None]]) -> list[float | str]:

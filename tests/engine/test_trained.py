@@ -18,7 +18,7 @@ from lockstep.engine.inspection import inspect_task
 from lockstep.engine.trained import Trained, bare, build_model
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.events import Note
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.toys import CLASSES, FEATURES, Toy, arrays

@@ -17,8 +17,8 @@ import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep.tasks.autoencoder import load_digits
-from lockstep.telemetry.rundir import RunDir
+from lockstep.recipes.autoencoder import load_digits
+from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.conftest import cli_environment
 from tests.data.web import Site, serve

@@ -20,12 +20,12 @@ import pytest
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError
-from lockstep.tasks.speech.audio import read_audio
-from lockstep.tasks.speech.manifest import open_rows, read_rows
-from lockstep.telemetry.rundir import RunDir
+from lockstep.recipes.speech.audio import read_audio
+from lockstep.recipes.speech.manifest import open_rows, read_rows
+from lockstep.rundir.folder import RunDir
 from tests.fuzz import mutators as m
 from tests.gloo import ROOT
-from tests.tasks.speech_files import sound, write_audio, write_lines
+from tests.recipes.speech_files import sound, write_audio, write_lines
 
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 LOOK = ("show", "json", "runs")

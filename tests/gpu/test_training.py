@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.config.load import merge
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.dist.runs import assert_equal_runs, go_on, train, used
 
 TOY, STAGED = "tests.toys:Toy", "tests.dist.staged:Staged"

@@ -22,7 +22,7 @@ import pytest
 
 from lockstep.config import RunConfig
 from lockstep.launch.local.rank_log import log_file
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.gloo import ROOT, clean_environment
 
 MARK = "LAUNCH_TEST_MARK"
@@ -32,7 +32,7 @@ import os, sys
 from pathlib import Path
 from lockstep.config import LaunchConfig
 from lockstep.launch.local.on_ranks import launch
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 {prepare}
 os.environ["STUB"] = {actions!r}
 settings = LaunchConfig(**{options!r})

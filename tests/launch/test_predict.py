@@ -17,7 +17,7 @@ from lockstep.engine import evaluate as engine
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launch.finished.predict import predict
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
 
 pytestmark = pytest.mark.processes
@@ -78,7 +78,7 @@ def test_an_interrupted_prediction_resumes(run: RunDir, tmp_path: Path, monkeypa
 SLOW = """
 import time
 
-from lockstep.tasks.autoencoder.task import AutoencoderTask
+from lockstep.recipes.autoencoder.task import AutoencoderTask
 
 
 class Slow(AutoencoderTask):

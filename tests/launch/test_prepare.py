@@ -17,7 +17,7 @@ from lockstep.launch.nodes.membership import meeting
 from lockstep.launch.nodes.preparation import Request, prepare_together
 from lockstep.launch.prepare import Prepared, prepare, settle
 from lockstep.launch.run_claim import changed_config, create_folder, resume_point
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
 
 ON_TWO = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "training": {"batch_size": 16}}

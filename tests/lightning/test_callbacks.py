@@ -28,7 +28,7 @@ from lockstep.lightning.callbacks import (
     StopOnSignal,
     Upload,
 )
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.upload import Retry
 from tests.gloo import run_ranks
 from tests.lightning.trainings import Probe, be_rank, make_trainer

@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from lockstep.cli.main import main
-from lockstep.engine.lightning.configured import Hardware
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.lightning.cli import run
+from lockstep.lightning.configured import Hardware
 from lockstep.lightning.settings import settings_of
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.commands import start
 from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT

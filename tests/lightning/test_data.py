@@ -18,16 +18,16 @@ from torch.utils.data import (
 )
 
 from lockstep.data.loader import child_signal_kept
-from lockstep.engine.lightning.dataloaders import (
+from lockstep.engine.state import TrainState
+from lockstep.errors import ConfigError, DataError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.lightning.dataloaders import (
     SharedBatches,
     epoch_steps,
     evaluation_loader,
     orders,
     training_loader,
 )
-from lockstep.engine.state import TrainState
-from lockstep.errors import ConfigError, DataError, UnsupportedError
-from lockstep.hardware.world import World
 from lockstep.planning.batch import BatchPlan, resolve_batch
 
 SMALL = st.integers(1, 6)

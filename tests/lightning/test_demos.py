@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.lightning import fit
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import weights
 
 pytestmark = [

@@ -14,11 +14,11 @@ from lockstep.cli.main import main
 from lockstep.config.load import known, remember
 from lockstep.errors import RankFailed
 from lockstep.lightning.cli import LockstepCLI, run
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.lightning.test_cli import write_config
 from tests.lightning.trainings import Breaking, make_trainer
+from tests.rundir.runs import make_run
 from tests.studio.serving import studio
-from tests.telemetry.runs import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -18,14 +18,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.engine.lightning.module_fit import evaluate_module
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate
 from lockstep.launch.finished.export import export
 from lockstep.lightning import fit
-from lockstep.telemetry.rundir import RunDir
+from lockstep.lightning.module_fit import evaluate_module
+from lockstep.lightning.module_task import ModuleTask
+from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.e2e.test_train import finish, start, wait_for_step, weights
 from tests.engine.test_fit import interval_means

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.order import Order
 from lockstep.errors import CheckpointError
 from lockstep.lightning.cli import run
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.conftest import RunCli
 from tests.gloo import ROOT
 from tests.lightning.test_cli import write_config

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lockstep.engine.lightning.cluster import SharedDDPStrategy, shared_ddp
-from lockstep.engine.lightning.configured import Hardware
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError
 from lockstep.hardware.detect import Device
 from lockstep.hardware.resolve import resolve_hardware
 from lockstep.hardware.world import World
+from lockstep.lightning.cluster import SharedDDPStrategy, shared_ddp
+from lockstep.lightning.configured import Hardware
 from lockstep.lightning.settings import resolve
 
 PRECISIONS = ("32", "16-mixed", "bf16-mixed")

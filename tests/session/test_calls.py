@@ -24,7 +24,7 @@ from lockstep.hardware import World
 from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.session import join
 from lockstep.launch.session.join import Started, with_settings_of_launch
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 QUIET = {"telemetry.progress": "silent", "telemetry.system_metrics": False}
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.errors import RunFolderError
 from lockstep.launch.session.script import run_script
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from lockstep.verification.script import ScriptReport, print_script_report
 from tests.session.scripts import CLASSIFIER, numbers, run, start
 

@@ -13,7 +13,7 @@ from lockstep.errors import LockstepError
 from lockstep.studio.commands import Starts
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
-from tests.telemetry.runs import make_run
+from tests.rundir.runs import make_run
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from lockstep.config import resolve
+from lockstep.rundir.folder import RunDir
 from lockstep.studio.live import MAX_BAD_MESSAGES
 from lockstep.studio.tailing import FULL_ROWS, POINTS
-from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import WAIT_S, Address, studio
 

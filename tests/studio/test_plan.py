@@ -16,9 +16,9 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import resolve
 from lockstep.errors import LockstepError
+from lockstep.rundir.folder import RunDir
 from lockstep.studio.forms import Planner
 from lockstep.tasks import BUILT_IN
-from lockstep.telemetry.rundir import RunDir
 from tests.gloo import ROOT
 from tests.hardware.machines import gpu, machine
 from tests.studio import serving

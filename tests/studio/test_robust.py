@@ -23,14 +23,14 @@ from lockstep.config import resolve
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.hardware.nvml import GpuUser
 from lockstep.launch.run_claim import claimed
+from lockstep.rundir.files import JsonLines, last_row
+from lockstep.rundir.folder import RunDir
 from lockstep.studio.commands import Identity, Jobs, Starts, is_alive, reap, send
 from lockstep.studio.home import Home
 from lockstep.studio.schemas import ResumeBody
 from lockstep.studio.server import Options, Studio
 from lockstep.studio.settings import offered_tasks
 from lockstep.studio.tailing import Columns, Feed, columns_of
-from lockstep.telemetry.files import JsonLines, last_row
-from lockstep.telemetry.rundir import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
 from tests.gloo import ROOT, clean_environment
 from tests.hardware.machines import machine
@@ -209,7 +209,7 @@ CLAIMER = """
 import sys
 from pathlib import Path
 from lockstep.launch.run_claim import claimed
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 with claimed(RunDir(Path(sys.argv[1]))):
     print("claimed", flush=True)
     sys.stdin.read()
@@ -376,7 +376,7 @@ def test_what_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypa
 
 
 def full_disk(path: Path, _: Any) -> None:
-    from lockstep.telemetry.files import write_json
+    from lockstep.rundir.files import write_json
 
     write_json(path / "no" / "such" / "folder", {})
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lockstep.config import load, resolve
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import finish, start, wait_for_step
 from tests.hardware.machines import machine
 from tests.studio.serving import TOY, WAIT_S, Address, start_studio, studio

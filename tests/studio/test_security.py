@@ -22,10 +22,10 @@ from websockets.sync.client import connect
 
 from lockstep.config import resolve
 from lockstep.errors import StorageError
+from lockstep.rundir.folder import RunDir
 from lockstep.studio import access
 from lockstep.studio.access import Sessions
 from lockstep.studio.home import Home
-from lockstep.telemetry.rundir import RunDir
 from tests.hardware.machines import machine
 from tests.studio.serving import WAIT_S, Address, studio
 

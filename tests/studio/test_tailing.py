@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.rundir.folder import surviving
 from lockstep.studio.tailing import Columns, Tail, thin_out
-from lockstep.telemetry.rundir import surviving
 
 STEP = st.integers(1, 12)
 

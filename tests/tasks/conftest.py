@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tasks.speech_files import make_recordings
+from tests.recipes.speech_files import make_recordings
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from lockstep.telemetry import loggers as the_loggers
 from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, as_row, loggers, wandb_mode
 from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
-from tests.telemetry.runs import make_run
+from tests.rundir.runs import make_run
 
 PLAN: dict[str, Any] = {"decisions": {"strategy": {"title": "strategy", "shown": "ddp", "reason": "two devices"}}}
 RANKS = (RankState(0, 0.02, 0.0, 0.015, 1.0, None, 1.5), RankState(1, 0.02, 0.001, 0.019, 1.0, None, 2.5))
@@ -107,7 +107,7 @@ WANDB = """
 import sys
 from pathlib import Path
 from tests.telemetry.test_loggers import events
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
 run = RunDir.open(Path(sys.argv[1]))

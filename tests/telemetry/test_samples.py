@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import RunFolderError
-from lockstep.telemetry.files import JsonLines
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import JsonLines
+from lockstep.rundir.folder import RunDir
+from tests.rundir.runs import ON_TMP_PATH, make_run
 from tests.samples import EpochSamples, audit_samples, used_samples
-from tests.telemetry.runs import ON_TMP_PATH, make_run
 
 SAMPLES, PER_STEP, STEPS = 10, 4, 6  # three steps an epoch, the last of two samples
 

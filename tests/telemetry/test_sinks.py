@@ -27,9 +27,9 @@ from lockstep.events import (
     Sound,
     StepLogged,
 )
+from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.telemetry import sinks
 from lockstep.telemetry.loggers import TensorBoardSink, is_wanted
-from lockstep.telemetry.rundir import RunDir, new_run_id
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
 PLAN: dict[str, Any] = {"task": {"name": "har"}, "epochs": 3, "decisions": {}, "notes": []}

@@ -5,10 +5,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.telemetry.files import JsonLines, last_row, read_jsonl
+from lockstep.rundir.files import JsonLines, last_row, read_jsonl
+from lockstep.rundir.summary import newest_samples
 from lockstep.telemetry.sinks import monitored
-from lockstep.telemetry.summary import newest_samples
-from tests.telemetry.runs import JSON_VALUES, ON_TMP_PATH
+from tests.rundir.runs import JSON_VALUES, ON_TMP_PATH
 
 
 def test_each_node_has_a_file(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import yaml
 from src.data.lightning_datamodule import DigitsDataModule
 from src.model.lightning_module import AutoencoderModule
 
-from lockstep.models.vision import Autoencoder as NativeAutoencoder
-from lockstep.tasks.autoencoder import draw
+from lockstep.recipes.autoencoder import draw
+from lockstep.tasks.har.vision import Autoencoder as NativeAutoencoder
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "config" / "config.yaml").read_text())
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig
-from lockstep.telemetry.rundir import RunDir
-from lockstep.telemetry.summary import find_run
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.summary import find_run
 
 if TYPE_CHECKING:
     from torch import nn

@@ -67,6 +67,6 @@ def mapping_of(config: RunConfig | Mapping[str, Any] | None, settings: Mapping[s
 
 def weights_folder(ref: str, runs_dir: Path) -> str:
     """A folder as it is; else the folder of the run that ``ref`` means. Raises :class:`RunFolderError`."""
-    from lockstep.telemetry.summary import find_run
+    from lockstep.rundir.summary import find_run
 
     return ref if Path(ref).exists() else str(find_run(ref, runs_dir).path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
-from lockstep.telemetry.files import open_regular, parse_json, plain
+from lockstep.rundir.files import open_regular, parse_json, plain
 
 #: 1: two files; 2: the same in shards; 3: with frozen weights in files of their own. The first that has a form for it.
 FORMAT_VERSION = 3

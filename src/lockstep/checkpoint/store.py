@@ -38,7 +38,7 @@ from lockstep.checkpoint.manifest import (
     verify_files,
 )
 from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
-from lockstep.telemetry.files import (
+from lockstep.rundir.files import (
     fsync_folder,
     is_folder,
     names_in,

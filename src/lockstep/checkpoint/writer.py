@@ -17,8 +17,8 @@ from lockstep.checkpoint.content import Place, is_dense, walked
 from lockstep.checkpoint.manifest import Digest, shard
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import CheckpointError, CollectiveError, LockstepError, StorageError
-from lockstep.telemetry.files import fsync_folder, storage_error
-from lockstep.telemetry.heartbeat import pulse
+from lockstep.rundir.files import fsync_folder, storage_error
+from lockstep.rundir.heartbeat import pulse
 
 T = TypeVar("T")
 #: Whether a tensor at a place of the state stays as it is until the copy is complete.

@@ -57,8 +57,8 @@ def memory(
 ) -> None:
     name, mapping = to_mapping(settings, task)
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
-    from lockstep.bench.trials import Subject
-    from lockstep.forecast.memory import MOST, check_strategy, estimate_memory, parse_memory, print_memory
+    from lockstep.lab.bench.trials import Subject
+    from lockstep.lab.forecast.memory import MOST, check_strategy, estimate_memory, parse_memory, print_memory
 
     limit = None if memory is None else parse_memory(memory)
     if gpus is not None and not 1 <= gpus <= MOST:
@@ -104,10 +104,10 @@ def forecast(
     folder = report_folder(mapping, "bench-forecast")
     strategy = (mapping.get("hardware") or {}).pop("strategy", None)
     counts = numbers("--gpus", gpus, "8,64,512")
-    from lockstep.bench.trials import Subject
-    from lockstep.forecast.memory import check_strategy, parse_memory
-    from lockstep.forecast.project import forecast as project
-    from lockstep.forecast.scaling import Wish
+    from lockstep.lab.bench.trials import Subject
+    from lockstep.lab.forecast.memory import check_strategy, parse_memory
+    from lockstep.lab.forecast.project import forecast as project
+    from lockstep.lab.forecast.scaling import Wish
 
     limit = None if memory is None else parse_memory(memory)
     wanted = check_strategy(strategy, speed=True)

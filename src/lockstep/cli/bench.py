@@ -26,8 +26,8 @@ from lockstep.launch.local.signals import held_back
 from lockstep.strategies import strategies as known_strategies
 
 if TYPE_CHECKING:
-    from lockstep.bench.report import BenchReport
-    from lockstep.bench.trials import Subject
+    from lockstep.lab.bench.report import BenchReport
+    from lockstep.lab.bench.trials import Subject
 
 EPILOGUE = """\
 Examples:
@@ -80,7 +80,7 @@ def step(
 ) -> int:
     """Show where the time and memory of a training step go."""
     subject, done = _asked("step", settings, task, as_json)
-    from lockstep.bench.step import PRECISIONS, bench_step
+    from lockstep.lab.bench.step import PRECISIONS, bench_step
 
     names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
     lengths = {"steps": steps, "warm_up": warm_up}
@@ -101,7 +101,7 @@ def loader(
 ) -> int:
     """Compare numbers of loader workers with what the training step needs."""
     subject, done = _asked("loader", settings, task, as_json)
-    from lockstep.bench.loader import bench_loader
+    from lockstep.lab.bench.loader import bench_loader
 
     counts = None if workers is None else sorted(numbers("--workers", workers, "0,2,4"))
     return done(bench_loader(subject, workers=counts, seconds=seconds, say=progress))
@@ -118,7 +118,7 @@ def comm(
     _, mapping = to_mapping(settings, "har")  # no task takes part
     folder = report_folder(mapping, "bench-comm")
     with held_back():
-        from lockstep.bench.comm import bench_comm
+        from lockstep.lab.bench.comm import bench_comm
 
     return finish(bench_comm(mapping, most=max_mb << 20, say=progress), folder, as_json)
 
@@ -140,7 +140,7 @@ def scaling(
 ) -> int:
     """Measure 1, 2, ... all of the chosen devices."""
     refuse_arguments(task, arguments)
-    from lockstep.bench.scaling import Mode, bench_scaling, bench_script
+    from lockstep.lab.bench.scaling import Mode, bench_scaling, bench_script
 
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
@@ -182,7 +182,7 @@ def batch_size(
 ) -> int:
     """Find the largest batch size per device, in trial processes."""
     subject, done = _asked("batch-size", settings, task, as_json)
-    from lockstep.bench.batch_size import bench_batch_size
+    from lockstep.lab.bench.batch_size import bench_batch_size
 
     limit = None if memory_limit is None else memory_limit * 1_000_000
     return done(bench_batch_size(subject, max_batch=max_batch, memory_limit=limit, say=progress))
@@ -201,7 +201,7 @@ def lr(
 ) -> int:
     """Find a learning rate by a range test."""
     subject, done = _asked("lr", settings, task, as_json)
-    from lockstep.bench.lr import bench_lr
+    from lockstep.lab.bench.lr import bench_lr
 
     return done(bench_lr(subject, steps=steps, first=min_lr, last=max_lr, say=progress))
 
@@ -211,7 +211,7 @@ def _asked(kind: str, settings: Settings, task: str | None, as_json: bool) -> tu
     name, mapping = to_mapping(settings, task)
     folder = report_folder(mapping, f"bench-{kind}")
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
-        from lockstep.bench.trials import Subject
+        from lockstep.lab.bench.trials import Subject
     return Subject(name, mapping), partial(finish, folder=folder, as_json=as_json)
 
 
@@ -220,6 +220,6 @@ def _names(text: str) -> list[str]:
 
 
 def finish(report: BenchReport, folder: Path, as_json: bool) -> int:
-    from lockstep.bench.report import print_report, write_report
+    from lockstep.lab.bench.report import print_report, write_report
 
     return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

@@ -57,9 +57,9 @@ def doctor(
     quick: Annotated[bool, flag("Start no ranks and no training.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    from lockstep.doctor.examine import examine
-    from lockstep.doctor.report import print_report
     from lockstep.hardware.world import read_world
+    from lockstep.lab.doctor.examine import examine
+    from lockstep.lab.doctor.report import print_report
 
     report = examine(devices, runs_dir=runs_dir, quick=quick, say=lambda line: say(line, sys.stderr))
     if not read_world(os.environ).is_main:
@@ -72,7 +72,7 @@ def doctor(
 def version(*, as_json: AsJson = False) -> None:
     from importlib import metadata
 
-    from lockstep.telemetry.rundir import versions
+    from lockstep.rundir.folder import versions
 
     found = versions()
     for name in LIBRARIES:

@@ -17,7 +17,7 @@ from lockstep.errors import LockstepError, StorageError
 from lockstep.telemetry.console import is_terminal, print_table, say, value_text
 
 if TYPE_CHECKING:
-    from lockstep.telemetry.rundir import RunDir
+    from lockstep.rundir.folder import RunDir
 
 RunRef = Annotated[str, Parameter(help="The run: its folder, id, the beginning of its id, or `last`.")]
 RunsDir = Annotated[Path, Parameter(name="--runs-dir", help="Where runs are looked for. Default: runs.")]
@@ -33,7 +33,7 @@ def flag(help: str, metavar: str | None = None, **more: Any) -> Parameter:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """One document; numbers that JSON does not have become null."""
-    from lockstep.telemetry.files import plain
+    from lockstep.rundir.files import plain
 
     sys.stdout.write(json.dumps(plain(document), indent=2) + "\n")
 
@@ -53,7 +53,7 @@ def print_values(values: Iterable[tuple[str, object]], stream: TextIO, *, title:
 
 def report_folder(mapping: dict[str, Any], kind: str) -> Path:
     """Where a measuring verb's report goes: ``save_dir``, which is taken out of the settings, or a new folder."""
-    from lockstep.telemetry.files import check_place
+    from lockstep.rundir.files import check_place
 
     runs_dir = Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
     chosen = mapping.pop("save_dir", None)
@@ -117,6 +117,6 @@ def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any
 
 def find(ref: str, runs_dir: Path) -> RunDir:
     """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
-    from lockstep.telemetry.summary import find_run
+    from lockstep.rundir.summary import find_run
 
     return find_run(ref, runs_dir)

@@ -14,12 +14,12 @@ from lockstep.errors import UsageError
 from lockstep.telemetry.console import duration, print_plan, print_table, say, value_text
 
 if TYPE_CHECKING:
-    from lockstep.telemetry.rundir import RunDir
+    from lockstep.rundir.folder import RunDir
 
 
 @verb("[OPTIONS]")
 def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
-    from lockstep.telemetry.summary import summaries
+    from lockstep.rundir.summary import summaries
 
     found = summaries(runs_dir, lambda why: say(f"warning: {why}", sys.stderr))
     answer({"runs": found}, partial(_print_runs, found, runs_dir), as_json)
@@ -68,9 +68,9 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 
 def _describe(run: RunDir) -> dict[str, Any]:
     from lockstep.checkpoint.store import CheckpointStore
-    from lockstep.report.source import score_of
-    from lockstep.telemetry.rundir import or_else
-    from lockstep.telemetry.summary import summarize
+    from lockstep.lab.report.source import score_of
+    from lockstep.rundir.folder import or_else
+    from lockstep.rundir.summary import summarize
 
     plan = or_else(run.plan, {})  # none if it failed before planning
     return {
@@ -96,7 +96,7 @@ def _slurm(run: RunDir) -> str | None:
 
 
 def _print_details(details: dict[str, Any], stream: TextIO) -> None:
-    from lockstep.report.source import in_words
+    from lockstep.lab.report.source import in_words
 
     rows = [
         ("run", details["id"]),
@@ -143,8 +143,8 @@ def compare(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    from lockstep.report.page import read_all, write_report
-    from lockstep.report.source import compared
+    from lockstep.lab.report.page import read_all, write_report
+    from lockstep.lab.report.source import compared
 
     found, benches = read_all(runs, runs_dir)
     if len(found) < 2 or benches:
@@ -179,7 +179,7 @@ def compare(
 
 
 def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
-    from lockstep.report.source import text
+    from lockstep.lab.report.source import text
 
     return [(name, *map(text, values)) for name, values in table.items()]
 
@@ -196,7 +196,7 @@ def report(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    from lockstep.report.page import write_report
+    from lockstep.lab.report.page import write_report
 
     if not runs:
         raise UsageError("no run was named", fix="lockstep report last; `lockstep runs` lists them")

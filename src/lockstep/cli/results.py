@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, UnsupportedError, UsageError
 from lockstep.telemetry.console import say
 
 if TYPE_CHECKING:
-    from lockstep.telemetry.rundir import RunDir
+    from lockstep.rundir.folder import RunDir
 
 
 def _weights(purpose: str) -> Parameter:
@@ -106,7 +106,7 @@ def generate(
             raise ConfigError(f"invalid value for {name}: {value:g}", fix=f"use {least} or more")
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
-    from lockstep.tasks.text.task import TextTask
+    from lockstep.recipes.text.task import TextTask
 
     task, model = load_model(found, chosen)
     if not isinstance(task, TextTask):
@@ -157,7 +157,7 @@ def transcribe(
         raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
     found, chosen = _opened(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
-    from lockstep.tasks.speech.task import transcribe as transcripts_of
+    from lockstep.recipes.speech.task import transcribe as transcripts_of
 
     transcripts = transcripts_of(*load_model(found, chosen), files)
     document = {"run": found.read().id, "transcripts": [one._asdict() for one in transcripts]}

@@ -54,7 +54,7 @@ def top(
 def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
     """A function that returns the current state: of a run, or of this machine's devices."""
     if ref is not None:
-        from lockstep.telemetry.summary import live_state
+        from lockstep.rundir.summary import live_state
 
         run = find(ref, runs_dir)
         yield lambda: live_state(run)
@@ -71,7 +71,7 @@ def _watch(look: Callable[[], State], interval: float) -> None:
     from rich.live import Live
     from rich.progress_bar import ProgressBar
 
-    from lockstep.telemetry.rundir import LIVE
+    from lockstep.rundir.folder import LIVE
 
     with _single_keys(), Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
         while True:

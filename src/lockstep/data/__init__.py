@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.data.arrays import ArrayDataset, filled
-    from lockstep.data.columns import ArrowFiles, ParquetFiles
     from lockstep.data.mixture import Mixture
     from lockstep.data.packing import Packed, document_mask
-    from lockstep.data.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
     from lockstep.data.sampling import select
+    from lockstep.readers.columns import ArrowFiles, ParquetFiles
+    from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 
 __all__ = [
     "ArrayDataset",

@@ -137,7 +137,7 @@ def by_row(dataset: Any) -> Any:
     if package == "polars" and name == "DataFrame":
         return FrameRows({column.name: column.to_numpy() for column in dataset.get_columns()}, len(dataset))
     if package == "pyarrow" and name == "Table":
-        from lockstep.data.columns import as_arrays
+        from lockstep.readers.columns import as_arrays
 
         return FrameRows(as_arrays(dataset), len(dataset))
     if isinstance(dataset, DataLoader):

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.files import Ints, place_of
 from lockstep.data.sampling import check_shares
 from lockstep.errors import DataError
+from lockstep.readers.files import Ints, place_of
 
 
 class Packed:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from lockstep.config import RunConfig
 from lockstep.engine.fit import build_fit
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.rank_context import joined
 from lockstep.engine.resume import load_latest
 from lockstep.engine.run_log import RunLog
@@ -18,8 +17,9 @@ from lockstep.engine.training_data import end_data, open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, RunEnded, Sink
 from lockstep.hardware.world import World
+from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 
 def run_attempt(
@@ -48,7 +48,7 @@ def run_attempt(
         try:
             with joined(run_dir, world, config, plan, attempt, sink, stop_signal, ending, keeper=keeper) as rank:
                 if isinstance(task, ModuleTask):
-                    from lockstep.engine.lightning.module_fit import ModuleFit
+                    from lockstep.lightning.module_fit import ModuleFit
 
                     module_fit = ModuleFit(rank, task, load_latest(rank))
                     log = module_fit.log

@@ -18,7 +18,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, load_shared, load_weights, restoring
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.task import Task
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 if TYPE_CHECKING:
     from lockstep.engine.parts import Parts

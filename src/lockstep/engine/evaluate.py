@@ -34,7 +34,7 @@ from lockstep.engine.trained import Callbacks, bare, check_loss
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
 from lockstep.planning import LoaderPlan, Plan
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 #: Sum of the loss over a chunk, its count, and its rows, or states in their place.
 _Chunk = tuple[float, float, Any]

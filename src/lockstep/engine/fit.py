@@ -29,7 +29,7 @@ from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import begin_stream, kept_on, loaded, training_source, walk
 from lockstep.engine.validation import Validation
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 #: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
 #: :class:`StepResult` of the one that has ended.

@@ -22,7 +22,6 @@ from lockstep.config import RunConfig
 from lockstep.data.reader import Reader
 from lockstep.data.sampling import check_lengths, hash_lengths
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
 from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
@@ -38,6 +37,7 @@ from lockstep.engine.training_data import (
     remarks_of,
 )
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
+from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.

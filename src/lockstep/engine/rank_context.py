@@ -34,7 +34,7 @@ from lockstep.errors import CheckpointError, DeviceError, LockstepError, Unsuppo
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import STORE_FD, World
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import NCCL_DUMP, Heartbeat, RunDir
+from lockstep.rundir.folder import NCCL_DUMP, Heartbeat, RunDir
 from lockstep.telemetry.sinks import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that

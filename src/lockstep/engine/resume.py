@@ -22,7 +22,7 @@ from lockstep.engine.task import Task
 from lockstep.engine.training_data import same_data
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.planning import OrderPlan, Plan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """The log of an attempt: rows, the best evaluation, early stopping, when to save, and why the run ended.
 
-The native loop (:mod:`lockstep.engine.fit`) and Lightning's callback (:mod:`lockstep.engine.lightning.callback`)
+The native loop (:mod:`lockstep.engine.fit`) and Lightning's callback (:mod:`lockstep.lightning.run_callback`)
 drive the same object.
 """
 
@@ -26,8 +26,8 @@ from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.files import JsonLines, read_jsonl
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.files import JsonLines, read_jsonl
+from lockstep.rundir.heartbeat import Activity, pulse
 
 
 class SavePolicy:

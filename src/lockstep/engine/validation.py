@@ -16,7 +16,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import PictureDrawn, Remarked
-from lockstep.telemetry.files import write_json
+from lockstep.rundir.files import write_json
 from lockstep.telemetry.sinks import check_picture
 
 

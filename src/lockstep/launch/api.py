@@ -25,7 +25,7 @@ from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
 from lockstep.launch.prepare import Prepared, overrides_of, plan_settled, settle
-from lockstep.telemetry.rundir import LIVE, RunDir
+from lockstep.rundir.folder import LIVE, RunDir
 from lockstep.telemetry.sinks import check_sinks
 
 #: Of a run that is out of memory: four halvings find a micro-batch that was 16 times too large.

@@ -14,7 +14,6 @@ import torch
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import class_paths, merge, nested, remember
 from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import data_settings, open_data, open_datasets
@@ -23,6 +22,7 @@ from lockstep.hardware import Device, Placement, World, detect_devices, read_wor
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.resolve import divide_if_needed
 from lockstep.launch.local.environment import NAMED_THREADS
+from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import configured, find_task, make_task, task_class

@@ -22,9 +22,9 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.hardware.monitor import INTERVAL_S
 from lockstep.launch.local.signals import StopRequest
-from lockstep.telemetry.heartbeat import Heartbeat
+from lockstep.rundir.folder import RunDir, new_run_id, utc_now
+from lockstep.rundir.heartbeat import Heartbeat
 from lockstep.telemetry.loggers import as_row, monitored, row_name
-from lockstep.telemetry.rundir import RunDir, new_run_id, utc_now
 from lockstep.telemetry.sinks import monitored as device_monitor
 from lockstep.telemetry.upload import Retry, Uploader
 

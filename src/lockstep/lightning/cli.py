@@ -26,20 +26,20 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import distributed
 
 from lockstep.config import resolve as resolve_config
-from lockstep.engine.lightning.ckpt_file import as_file, cannot_load, check_file, trainer_loads
-from lockstep.engine.lightning.cluster import shared_ddp
-from lockstep.engine.lightning.configured import Hardware, HardwareCLI, changed
-from lockstep.engine.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
-from lockstep.engine.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
 from lockstep.errors import CheckpointError, ConfigError, RunFolderError
 from lockstep.hardware.world import read_world
 from lockstep.launch.api import train
 from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.run_claim import warn
+from lockstep.lightning.ckpt_file import as_file, cannot_load, check_file, trainer_loads
+from lockstep.lightning.cluster import shared_ddp
+from lockstep.lightning.configured import Hardware, HardwareCLI, changed
+from lockstep.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
+from lockstep.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
 from lockstep.lightning.settings import OF_HARDWARE, SETTINGS, Resolved, resolve, settings_of
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import find_class
-from lockstep.telemetry.rundir import RunDir
 
 _NONE = object()
 #: Of a parsed ``fit``, what is not kept with the run's task.

@@ -7,14 +7,14 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.engine.lightning.cluster import ddp_arguments
-from lockstep.engine.lightning.configured import Hardware, changed
-from lockstep.engine.lightning.module_task import DECIDED
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.detect import Device, detect_devices
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
+from lockstep.lightning.cluster import ddp_arguments
+from lockstep.lightning.configured import Hardware, changed
+from lockstep.lightning.module_task import DECIDED
 
 #: What the hardware section decides; each may be set in ``trainer`` instead, but not beside it.
 OF_HARDWARE = ("accelerator", "devices", "strategy", "precision")

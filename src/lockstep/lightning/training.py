@@ -12,11 +12,11 @@ from lockstep.api.train import train
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
-from lockstep.engine.lightning.module_task import DECIDED, ModuleTask
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import choose_default, resolve_hardware
-from lockstep.telemetry.rundir import RunDir
+from lockstep.lightning.module_task import DECIDED, ModuleTask
+from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from lockstep.report.page import render
+from lockstep.lab.report.page import render
 from lockstep.studio.home import Home
 from lockstep.studio.schemas import ApiError, body_of
 

@@ -28,13 +28,13 @@ from pydantic import Field
 from lockstep.config.load import to_yaml
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
+from lockstep.rundir import files
+from lockstep.rundir.files import FileContent, names_in, write_json
+from lockstep.rundir.folder import RunDir, or_else
+from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s
 from lockstep.studio.home import Home, iso, modified_ns, remove_folder
 from lockstep.studio.schemas import ApiError, in_progress
 from lockstep.studio.settings import command_of
-from lockstep.telemetry import files
-from lockstep.telemetry.files import FileContent, names_in, write_json
-from lockstep.telemetry.heartbeat import CREATED_TOLERANCE_S, age_difference_s
-from lockstep.telemetry.rundir import RunDir, or_else
 
 _MAX_RECORD_BYTES, _MAX_LOG_BYTES = 256 << 10, 1 << 20
 _MAX_RESULT_BYTES, _MAX_REPORT_BYTES = 4 << 20, 64 << 20

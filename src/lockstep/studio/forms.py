@@ -23,14 +23,14 @@ from lockstep.hardware.detect import Device
 from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement, choose_default, parse, resolve_placement, select
 from lockstep.hardware.world import World
-from lockstep.report.source import is_bench, read_bench
+from lockstep.lab.report.source import is_bench, read_bench
+from lockstep.rundir.folder import or_else
 from lockstep.studio import settings
 from lockstep.studio.commands import Jobs, owner, works_on
 from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
 from lockstep.studio.schemas import ApiError, DoctorBody, PlanBody, ScalingBody
 from lockstep.studio.settings import OfferedTasks, Wanted
-from lockstep.telemetry.rundir import or_else
 
 _MAX_REPORTS = 100
 

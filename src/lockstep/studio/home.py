@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.errors import StorageError
-from lockstep.report.page import render
+from lockstep.lab.report.page import render
+from lockstep.rundir.files import absolute, storage_error, storing, write_text
 from lockstep.studio.schemas import ApiError, run_not_found
-from lockstep.telemetry.files import absolute, storage_error, storing, write_text
 
 #: Permissions of a file that only this user may read.
 _PRIVATE = 0o600

@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.errors import RunFolderError
+from lockstep.rundir.files import names_in, plain
+from lockstep.rundir.folder import LIVE, RunDir, RunRecord, new_run_id
+from lockstep.rundir.heartbeat import Beat
+from lockstep.rundir.heartbeat import is_alive as is_beating
+from lockstep.rundir.summary import one_line, summarize
 from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lines
 from lockstep.studio.home import Home, is_run_name, modified_ns
 from lockstep.studio.schemas import run_not_found
-from lockstep.telemetry.files import names_in, plain
-from lockstep.telemetry.heartbeat import Beat
-from lockstep.telemetry.heartbeat import is_alive as is_beating
-from lockstep.telemetry.rundir import LIVE, RunDir, RunRecord, new_run_id
-from lockstep.telemetry.summary import one_line, summarize
 
 #: How often a watched list checks runs that have ended. A new attempt changes the time of the runs folder, and is
 #: seen at once; this finds what was edited or copied.

@@ -24,8 +24,8 @@ from lockstep.hardware.nvml import GpuUser
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import plan_for, settle
+from lockstep.rundir.files import plain
 from lockstep.tasks.registry import find_task
-from lockstep.telemetry.files import plain
 
 #: Data on disk may change while the studio is open.
 DATA_LIVES_S = 300.0

@@ -26,7 +26,9 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.report.page import render
+from lockstep.lab.report.page import render
+from lockstep.rundir.files import plain
+from lockstep.rundir.folder import versions
 from lockstep.studio import bundle
 from lockstep.studio.access import REPORT_CSP, Guard, Sessions
 from lockstep.studio.commands import Jobs, Starts
@@ -37,8 +39,6 @@ from lockstep.studio.live import Hub
 from lockstep.studio.runs import Runs, content_of
 from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
 from lockstep.studio.settings import OfferedTasks, SavedConfigs
-from lockstep.telemetry.files import plain
-from lockstep.telemetry.rundir import versions
 
 HOST = "127.0.0.1"
 #: The port unless --port is given or the port is taken.

@@ -14,11 +14,11 @@ from typing import Any
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge, nested, parse_set, parse_settings, to_yaml
 from lockstep.errors import ConfigError, RunFolderError, TaskError
+from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.summary import read_runs
 from lockstep.studio.home import Home, is_run_name, iso
 from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
 from lockstep.tasks import BUILT_IN
-from lockstep.telemetry.files import read_json, write_json
-from lockstep.telemetry.summary import read_runs
 
 #: Settings that name files to write, addresses, or code to import.
 REFUSED = {

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
+from lockstep.rundir.files import open_regular, row_of
+from lockstep.rundir.folder import RunDir, or_else
 from lockstep.studio.home import modified_ns
-from lockstep.telemetry.files import open_regular, row_of
-from lockstep.telemetry.rundir import RunDir, or_else
 
 #: Above this number of rows the page gets the minimum and maximum of buckets.
 FULL_ROWS = 100_000
@@ -260,7 +260,7 @@ class Tail:
             _append_increasing(self.columns, columns)
 
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
-        """As :func:`lockstep.telemetry.rundir.surviving`, on stretches of rows instead of single ones."""
+        """As :func:`lockstep.rundir.folder.surviving`, on stretches of rows instead of single ones."""
         steps, ours = columns["step"], self.columns
         attempts = np.nan_to_num(columns.get("attempt", np.ones(len(steps))), nan=1)
         breaks = np.flatnonzero((np.diff(steps) <= 0) | (np.diff(attempts) != 0)) + 1

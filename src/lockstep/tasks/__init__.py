@@ -3,8 +3,8 @@
 #: Name and class of each. Reading the names imports no torch.
 BUILT_IN = {
     "har": "lockstep.tasks.har:HarTask",
-    "images": "lockstep.tasks.images.task:ImagesTask",
-    "text": "lockstep.tasks.text.task:TextTask",
-    "speech": "lockstep.tasks.speech.task:SpeechTask",
-    "autoencoder": "lockstep.tasks.autoencoder:AutoencoderTask",
+    "images": "lockstep.recipes.images.task:ImagesTask",
+    "text": "lockstep.recipes.text.task:TextTask",
+    "speech": "lockstep.recipes.speech.task:SpeechTask",
+    "autoencoder": "lockstep.recipes.autoencoder:AutoencoderTask",
 }

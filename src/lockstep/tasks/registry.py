@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
 from lockstep.config.load import explain
-from lockstep.engine.lightning.module_task import ModuleConfig, ModuleTask, inherits, module_task
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
+from lockstep.lightning.module_task import ModuleConfig, ModuleTask, inherits, module_task
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks import BUILT_IN
-from lockstep.telemetry.rundir import RunDir
 
 #: The name of a task that `lockstep.fit` made.
 FROM_PARTS = "lockstep.tasks.parts:TaskFromParts"
@@ -100,7 +100,7 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
     if isinstance(config, ModuleConfig) and config.native_steps is not None:
-        from lockstep.engine.lightning.module_steps import ModuleSteps
+        from lockstep.lightning.module_steps import ModuleSteps
 
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
     for given in ({"config": config}, {"cfg": config}, {}):

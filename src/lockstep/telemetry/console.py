@@ -48,7 +48,7 @@ class ConsoleSink:
     def __init__(
         self, stream: TextIO, mode: ProgressMode = "auto", *, clock: Callable[[], float] | None = None
     ) -> None:
-        from lockstep.telemetry.heartbeat import running_s
+        from lockstep.rundir.heartbeat import running_s
 
         self._stream = stream
         self._mode = resolve_mode(mode, stream)
@@ -151,7 +151,7 @@ class ConsoleSink:
             say(text, self._stream)
 
     def _seconds_left(self, step: int) -> float | None:
-        from lockstep.telemetry.heartbeat import seconds_left
+        from lockstep.rundir.heartbeat import seconds_left
 
         first, total = (self._started.step, self._started.total_steps) if self._started else (0, 0)
         return seconds_left(step - first, self._clock() - self._began, total - step)
@@ -428,7 +428,7 @@ def print_styled(console: Console, text: str, style: str) -> None:
 
 def save_figure(figure: Figure, file: Path, *, dpi: int = 120) -> Path:
     """Write a matplotlib figure to ``file`` as a PNG. Raises :class:`~lockstep.errors.StorageError`."""
-    from lockstep.telemetry.files import write_bytes
+    from lockstep.rundir.files import write_bytes
 
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=dpi)

@@ -24,8 +24,8 @@ from urllib.parse import urlparse
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.events import Event, PictureDrawn, RunEnded, RunStarted, Sink
-from lockstep.telemetry.files import plain, write_text
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import plain, write_text
+from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
     import wandb

@@ -18,10 +18,10 @@ from lockstep import events
 from lockstep.config import RunConfig
 from lockstep.errors import StorageError, TaskError
 from lockstep.hardware.monitor import INTERVAL_S, Monitor, SystemSource
+from lockstep.rundir.files import JsonLines, make_folders, write_bytes
+from lockstep.rundir.folder import RunDir, utc_now, write_json
 from lockstep.telemetry.console import ConsoleSink
-from lockstep.telemetry.files import JsonLines, make_folders, write_bytes
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
-from lockstep.telemetry.rundir import RunDir, utc_now, write_json
 from lockstep.telemetry.upload import Uploader, UploadSink, check_target
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.events import EpochEnded, Event
-from lockstep.telemetry.files import TEMPORARY
+from lockstep.rundir.files import TEMPORARY
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from lockstep.engine.task import Task
 from lockstep.errors import RunError
 from lockstep.launch.api import train
 from lockstep.planning import Plan
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.loggers import QUIET
-from lockstep.telemetry.rundir import RunDir
 from lockstep.verification.trajectory import Gap, Trajectory, gap_between, read_trajectory
 
 #: Checkpoints that are kept beside the one to resume from.

@@ -10,8 +10,8 @@ from typing import Any, Literal, TextIO
 import numpy as np
 
 from lockstep.errors import ResultsDifferError
+from lockstep.rundir.files import make_folders, write_json, write_text
 from lockstep.telemetry.console import aligned, print_table, save_figure, say
-from lockstep.telemetry.files import make_folders, write_json, write_text
 from lockstep.verification.diagnose import Cause
 from lockstep.verification.experiments import Comparison
 from lockstep.verification.trajectory import BUFFER, FACTOR, Floor, Gap

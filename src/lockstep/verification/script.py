@@ -16,9 +16,9 @@ from torch import Tensor
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.launch.session.script import run_script, several_devices
+from lockstep.rundir.files import make_folders, write_json
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.console import say
-from lockstep.telemetry.files import make_folders, write_json
-from lockstep.telemetry.rundir import RunDir
 from lockstep.verification.trajectory import FACTOR, NOT_ROUNDING, ROUNDING, Gap, floor_over, relative
 
 #: By the ``debug.trace`` of another run on one device: what it is, and what it shows where not only rounding differs.

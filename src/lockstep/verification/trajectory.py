@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.engine.diagnostics.step_trace import trace_file
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 Floats = NDArray[np.float64]
 

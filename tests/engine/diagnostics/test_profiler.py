@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.events import Note
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import train as train_by_command
 from tests.fakes import RecordingSink
 from tests.toys import Toy

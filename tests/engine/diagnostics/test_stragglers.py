@@ -28,7 +28,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.events import Note, RanksLogged, RankState
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.fakes import RecordingSink
 from tests.gloo import run_ranks

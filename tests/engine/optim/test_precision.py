@@ -15,7 +15,7 @@ import lockstep
 from lockstep.config.load import merge
 from lockstep.engine.optim.precision import cast
 from lockstep.errors import UnsupportedError
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.dist.runs import go_on, train
 from tests.gloo import run_ranks

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lockstep.launch.health.hang import HangReport, HangWatch, Standstill, saving_progress
 from lockstep.launch.local import rank_log
 from lockstep.launch.local.rank_log import log_file
-from lockstep.telemetry.heartbeat import Activity, Sign
+from lockstep.rundir.heartbeat import Activity, Sign
 from tests.gloo import ROOT
 from tests.launch.conftest import Processes
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lockstep.hardware.world import World
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.health.watchdog import Watchdog, main_stack
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 from tests.gloo import run_ranks
 
 TIMEOUT_S = 1.0

@@ -15,7 +15,7 @@ from lockstep.launch.local import fork_server
 from lockstep.launch.local.fork_server import LAUNCHER
 from lockstep.launch.local.on_ranks import launch, run_on_ranks
 from lockstep.launch.local.worker import Rank
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.conftest import RunCli
 from tests.gloo import ROOT
 from tests.launch.conftest import FORK_HERE, STUB, Caller, wait_for

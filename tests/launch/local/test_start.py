@@ -17,7 +17,7 @@ import pytest
 from lockstep.config import LaunchConfig, RunConfig
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.on_ranks import launch
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.launch.conftest import STUB, Caller, wait_for
 
 

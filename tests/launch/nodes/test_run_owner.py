@@ -16,7 +16,7 @@ from lockstep.hardware.world import World
 from lockstep.launch.nodes import run_owner
 from lockstep.launch.nodes.membership import Member, Team
 from lockstep.launch.nodes.run_owner import agree, share_run
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.gloo import run_ranks
 
 NODES = 3

@@ -21,7 +21,7 @@ from lockstep.cli.main import main
 from lockstep.config.load import merge, parse_set
 from lockstep.errors import UsageError
 from lockstep.launch.slurm.job import Request, batch_script, training_command
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from tests.conftest import cli_environment
 from tests.gloo import ROOT
 from tests.launch.slurm_cluster import SBIN, cluster

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.download import Patience, download
 from lockstep.hardware import read_world
-from lockstep.tasks.autoencoder import SPLITS, load_digits, scale
+from lockstep.recipes.autoencoder import SPLITS, load_digits, scale
 
 SHA256 = "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
 

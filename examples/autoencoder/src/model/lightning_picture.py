@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 
-from lockstep.tasks.autoencoder import draw
+from lockstep.recipes.autoencoder import draw
 from src.data.pytorch_dataset import DigitsDataset
 
 

@@ -17,8 +17,8 @@ from lockstep._compat.torch import dump_memory, record_memory
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.rank_context import RankContext
 from lockstep.errors import StorageError, many
-from lockstep.telemetry.files import write_json, write_text
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.files import write_json, write_text
+from lockstep.rundir.heartbeat import Activity, pulse
 
 #: Operators in the table for people; the JSON has all of them.
 TABLE_ROWS = 40

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lockstep.checkpoint.content import Pieces, Place, mark, walked
-from lockstep.telemetry.heartbeat import pulse
+from lockstep.rundir.heartbeat import pulse
 
 
 def gathered(state: Any, *, keep: bool) -> Any:

@@ -14,7 +14,7 @@ from lockstep.engine.distributed.staging import to_host
 from lockstep.engine.evaluate import Evaluator, check_rows
 from lockstep.engine.optim.precision import Precision
 from lockstep.planning import LoaderPlan, Plan
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 _UNPLANNED = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
 

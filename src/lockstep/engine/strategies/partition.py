@@ -23,7 +23,7 @@ from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 
 class Undivided(NamedTuple):

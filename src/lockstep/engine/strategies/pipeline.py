@@ -45,7 +45,7 @@ from lockstep.engine.strategies.stages import (
 )
 from lockstep.engine.task import Task
 from lockstep.hardware.world import World
-from lockstep.telemetry.heartbeat import pulse
+from lockstep.rundir.heartbeat import pulse
 
 
 def divide(whole: Undivided) -> Divided:

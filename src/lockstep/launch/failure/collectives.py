@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.telemetry.rundir import NCCL_DUMP
+from lockstep.rundir.folder import NCCL_DUMP
 
 
 class Call(NamedTuple):

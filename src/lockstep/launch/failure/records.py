@@ -42,9 +42,9 @@ from lockstep.hardware.detect import oom_kills, usable_memory
 from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.health.hang import HangReport
 from lockstep.launch.local.rank_log import MARK, log_file
-from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.heartbeat import Activity, pulse
-from lockstep.telemetry.rundir import NCCL_DUMP, RunDir, write_json
+from lockstep.rundir.files import FileContent
+from lockstep.rundir.folder import NCCL_DUMP, RunDir, write_json
+from lockstep.rundir.heartbeat import Activity, pulse
 
 LAUNCHER_FILE = "launcher.json"
 #: How often the launcher measures the memory of its processes.

@@ -31,7 +31,7 @@ from lockstep.launch.health.hang import HangReport
 from lockstep.launch.local.rank_log import last_lines, log_file
 from lockstep.launch.local.signals import STOPPED
 from lockstep.planning.batch import BatchPlan
-from lockstep.telemetry.rundir import RunDir, or_else
+from lockstep.rundir.folder import RunDir, or_else
 
 _NO_FAILURE = (0, *STOPPED)
 _GB = 1e9

@@ -23,8 +23,8 @@ from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import load_task, pack_task
-from lockstep.telemetry.rundir import RunDir
 
 #: How long a rank may take to end after a stop: it has nothing to save.
 STOP_GRACE_S = 5.0

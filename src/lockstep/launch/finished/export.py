@@ -16,15 +16,15 @@ from lockstep._compat.torch import tree_map
 from lockstep.checkpoint.content import by_file
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.requests import fetch
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
 from lockstep.launch.run_claim import task_again
-from lockstep.telemetry.files import write_json
-from lockstep.telemetry.rundir import RunDir
+from lockstep.lightning.module_task import ModuleTask
+from lockstep.rundir.files import write_json
+from lockstep.rundir.folder import RunDir
 
 EXAMPLE = '''"""Loads what `lockstep export` wrote; needs torch{extra}, not Lockstep."""
 from pathlib import Path
@@ -85,7 +85,7 @@ def export(
             restore(built, model, snapshot, run.path)
             built.export(bare(model.eval()), building)
         if "lightning" in snapshot.trainer:
-            from lockstep.engine.lightning.ckpt_file import as_file
+            from lockstep.lightning.ckpt_file import as_file
 
             torch.save(as_file(snapshot), building / "module.ckpt")
         record = run.read()

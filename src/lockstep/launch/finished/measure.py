@@ -12,7 +12,6 @@ from torch import nn
 
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import load_weights, restoring
@@ -22,6 +21,7 @@ from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.launch.finished.reopen import Reopened, as_restored, restore
+from lockstep.lightning.module_task import ModuleTask
 
 #: What each rank computes: the same on all of them.
 Compute = Callable[[Reopened], dict[str, Any]]
@@ -42,7 +42,7 @@ def measure(reopened: Reopened) -> dict[str, Any]:
     task, wanted = reopened.task, reopened.wanted
     config, plan, split = wanted.config, wanted.plan, wanted.split
     if isinstance(task, ModuleTask) and reopened.datasets is not None:
-        from lockstep.engine.lightning.module_fit import evaluate_module
+        from lockstep.lightning.module_fit import evaluate_module
 
         load_weights(task.module, reopened.snapshot.model, wanted.run.path)
         precision, seed = plan.placement["precision"], config.training.seed

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.engine.evaluate import Row, predictions, refuse_without_predictions
-from lockstep.engine.lightning.module_task import ModuleTask
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.evaluation import compute, wanted_on
 from lockstep.launch.finished.measure import opened
 from lockstep.launch.finished.reopen import Reopened, find_step
 from lockstep.launch.run_claim import task_again
-from lockstep.telemetry.files import read_json, write_json
-from lockstep.telemetry.rundir import RunDir
+from lockstep.lightning.module_task import ModuleTask
+from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.folder import RunDir
 
 Format = Literal["csv", "jsonl", "parquet"]
 SPLITS = ("train", "val", "test")

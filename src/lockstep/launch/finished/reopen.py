@@ -21,7 +21,7 @@ from lockstep.errors import CheckpointError
 from lockstep.hardware import World
 from lockstep.launch.run_claim import task_again
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 
 @dataclass(frozen=True)

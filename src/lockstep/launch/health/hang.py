@@ -16,8 +16,8 @@ import psutil
 
 from lockstep.launch.failure.causes import Cause
 from lockstep.launch.local.rank_log import Stack, ask_stacks, ask_workers, own_part, place_of
-from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.heartbeat import Activity, Sign
+from lockstep.rundir.files import FileContent
+from lockstep.rundir.heartbeat import Activity, Sign
 
 #: How often the ranks are checked.
 INTERVAL_S = 0.5

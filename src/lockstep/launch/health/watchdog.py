@@ -34,9 +34,9 @@ from lockstep.launch.failure import records
 from lockstep.launch.health import hang
 from lockstep.launch.local.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, log_file, stacks_on_request
 from lockstep.launch.local.worker import leave
-from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.heartbeat import pulse
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import FileContent
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import pulse
 
 #: Heartbeats in ``hang_timeout_s``, with at least the interval between them.
 _BEATS_IN_TIMEOUT = 30

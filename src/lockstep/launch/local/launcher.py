@@ -47,8 +47,8 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.health.hang import HangReport, HangWatch
 from lockstep.launch.local import environment, signals, worker
 from lockstep.launch.local.fork_server import Forked, asked_gpu, fork
-from lockstep.telemetry.heartbeat import PULSES, PulseBoard, announce
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import PULSES, PulseBoard, announce
 
 Phase = Literal["running", "stopping", "failing"]
 #: A rank: a fork of its launcher, or a new interpreter.

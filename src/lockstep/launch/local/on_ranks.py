@@ -29,7 +29,7 @@ from lockstep.launch.local.fork_server import RemoteChild, server_for
 from lockstep.launch.local.rank_log import flush
 from lockstep.launch.local.signals import Stopped, StopRequest, exit_code
 from lockstep.launch.local.worker import Rank
-from lockstep.telemetry.rundir import RunDir, or_else, read_json, write_json
+from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 
 _CALL_FILE = "call.pkl"
 _MAIN = "lockstep.launch.local.launcher:main"

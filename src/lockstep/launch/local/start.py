@@ -16,8 +16,8 @@ from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
 from lockstep.launch.run_claim import plan_of, resume_point, warn
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import load_task, pack_task
-from lockstep.telemetry.rundir import RunDir
 from lockstep.telemetry.sinks import standard_sinks
 
 

@@ -26,8 +26,8 @@ from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure import records
 from lockstep.launch.local import environment, signals
 from lockstep.launch.local.rank_log import flush, log_file, rank_output, stacks_on_request
-from lockstep.telemetry.heartbeat import pulse
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import pulse
 
 
 @dataclass(frozen=True)

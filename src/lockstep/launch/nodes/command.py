@@ -26,8 +26,8 @@ from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request, Start
 from lockstep.launch.prepare import place
+from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
 from lockstep.tasks.registry import load_task, pack_task
-from lockstep.telemetry.rundir import RunDir, new_run_id, read_json, write_json
 
 #: The port of the rendezvous when --rdzv names none; torch's default.
 DEFAULT_PORT = 29400

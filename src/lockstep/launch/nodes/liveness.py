@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from lockstep.launch.nodes.command import Nodes
-from lockstep.telemetry.files import FileContent
+from lockstep.rundir.files import FileContent
 
 #: A node without a heartbeat for this long is lost.
 SILENCE_S = 10.0

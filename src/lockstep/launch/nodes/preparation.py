@@ -17,7 +17,7 @@ from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
 from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, share_run
 from lockstep.launch.prepare import place, plan_for
 from lockstep.planning import Plan
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import check_sinks
 
 

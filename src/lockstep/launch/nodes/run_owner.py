@@ -24,8 +24,8 @@ from lockstep.errors import CheckpointError, UnreadableError
 from lockstep.launch.local.rank_log import log_file
 from lockstep.launch.nodes.membership import Member, Team
 from lockstep.launch.run_claim import create_folder, existing_run, warn
-from lockstep.telemetry.files import absolute, storing, temporary_name
-from lockstep.telemetry.rundir import RunDir, new_run_id
+from lockstep.rundir.files import absolute, storing, temporary_name
+from lockstep.rundir.folder import RunDir, new_run_id
 
 #: How much of a checkpoint travels in one piece.
 CHUNK_BYTES = 32 << 20

@@ -25,8 +25,8 @@ from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import SCRIPT, claimed, create_folder, existing_run, warn
-from lockstep.telemetry.files import damaged
-from lockstep.telemetry.rundir import RunDir, read_json, write_json
+from lockstep.rundir.files import damaged
+from lockstep.rundir.folder import RunDir, read_json, write_json
 from lockstep.telemetry.sinks import check_sinks
 
 #: Set by launchers that Lockstep does not know; each process would think that it is alone.

@@ -26,7 +26,7 @@ from lockstep.errors import TaskError, UnsupportedError
 from lockstep.launch.session.attempt import LoopTask, begin_attempt
 from lockstep.launch.session.join import Joined, end_script
 from lockstep.planning.loader import sized
-from lockstep.telemetry.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 _SPLITS = ("train_", "val_", "test_")
 #: Beside the parts of a step, what is seeded before an epoch and after a loop over batches.

@@ -20,7 +20,7 @@ from lockstep.launch.local.signals import Stopped
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.launch.session.join import Script, Started, close_open_session, script_of, started
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.folder import RunDir
 
 
 def run_script(

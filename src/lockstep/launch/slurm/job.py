@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.telemetry.files import FileContent
-from lockstep.telemetry.rundir import RunDir
+from lockstep.rundir.files import FileContent
+from lockstep.rundir.folder import RunDir
 
 #: How long before its time limit SLURM signals the script, seconds: the time to write a checkpoint.
 NOTICE_S = 120

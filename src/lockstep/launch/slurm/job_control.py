@@ -25,8 +25,8 @@ from lockstep.launch.local.signals import exit_code
 from lockstep.launch.prepare import settle
 from lockstep.launch.run_claim import create_folder
 from lockstep.launch.slurm.job import Job, Request, batch_script, training_command
-from lockstep.telemetry.files import absolute, write_json, write_text
-from lockstep.telemetry.rundir import RunDir, new_run_id
+from lockstep.rundir.files import absolute, write_json, write_text
+from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.telemetry.sinks import check_sinks
 
 SCRIPT = "job.sbatch"

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.har import Cnn, Mlp, Transformer
-from lockstep.models.vision import LinePlots, Vit
 from lockstep.tasks.har import data
 from lockstep.tasks.har.data import HarData, Mode, Standardiser, Windows
+from lockstep.tasks.har.models import Cnn, Mlp, Transformer
+from lockstep.tasks.har.vision import LinePlots, Vit
 
 Source = Literal["watch", "uci", "pt", "synthetic"]
 Subjects = tuple[int, ...]

@@ -1,0 +1,155 @@
+"""``bench loader``: how fast the data comes with 0, 1, 2, … workers, against what the training step needs."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+
+from lockstep.data.loader import make_loader
+from lockstep.data.requests import Source
+from lockstep.engine.distributed.staging import finish, to_device
+from lockstep.engine.training_data import training_source, walk
+from lockstep.hardware.detect import usable_cores
+from lockstep.hardware.world import World
+from lockstep.lab.bench.measure import measure
+from lockstep.lab.bench.report import BenchReport, Say
+from lockstep.lab.bench.timing import on_site
+from lockstep.lab.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.planning import Plan
+from lockstep.planning.loader import CLOSE, recommend, worker_counts
+
+WARM_UP, STEPS = 3, 12
+#: More epochs than a measurement reads.
+EPOCHS = 100_000
+
+
+def bench_loader(
+    subject: Subject, *, workers: Sequence[int] | None = None, seconds: float = 2.0, say: Say = lambda line: None
+) -> BenchReport:
+    """Measure the input of one rank for about ``seconds`` with each number of ``workers``."""
+    base = subject.base
+    ranks = base.placement.world_size
+    counts = list(workers) if workers is not None else worker_counts(max(1, usable_cores() // ranks))
+    planned, samples = base.plan.batch.batch_size, base.plan.task.train_samples
+    one = {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}
+    sizes = {"batch_size": min(planned, samples), "global_batch_size": None, "accumulate": 1}
+    step = subject.case({}, {"hardware": one, "training": sizes}, steps=STEPS, warm_up=WARM_UP)
+    settings = {
+        "device": base.placement.devices[0],
+        "ranks": ranks,
+        "batch_size": step.plan.batch.batch_size,
+        "workers": counts,
+        "seconds": seconds,
+        "planned_workers": base.plan.loader.num_workers,
+        "pin_memory": step.plan.loader.pin_memory,
+    }
+    report = BenchReport("loader", subject.name, settings)
+    if samples < planned:
+        report.notes.append(f"the data set has only {samples} samples for a batch of {planned}")
+    with report.kept(), new_trials() as trials:
+        say(f"workers: {', '.join(map(str, counts))}")
+        outcome = trials.run_case(measure_loader, step, counts, seconds, task=base.task)
+        report.rows = [{**row, "status": "ok"} for row in outcome.rows if "demand" not in row]
+        demand = next((row["demand"] for row in outcome.rows if "demand" in row), None)
+        if outcome.error:  # the step is measured first, then each number of workers
+            left = counts[len(report.rows) :] if demand is not None else []
+            culprit = f"{left[0]} workers" if left else "after everything was measured" if demand else "the step"
+            report.notes.append(f"{culprit}: {outcome.ended} ({outcome.error})")
+            report.rows += [{"num_workers": n, "status": outcome.ended, "reason": outcome.error} for n in left[:1]]
+        conclude(report, demand)
+    return report
+
+
+def conclude(report: BenchReport, demand: float | None) -> None:
+    """The verdict; ``demand``: samples per second that the step would take if it never waited, if that was measured."""
+    measured = {row["num_workers"]: row for row in report.rows if row["status"] == "ok"}
+    if not measured or demand is None:
+        report.verdict = "nothing could be measured"
+        return
+    for row in measured.values():
+        row["of_demand"] = row["samples_per_s"] / demand
+    advice = recommend({workers: row["samples_per_s"] for workers, row in measured.items()}, demand)
+    planned = report.settings["planned_workers"]
+    report.extra = {"demand_samples_per_s": demand, "recommended": advice._asdict()}
+    report.verdict = f"use --num-workers {advice.num_workers}: {advice.reason}"
+    report.notes.append(f"the plan takes {planned} for this task" + (", too" * (planned == advice.num_workers)))
+    load_ms, transfer_ms = (measured[advice.num_workers][name] for name in ("load_ms", "transfer_ms"))
+    if transfer_ms is None:
+        return
+    step_ms, pinned = report.settings["batch_size"] / demand * 1e3, report.settings["pin_memory"]
+    found = report.extra["holds_up"] = holds_up(load_ms, transfer_ms, step_ms)
+    times = f"a batch takes {load_ms:.3g} ms to load and {transfer_ms:.3g} ms to the GPU, a step {step_ms:.3g} ms"
+    if found == "transfer":
+        fix = "smaller types that become floats on the GPU" if pinned else "--set data.pin_memory=true"
+        report.verdict = f"the transfer holds the step up ({times}): {fix}. For loading, {report.verdict}"
+    else:
+        report.notes.append(f"{times}: {'loading' if found == 'load' else 'neither'} holds the step up")
+
+
+def holds_up(load_ms: float, transfer_ms: float, step_ms: float) -> Literal["load", "transfer", "compute"]:
+    """What a step waits for, if each batch takes so long to load and to bring to the GPU, both beside the step before.
+
+    Where the transfer is slower than the computing, a step takes as long as the transfer.
+    """
+    if load_ms > max(step_ms, transfer_ms):
+        return "load"
+    return "transfer" if transfer_ms >= CLOSE * step_ms else "compute"
+
+
+def measure_loader(rank: Rank, step: Case, counts: Sequence[int], seconds: float) -> None:
+    """On a rank: first what the step needs, then the rate of each number of workers."""
+    with on_site(rank, step.config, step.plan) as site:
+        row = measure(site, step)
+        needed = row["mean_ms"] - row["parts_ms"]["data"]
+        rank.report({"demand": step.plan.batch.global_batch / needed * 1e3})
+        endless = step.plan.model_copy(update={"epochs": EPOCHS})
+        source = training_source(site.task, site.datasets, endless)
+        for workers in counts:
+            rank.report(loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check))
+
+
+def loading_rate(
+    source: Source, plan: Plan, workers: int, seconds: float, *, device: torch.device, check: Callable[[], None]
+) -> dict[str, Any]:
+    """Load the batches of a single rank for about ``seconds``, after the first one, whose workers have to start."""
+    how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0, "persistent_workers": workers > 0})
+    walks = (chain.from_iterable(window.requests for window in walk(plan, World())) for _ in range(2))
+    loader = make_loader(source, next(walks), how, 0, largest=plan.batch.batch_size)
+    first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
+    started = now = time.perf_counter()
+    with contextlib.closing(loader):
+        for batch, request in zip(loader, next(walks), strict=False):
+            check()
+            now = time.perf_counter()
+            if not first:
+                first, started = now - started, now
+                continue
+            samples, loaded = samples + request.size, loaded + 1
+            if loaded <= 10 and device.type == "cuda":
+                transfers.append(_transfer(batch, device))
+            if now - started > seconds:
+                break
+        taken = time.perf_counter() - started - sum(transfers)
+    return {
+        "num_workers": workers,
+        "samples_per_s": samples / taken if taken > 0 else 0.0,
+        "load_ms": taken / max(1, loaded) * 1e3,
+        "transfer_ms": statistics.median(transfers) * 1e3 if transfers else None,
+        "first_batch_s": first,
+        "batches": loaded,
+    }
+
+
+def _transfer(batch: Any, device: torch.device) -> float:
+    """Seconds to bring a batch to a GPU."""
+    finish(device)
+    started = time.perf_counter()
+    to_device(batch, device)
+    finish(device)
+    return time.perf_counter() - started

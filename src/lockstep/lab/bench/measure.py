@@ -1,0 +1,272 @@
+"""On the ranks: take real training steps, and say where their time and memory went."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep._compat.torch import reset_compiler
+from lockstep.data.reader import Unreadable
+from lockstep.data.requests import Request
+from lockstep.engine.distributed.staging import to_device
+from lockstep.engine.rank_context import rank_device
+from lockstep.engine.trained import bare, build_model
+from lockstep.engine.training_data import training_source
+from lockstep.hardware.detect import usable_memory
+from lockstep.hardware.monitor import SystemSource
+from lockstep.hardware.resolve import Placement
+from lockstep.hardware.world import World
+from lockstep.lab.bench.timing import Site, Stopwatch, counted_steps, on_site, training
+from lockstep.lab.bench.trials import Case, Rank
+from lockstep.planning import Plan
+
+#: Samples whose floating-point operations are counted.
+COUNTED = 8
+#: A rank whose own work takes this many times the median of the ranks is called slow.
+SLOW = 1.25
+#: This share of the fastest and of the slowest steps is left out of the parts: a hiccup is not the rule.
+TRIM = 0.1
+#: Share of a machine's free memory that the ranks of a trial on its CPU may take together.
+CPU_SHARE = 0.8
+#: What an NVML reading of the utilisation may span, seconds (nvmlUtilization_t: a sixth of a second to one).
+NVML_WINDOW_S = 1.0
+
+Steps = Sequence[Mapping[str, float]]
+
+
+def measure_cases(
+    rank: Rank, first: Case, others: Sequence[Case], memory_limit: int | None, counts_flops: bool
+) -> None:
+    with on_site(rank, first.config, first.plan) as site:
+        flops, note = count_flops(site, first.plan) if counts_flops else (None, "not counted")
+        if memory_limit is not None:
+            limit_memory(memory_limit)
+        for case in (first, *others):
+            row = measure(site, case)
+            per_step = None if flops is None else flops * case.plan.batch.global_batch
+            rank.report({**case.label, **row, "flops_per_step": per_step, "flops_note": note})
+
+
+def measure(site: Site, case: Case) -> dict[str, Any]:
+    """Time and memory of the steps of ``case``; the same on every rank."""
+    plan, watch = case.plan, Stopwatch(site.device)
+    devices = _own_devices(plan, site.device)
+    gpus = SystemSource([f"gpu:{device.index}" for device in devices if device.type == "cuda"])
+    reset_peak_memory(devices)
+    began = 0.0, 0.0
+    with (
+        gpus if devices[0].type == "cuda" else nullcontext(),
+        training(site, case.config, plan, watch) as (built, steps),
+    ):
+        several = site.rank.world.size > 1
+        settle = _watch_last_gradient(built.strategy.module, watch) if several else lambda: None
+        for number in counted_steps(site, case, watch, steps):
+            if number == case.warm_up:
+                began = time.process_time(), time.perf_counter()
+                settle()
+        busy = _utilisation(devices, gpus, *began, plan.threads)
+    parts = site.collectives.all_gather(watch.steps())
+    peaks = list(chain.from_iterable(site.collectives.all_gather(peak_memory(devices))))
+    release(site.device)
+    row = summarise(parts, plan.batch.global_batch)
+    return {
+        **row,
+        "global_batch": plan.batch.global_batch,
+        "accumulate": plan.batch.accumulate,
+        "epoch_s": plan.task.train_samples / row["samples_per_s"],
+        "memory_mb": max(peaks) / 1e6,
+        "memory_mb_per_device": [peak / 1e6 for peak in peaks],
+        "utilisation_per_device": list(chain.from_iterable(site.collectives.all_gather(busy))),
+    }
+
+
+def _own_devices(plan: Plan, device: torch.device) -> list[torch.device]:
+    """The devices that this rank computes on: one, or all where it is the only rank (dp)."""
+    if plan.world_size > 1:
+        return [device]
+    return [rank_device([name], World()) for name in dict.fromkeys(plan.placement["devices"])]
+
+
+def _watch_last_gradient(model: nn.Module, watch: Stopwatch) -> Callable[[], None]:
+    """With the last gradient that a rank computes, ``communication`` begins: what of it no computation hides.
+
+    Which parameter is the last one is learned in the first steps. The result is called then: only that one is watched.
+    """
+    last: list[Tensor] = []
+
+    def note(parameter: Tensor) -> None:
+        last[:] = [parameter]
+
+    handles = [p.register_post_accumulate_grad_hook(note) for p in model.parameters() if p.requires_grad]
+
+    def settle() -> None:
+        for handle in handles:
+            handle.remove()
+        for parameter in last:
+            parameter.register_post_accumulate_grad_hook(lambda _: watch.enter("communication"))
+
+    return settle
+
+
+def reset_peak_memory(devices: Sequence[torch.device]) -> None:
+    """:func:`peak_memory` counts from now on."""
+    if devices[0].type == "cuda":
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(devices: Sequence[torch.device]) -> list[int]:
+    """The most bytes that this rank has held, for each of its devices.
+
+    On a GPU what torch's allocator gave out; on a CPU the process's resident memory, where Linux lets the peak be
+    reset (proc(5), ``clear_refs``, value 5; ``VmHWM``).
+    """
+    if devices[0].type == "cuda":
+        return [torch.cuda.max_memory_allocated(device) for device in devices]
+    return [_status("VmHWM")]
+
+
+def _status(name: str) -> int:
+    """A size in bytes of this process, from ``/proc``."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == f"{name}:")
+
+
+def _utilisation(
+    devices: Sequence[torch.device], gpus: SystemSource, used_s: float, began_s: float, threads: int
+) -> list[float | None]:
+    """How busy each of this rank's devices is, as a share.
+
+    On a GPU what its driver says of the last moments, at most a second (NVML); ``None`` where it does not say, and when
+    less than that has passed since ``began_s``, so that it would be of the time before. On a CPU the processor
+    time of this process since then, as a share of what ``threads`` threads can use.
+    """
+    passed = time.perf_counter() - began_s
+    if devices[0].type != "cuda":
+        return [(time.process_time() - used_s) / passed / threads]
+    found = {device["id"]: device["utilisation"] for device in gpus.sample()["devices"]}
+    return [found.get(f"gpu:{device.index}") if passed >= NVML_WINDOW_S else None for device in devices]
+
+
+def memory_share(placement: Placement) -> int | None:
+    """Bytes that each rank on a CPU may allocate, so that its trial runs out of memory and not the machine."""
+    if placement.accelerator == "gpu":
+        return None
+    return int(usable_memory()[1] * CPU_SHARE / placement.world_size)
+
+
+def limit_memory(extra: int) -> None:
+    """Let this process allocate at most ``extra`` bytes more than it has now; beyond it allocations fail.
+
+    RLIMIT_DATA counts private writable memory (setrlimit(2), since Linux 4.7), not what is only mapped.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _status("VmData") + extra
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def release(device: torch.device) -> None:
+    """Give back what the last case has allocated."""
+    gc.collect()
+    reset_compiler()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
+    """Floating-point operations of forward and backward for one sample, or ``None``; and how, or why not.
+
+    Counted by torch.utils.flop_counter: matrix products, convolutions and attention; everything else is nought.
+    """
+    if site.task.lengths() is not None:
+        return None, "the samples differ in length, so no one number holds for all"
+    model = build_model(site.task).to(site.device).train()
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return None, "torch does not count what its recurrent kernels compute"
+    source = training_source(site.task, site.datasets, plan)
+    size = min(COUNTED, plan.batch.batch_size)
+    batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
+    batch = to_device(batch.stand_in if isinstance(batch, Unreadable) else batch, site.device)
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            site.task.loss(bare(model), batch).total.backward()
+    except Exception as error:  # whatever the task's operators raise under a dispatch mode
+        return None, f"torch's counter failed: {type(error).__name__}"
+    total = counter.get_total_flops()
+    if not total:
+        return None, "the model has no matrix product, convolution or attention that torch counts"
+    note = f"matrix products, convolutions and attention, counted by torch on {size} samples"
+    return total / size, note
+
+
+def spread(name: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    """The median of at least one value as ``name``, its lower and upper quartile as ``name_low`` and ``name_high``."""
+    low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75)).tolist()
+    return {name: middle, f"{name}_low": low, f"{name}_high": high}
+
+
+def with_waits(ranks: Sequence[Steps]) -> list[list[dict[str, float]]]:
+    """Take waiting for a slower rank out of ``communication``, as a separate part ``wait``.
+
+    All ranks leave the reduction together, so the time from one reduction to the next is the same for all; a rank
+    that has less work than the busiest one waits for the difference, inside its communication.
+    """
+    result: list[list[dict[str, float]]] = [[] for _ in ranks]
+    for steps in zip(*ranks, strict=True):
+        busy = [sum(parts.values()) - parts["communication"] for parts in steps]
+        for own, parts, found in zip(busy, steps, result, strict=True):
+            wait = min(parts["communication"], max(busy) - own)
+            found.append({**parts, "communication": parts["communication"] - wait, "wait": wait})
+    return result
+
+
+def summarise(ranks: Sequence[Steps], samples: int) -> dict[str, Any]:
+    """What a row of a report says about the steps of all ranks, of ``samples`` each; times in milliseconds.
+
+    ``parts_ms`` are means over ranks and over the steps that are no hiccups (:data:`TRIM`), so they add up to
+    ``mean_ms``, and ``shares`` to 1; ``step_ms`` is the median of all steps.
+    """
+    parted = with_waits(ranks)
+    totals = np.array([[sum(parts.values()) for parts in steps] for steps in parted]).mean(axis=0)
+    step = spread("step_ms", totals * 1e3)
+    cut = int(len(totals) * TRIM)
+    usual = np.argsort(totals)[cut : len(totals) - cut].tolist()
+    parts = {name: statistics.fmean(steps[place][name] for steps in parted for place in usual) for name in parted[0][0]}
+    mean = sum(parts.values())
+    busy = [
+        statistics.fmean(sum(steps[p].values()) - steps[p]["communication"] - steps[p]["wait"] for p in usual)
+        for steps in parted
+    ]
+    return {
+        "steps": len(totals),
+        **step,
+        "mean_ms": mean * 1e3,
+        "samples_per_s": samples / step["step_ms"] * 1e3,
+        "parts_ms": {name: seconds * 1e3 for name, seconds in parts.items()},
+        "shares": {name: seconds / mean for name, seconds in parts.items()},
+        "busy_ms": [seconds * 1e3 for seconds in busy],
+    }
+
+
+def slow_ranks(busy_ms: Sequence[float]) -> list[int]:
+    """Ranks whose own work takes clearly longer than that of the median rank."""
+    if len(busy_ms) < 2:
+        return []
+    usual = statistics.median_low(busy_ms)
+    return [rank for rank, own in enumerate(busy_ms) if own > SLOW * usual]

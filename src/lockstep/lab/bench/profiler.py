@@ -1,0 +1,89 @@
+"""``PerformanceProfiler``: the measurements of ``lockstep bench`` from Python, as profilers of training are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import RunConfig
+from lockstep.engine.task import Task
+from lockstep.lab.bench.batch_size import bench_batch_size
+from lockstep.lab.bench.report import BenchReport, write_report
+from lockstep.lab.bench.step import bench_step
+from lockstep.lab.bench.trials import Subject
+from lockstep.launch.prepare import overrides_of
+
+
+class PerformanceProfiler:
+    """Forward and backward time, memory, the largest batch, and mixed precision against single, of a task.
+
+    Everything is measured on the engine's own training steps, in processes of their own.
+
+    ::
+
+        profiler = PerformanceProfiler("har", {"hardware": {"selected_devices": ["gpu:0"]}})
+        profiler.profile_step()["forward_ms"]
+        profiler.compare_amp()["speed_up"]
+        profiler.save("profile")
+
+    Args:
+        task: an object, a class, or a name as on the command line.
+        config: as for :func:`lockstep.train`.
+        steps, warm_up: of each measurement.
+    """
+
+    def __init__(
+        self,
+        task: Task | type[Task] | str,
+        config: RunConfig | Mapping[str, Any] | None = None,
+        *,
+        steps: int = 30,
+        warm_up: int = 5,
+    ) -> None:
+        self._subject = Subject(task, overrides_of(config))
+        self._lengths: dict[str, Any] = {"steps": steps, "warm_up": warm_up}
+        self.reports: list[BenchReport] = []
+
+    def profile_step(self) -> dict[str, Any]:
+        """The median step and its parts in ms (means), samples/s and peak memory, with the settings as given."""
+        return _flat(self._keep(bench_step(self._subject, **self._lengths)).rows[0])
+
+    def find_batch_sizes(self, max_batch: int | None = None, memory_limit: int | None = None) -> dict[str, Any]:
+        """The largest batch size per device, and every one that was tried, up to out of memory.
+
+        ``memory_limit``: bytes that each CPU rank may allocate beside what it has when it starts.
+        """
+        report = self._keep(bench_batch_size(self._subject, max_batch=max_batch, memory_limit=memory_limit))
+        found = report.extra
+        return {"largest": found.get("largest", 0), "tried": report.rows, "proposed": found.get("proposed")}
+
+    def compare_amp(self, precision: str | None = None) -> dict[str, Any]:
+        """Steps in ``precision`` (bf16-mixed) against single precision, and how many times faster they are."""
+        amp = precision or "bf16-mixed"
+        report = self._keep(bench_step(self._subject, **self._lengths, precisions=("32", amp)))
+        rows = {row["precision"]: row for row in report.rows}
+        off, on = rows["32"], rows[amp]
+        found: dict[str, Any] = {"off": _flat(off), "on": _flat(on)}
+        if off["status"] == on["status"] == "ok":
+            found["speed_up"] = on["samples_per_s"] / off["samples_per_s"]
+            found["memory_ratio"] = on["memory_mb"] / off["memory_mb"]
+        return found
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write every report so far below ``folder``; the files written."""
+        places = enumerate(self.reports, start=1)
+        return [file for n, report in places for file in write_report(report, Path(folder) / f"{n}-{report.kind}")]
+
+    def _keep(self, report: BenchReport) -> BenchReport:
+        """Raises :class:`KeyboardInterrupt` where it was stopped."""
+        self.reports.append(report)
+        if report.partial:
+            raise KeyboardInterrupt
+        return report
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` with its parts beside the rest: ``forward_ms``, ``backward_ms`` and so on."""
+    parts = {f"{name}_ms": value for name, value in row.get("parts_ms", {}).items()}
+    return {**{key: value for key, value in row.items() if key != "parts_ms"}, **parts}

@@ -1,0 +1,318 @@
+"""``bench scaling``: 1, 2, … N devices, with the work for each held (weak) or the work in all (strong)."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.load import merge
+from lockstep.errors import LockstepError, UsageError, many
+from lockstep.lab.bench.measure import slow_ranks, spread
+from lockstep.lab.bench.report import BenchReport, Say
+from lockstep.lab.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
+from lockstep.lab.bench.trials import Case, Subject, new_trials
+from lockstep.launch.session.script import run_script, several_devices
+from lockstep.planning.notes import FILL
+from lockstep.rundir.folder import RunDir
+from lockstep.strategies import auto_strategy, find_strategy
+
+Mode = Literal["weak", "strong"]
+#: More than all devices can give together, caches aside.
+DOUBTFUL = 1.1
+#: Parts of a step that are computation.
+_COMPUTE = ("forward", "backward", "optimizer", "other")
+#: What the rows of a point's repeats have in common.
+_SAME = ("devices", "ranks", "strategy", "mode", "status", "global_batch", "accumulate")
+
+
+def device_counts(devices: int) -> list[int]:
+    """How many of ``devices`` to measure with: all numbers up to 4, then powers of two, and all of them."""
+    few = range(1, min(devices, 4) + 1)
+    powers = [2**power for power in range(3, devices.bit_length()) if 2**power <= devices]
+    return sorted({*few, *powers, devices})
+
+
+def bench_scaling(
+    subject: Subject,
+    *,
+    strategies: Sequence[str] = ("ddp",),
+    modes: Sequence[Mode] = ("weak", "strong"),
+    steps: int = 30,
+    warm_up: int = 5,
+    repeats: int = 3,
+    claims: bool = False,
+    say: Say = lambda line: None,
+) -> BenchReport:
+    """Measure the engine's own steps on parts of the chosen devices, ``repeats`` times in turns.
+
+    Every rank has one intra-op thread on the CPU unless ``training.threads`` is set, so that two ranks have twice
+    the threads of one. ``claims``: show what guides claim for this task.
+    """
+    base = subject.base
+    devices = list(base.placement.devices)
+    if len(devices) < 2:
+        fix = "name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu"
+        raise UsageError(f"{devices[0]} is one device: nothing scales", fix=fix)
+    check_steps(steps, warm_up)
+    if repeats < 1:
+        raise UsageError(f"{repeats} repeats measure nothing", fix="take --repeats 3, or any number from 1 on")
+    on_cpu = base.placement.accelerator == "cpu"
+    threads = base.config.training.threads or (1 if on_cpu else None)
+    settings = {
+        "devices": devices,
+        "strategies": list(strategies),
+        "modes": list(modes),
+        "batch_size": base.plan.batch.batch_size,
+        "strong_global_batch": base.plan.batch.global_batch,
+        "threads_per_rank": threads,
+        "steps": steps,
+        "warm_up": warm_up,
+        "repeats": repeats,
+    }
+    report = BenchReport("scaling", subject.name, settings)
+    if on_cpu and threads:
+        report.notes.append(f"each rank computes with {many(threads, 'thread')}; the ranks share one machine's memory")
+    points: dict[tuple[int, str], list[Case]] = {}
+    refused: list[dict[str, Any]] = []
+    for count in device_counts(len(devices)):
+        for strategy in strategies if count > 1 else (auto_strategy(1),):
+            label = {"devices": devices[:count], "ranks": count, "strategy": strategy}
+            try:
+                points[count, strategy] = [_case(subject, {**label, "mode": mode}, settings) for mode in modes]
+            except LockstepError as error:
+                refused += [{**label, "mode": mode, "status": "refused", "reason": error.what} for mode in modes]
+    found: list[dict[str, Any]] = []
+    with report.kept(), new_trials() as trials:
+        for repeat, ((count, strategy), cases) in itertools.product(range(repeats), points.items()):
+            say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {strategy}")
+            found += measure_all(subject, trials, cases)
+    report.rows = [*merged(found, report.notes), *refused]
+    if claims:
+        report.rows = [{**row, **claim_of(subject.name, row["strategy"], row["ranks"])} for row in report.rows]
+    conclude(report)
+    if claims and (note := claims_note(subject.name, base.facts.parameters)):
+        report.notes.append(note)
+    return report
+
+
+def _case(subject: Subject, label: Mapping[str, Any], settings: Mapping[str, Any]) -> Case:
+    """Raises :class:`LockstepError` where these devices or the task refuse the strategy."""
+    count, strategy = label["ranks"], label["strategy"]
+    samples = settings["batch_size"] * count if label["mode"] == "weak" else settings["strong_global_batch"]
+    # A pipeline's devices take part in the same micro-batches; others take one each.
+    parts = FILL * count if find_strategy(strategy).state == "staged" else count
+    sizes = {"batch_size": -(-samples // parts), "global_batch_size": samples, "accumulate": 1}
+    place = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
+    changes = {"hardware": place, "training": {**sizes, "threads": settings["threads_per_rank"]}}
+    return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
+
+
+def bench_script(
+    path: Path,
+    arguments: Sequence[str],
+    given: Mapping[str, Any],
+    *,
+    modes: Sequence[str],
+    steps: int,
+    warm_up: int,
+    repeats: int,
+    say: Say,
+) -> BenchReport:
+    """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``given``, in turns.
+
+    Each point is a whole run of the script, with its data, log and checkpoint. On one device the global batch is that
+    of the script, and ``strong`` holds it.
+    """
+    names = several_devices(given, "one device: nothing scales")
+    settings = {"devices": names, "modes": list(modes), "steps": steps, "warm_up": warm_up, "repeats": repeats}
+    report = BenchReport("scaling", path.name, settings)
+    found: list[dict[str, Any]] = []
+    one = 0
+    with report.kept(), tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
+        for repeat, count, mode in itertools.product(range(repeats), device_counts(len(names)), modes):
+            say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {mode}")
+            changes: dict[str, Any] = {
+                "hardware": {"selected_devices": names[:count]},
+                "training": {"max_steps": warm_up + steps, "threads": 1},
+                "telemetry": {"log_interval": max(1, warm_up), "progress": "silent"},
+                "save_dir": str(Path(folder, f"{repeat}-{count}-{mode}")),
+            }
+            if one:
+                changes["training"]["global_batch_size"] = one * (count if mode == "weak" else 1)
+            row: dict[str, Any] = {"devices": names[:count], "ranks": count, "strategy": "session", "mode": mode}
+            try:
+                run, _ = run_script(path, arguments, merge(given, changes), redirect=True)
+                row |= _speed_of(run, warm_up)
+            except LockstepError as error:
+                row |= {"status": "failed", "reason": error.what}
+            one = one or row.get("global_batch", 0)
+            found.append(row)
+    report.rows = merged(found, report.notes)
+    conclude(report)
+    return report
+
+
+def _speed_of(run: RunDir, warm_up: int) -> dict[str, Any]:
+    """The speed of the steps after ``warm_up``, from the rows of the log."""
+    batch, rows = run.plan()["batch"], run.steps()
+    timed = [
+        (after["samples_seen"] - before["samples_seen"], after["samples_per_s"])
+        for before, after in itertools.pairwise(rows)
+        if after["step"] > warm_up
+    ]
+    if not timed:
+        return {"status": "failed", "reason": "the script ended before the first measured step"}
+    rate = sum(samples for samples, _ in timed) / sum(samples / rate for samples, rate in timed)
+    return {
+        "status": "ok",
+        "global_batch": batch["global_batch"],
+        "accumulate": batch["accumulate"],
+        "samples_per_s": rate,
+        "epoch_s": batch["samples"] / rate,
+        "step_ms": 1e3 * batch["global_batch"] / rate,
+    }
+
+
+def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """One row for each point and mode of the rows ``found`` in all repeats, compared with one device.
+
+    A note says where some repeats failed and others did not: those rows are of fewer than were asked for.
+    """
+    points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in found:
+        points.setdefault((row["ranks"], row["strategy"], row["mode"]), []).append(row)
+    rows = []
+    for (ranks, strategy, mode), repeats in points.items():
+        good, failed = ([row for row in repeats if (row["status"] == "ok") is ok] for ok in (True, False))
+        rows.append(_median(good) if good else failed[0])
+        if good and failed:
+            notes.append(
+                f"{many(ranks, 'device')}, {strategy} {mode}: {len(failed)} of {len(repeats)} repeats ended early, the "
+                f"first one {failed[0]['status']} ({failed[0]['reason']})"
+            )
+    baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
+    for row in rows:
+        if row["status"] == "ok" and row["mode"] in baselines:
+            # Of samples per second, both for weak and for strong scaling; efficiency is what each device contributes.
+            row["speed_up"] = row["samples_per_s"] / baselines[row["mode"]]
+            row["efficiency"] = row["speed_up"] / row["ranks"]
+    return rows
+
+
+def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    row = {
+        **{name: good[0][name] for name in _SAME},
+        "repeats": len(good),
+        **spread("samples_per_s", [row["samples_per_s"] for row in good]),
+        **{name: statistics.median(row[name] for row in good) for name in ("epoch_s", "step_ms")},
+    }
+    if "shares" not in good[0]:  # of a script
+        return {**row, "memory_mb": None, "utilisation_per_device": [None]}
+
+    def each(name: str) -> Iterator[tuple[Any, ...]]:
+        """The values of ``name`` in all repeats, for each device or rank."""
+        return zip(*(row[name] for row in good), strict=True)
+
+    parts = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
+    # Input, computing, communication and waiting for slower ranks as shares of a step; None: not known.
+    shares = {"data": parts["data"], "compute": None, "communication": None, "wait": None}
+    if not find_strategy(row["strategy"]).exchanges_inside:
+        shares |= {"compute": sum(parts[name] for name in _COMPUTE)}
+        shares |= {name: parts[name] for name in ("communication", "wait")}
+    return {
+        **row,
+        "memory_mb": max(row["memory_mb"] for row in good),
+        "memory_mb_per_device": [max(peaks) for peaks in each("memory_mb_per_device")],
+        "utilisation_per_device": [
+            None if None in measured else statistics.fmean(measured) for measured in each("utilisation_per_device")
+        ],
+        "shares": shares,
+        "parts": parts,
+        "busy_ms": [statistics.median(own) for own in each("busy_ms")],
+    }
+
+
+def conclude(report: BenchReport) -> None:
+    notes, several = report.notes, [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
+    most = max((row["ranks"] for row in several), default=0)
+    parts = [
+        f"{row['strategy']} {row['mode']}: {row['speed_up']:.2f} times one (efficiency {row['efficiency']:.0%})"
+        for row in several
+        if row["ranks"] == most
+    ]
+    report.verdict = f"{most} devices, {'; '.join(parts)}" if several else "nothing could be compared"
+    measured = [row for row in several if "shares" in row]  # not of a script
+    inside = {row["strategy"] for row in measured if row["shares"]["communication"] is None}
+    for row in measured:
+        share, where = row["shares"]["communication"], f"{row['ranks']} devices ({row['strategy']}, {row['mode']})"
+        if share is not None and share > MUCH_COMMUNICATION:
+            notes.append(
+                f"communication takes {share:.0%} of a step on {where}, above {MUCH_COMMUNICATION:.0%}: larger "
+                "batches or --grad-accum-steps make it rarer"
+            )
+        if share is not None:
+            notes += [f"rank {rank} is slow on {where}" for rank in slow_ranks(row["busy_ms"])]
+    if inside:
+        notes.append(
+            f"{' and '.join(sorted(inside))}: communication is inside forward and backward, so its share is not known; "
+            "compare the samples/s"
+        )
+    rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in several}
+    notes += [
+        f"on {ranks} devices ({mode}) ddp reaches {rates[ranks, mode, 'ddp'] / rate:.2f} times the samples/s of dp"
+        for (ranks, mode, strategy), rate in rates.items()
+        if (ranks, mode, "ddp") in rates and find_strategy(strategy).scatters
+    ]
+    if any(row["efficiency"] > DOUBTFUL for row in several):
+        notes.append(
+            f"an efficiency above {DOUBTFUL:.0%} says that something else disturbed the measurement of one device: "
+            "repeat it on an idle machine, with more --repeats and --steps"
+        )
+    unmeasured = [row for row in report.rows if row["status"] != "ok"]
+    notes += dict.fromkeys(
+        f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})" for row in unmeasured
+    )
+
+
+#: What guides to multi-GPU training claim for two of the built-in tasks, by task, strategy and number of GPUs:
+#: samples/s, speed-up, and GB of memory by GPU. They name no method, machine or spread. ``har``: "Performance
+#: Comparison" and "Memory Usage" of a guide to DataParallel and DistributedDataParallel (20 epochs, batch size 32 per
+#: GPU). ``speech``: "Expected Speedup with Multiple GPUs" and "Current Single GPU Performance" of a guide to multi-GPU
+#: training of an LMU recogniser (1.1 s for a batch of 16).
+CLAIMS: dict[tuple[str, str, int], tuple[float | None, float, tuple[float, ...] | None]] = {
+    ("har", "single", 1): (150, 1.0, (5,)),
+    ("har", "dp", 2): (250, 1.7, (8, 5)),
+    ("har", "dp", 4): (450, 3.0, (11, 5, 5, 5)),
+    ("har", "ddp", 2): (300, 2.0, (5, 5)),
+    ("har", "ddp", 4): (600, 4.0, (5, 5, 5, 5)),
+    ("har", "ddp", 8): (1100, 7.3, None),
+    ("speech", "single", 1): (16 / 1.1, 1.0, None),
+    ("speech", "ddp", 2): (None, 1.8, None),
+    ("speech", "ddp", 4): (None, 3.5, None),
+    ("speech", "ddp", 8): (None, 6.5, None),
+}
+#: Parameters of the model that a guide's figures are of.
+PARAMETERS = {"har": 86_200_000, "speech": 7_160_000}
+
+
+def claim_of(task: str, strategy: str, devices: int) -> dict[str, Any]:
+    """Columns of a row: what is claimed for it; nothing where nothing is."""
+    claim, names = CLAIMS.get((task, strategy, devices)), ("samples_per_s", "speed_up", "memory_gb")
+    return {f"claimed_{name}": value for name, value in zip(names, claim or (), strict=False)}
+
+
+def claims_note(task: str, parameters: int) -> str | None:
+    """What keeps claims and measured figures from being comparable."""
+    claimed = PARAMETERS.get(task)
+    if claimed is None:
+        return f"nothing is claimed for {task}: the guides speak of {' and '.join(PARAMETERS)}"
+    if 0.9 < parameters / claimed < 1.1:
+        return None
+    return (
+        f"the claims are of a model of {claimed:,} parameters, the measured figures of one of {parameters:,}: "
+        "their rates, speed-ups and memory are not comparable"
+    )

@@ -1,0 +1,175 @@
+"""``bench step``: where the time and memory of a training step go, by batch size, precision and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from lockstep.errors import PrecisionError, UsageError, many
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.peaks import peak_flops
+from lockstep.lab.bench.measure import measure_cases, memory_share, slow_ranks
+from lockstep.lab.bench.report import BenchReport, Say
+from lockstep.lab.bench.trials import Case, Subject, Trials, new_trials
+from lockstep.strategies import find_strategy
+
+#: In this order; ``tf32`` is precision 32 whose matrix products may use TF32.
+PRECISIONS = ("32", "tf32", "bf16-mixed", "bf16-true", "16-mixed")
+#: Share of a step from which communication is worth a word.
+MUCH_COMMUNICATION = 0.1
+
+
+def bench_step(
+    subject: Subject,
+    *,
+    steps: int = 30,
+    warm_up: int = 5,
+    max_batch: int | None = None,
+    precisions: Sequence[str] | None = None,
+    compile: bool = False,
+    say: Say = lambda line: None,
+) -> BenchReport:
+    """Measure ``steps`` steps of the engine's own loop on the chosen devices, after ``warm_up`` others.
+
+    ``max_batch``: double the batch size up to this one, or until memory runs out. ``compile``: also with torch.compile.
+    """
+    base = subject.base
+    own = base.placement.precision
+    own = "tf32" if own == "32" and base.plan.value("matmul_precision") == "high" else own
+    chosen = tuple(precisions or (own,))
+    if unknown := [name for name in chosen if name not in PRECISIONS]:
+        raise UsageError(f"there is no precision {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
+    check_steps(steps, warm_up)
+    # A whole step must fit into the data set.
+    share = max(1, base.plan.task.train_samples // (base.plan.batch.ranks * base.plan.batch.devices_per_rank))
+    accumulate = min(base.config.training.accumulate, share)
+    batches = batch_sizes(base.plan.batch.batch_size, max_batch, share // accumulate)
+    settings = {
+        "devices": list(base.placement.devices),
+        "strategy": base.placement.strategy,
+        "threads": base.plan.threads,
+        "steps": steps,
+        "warm_up": warm_up,
+        "batch_sizes": batches,
+        "accumulate": accumulate,
+        "precisions": list(chosen),
+        "compile": compile,
+    }
+    report = BenchReport("step", subject.name, settings)
+    if batches[0] < base.plan.batch.batch_size or accumulate < base.config.training.accumulate:
+        report.notes.append(
+            f"the data set fills only {many(accumulate, 'micro-batch')} of {batches[0]} for each device"
+        )
+    limit = memory_share(base.placement) if max_batch is not None else None
+    compiled = (False, True) if compile else (base.config.training.compile,)
+    with report.kept(), new_trials() as trials:
+        for precision, on in product(sorted(chosen, key=PRECISIONS.index), compiled):
+            label = {"precision": precision, "compile": on}
+            try:
+                cases = [_case(subject, {"batch_size": batch, **label}, settings) for batch in batches]
+            except PrecisionError as error:
+                report.rows.append({**label, "batch_size": batches[0], "status": "skipped", "reason": error.what})
+                report.notes.append(f"{precision} was skipped: {error.what}")
+                continue
+            say(f"precision {precision}{', compiled' * on}: batch {', '.join(map(str, batches))}")
+            rows = measure_all(subject, trials, cases, memory_limit=limit, counts_flops=True)
+            report.rows += [_with_speed(row, subject) for row in rows]
+    _conclude(report, max_batch)
+    return report
+
+
+def check_steps(steps: int, warm_up: int) -> None:
+    """Raises :class:`UsageError` for numbers of steps that show nothing."""
+    if steps < 2 or warm_up < 1:
+        raise UsageError(
+            f"{steps} steps after {warm_up} for warming up show nothing",
+            why="a median needs at least 2 steps after a first one, which is never like the others",
+            fix="take --steps 30 --warm-up 5, or more",
+        )
+
+
+def batch_sizes(first: int, most: int | None, samples: int) -> list[int]:
+    """``first``, doubled up to ``most`` and to the ``samples`` that there are for each device."""
+    found = [min(first, max(1, samples))]
+    while most is not None and found[-1] * 2 <= min(most, samples):
+        found.append(found[-1] * 2)
+    return found
+
+
+def measure_all(
+    subject: Subject,
+    trials: Trials,
+    cases: Sequence[Case],
+    *,
+    memory_limit: int | None = None,
+    counts_flops: bool = False,
+) -> list[dict[str, Any]]:
+    """Rows of ``cases`` from one trial, each with its ``status``.
+
+    The row of the case that failed says why; cases after it have no row.
+    """
+    first, *others = cases
+    outcome = trials.run_case(measure_cases, first, others, memory_limit, counts_flops, task=subject.base.task)
+    rows = [{**row, "status": "ok"} for row in outcome.rows]
+    if outcome.ended not in {"done", "stopped"} and len(rows) < len(cases):
+        rows.append({**cases[len(rows)].label, "status": outcome.ended, "reason": outcome.error})
+    return rows
+
+
+def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> Case:
+    precision = label["precision"]
+    if precision == "16-mixed" and subject.base.placement.accelerator == "cpu":
+        raise PrecisionError("torch emulates it on CPUs, so its speed says nothing", fix="measure it on a GPU")
+    hardware = {"precision": precision}
+    if precision in ("32", "tf32"):
+        hardware["matmul_precision"] = "highest" if precision == "32" else "high"
+    sizes = {"batch_size": label["batch_size"], "global_batch_size": None, "accumulate": settings["accumulate"]}
+    changes = {"training": {**sizes, "compile": label["compile"]}, "hardware": hardware}
+    return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
+
+
+def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
+    """``row`` with FLOP/s and their share of the devices' peak; ``None`` and the reason where it is not known."""
+    flops = row.pop("flops_per_step", None)
+    if flops is None:
+        return {**row, "tflops": None, "peak_share": None}
+    rate, tf32 = flops / (row["step_ms"] / 1e3), row["precision"] == "tf32"
+    devices = subject.base.placement.devices
+    name = next((device.name for device in detect_devices() if device.id == devices[0]), devices[0])
+    peak, source = peak_flops(name, "32" if tf32 else row["precision"], tf32=tf32)
+    # A device with two ranks is not faster.
+    share = None if peak is None else rate / (peak * len(set(devices)))
+    return {**row, "tflops": rate / 1e12, "peak_share": share, "peak_source": source}
+
+
+def _conclude(report: BenchReport, max_batch: int | None) -> None:
+    measured = [row for row in report.rows if row["status"] == "ok"]
+    failed = [row for row in report.rows if row["status"] not in {"ok", "skipped"}]
+    report.verdict = "nothing could be measured"
+    if measured:
+        best = max(measured, key=lambda row: row["samples_per_s"])
+        shares, strategy = best["shares"], report.settings["strategy"]
+        part, share = max(shares.items(), key=lambda item: item[1])
+        report.verdict = (
+            f"most samples/s: {best['samples_per_s']:,.0f} with batch {best['batch_size']} in precision "
+            f"{best['precision']}{', compiled' * best['compile']}; {part} takes {share:.0%} of that step"
+        )
+        exchange = shares["communication"] + shares["wait"]
+        if find_strategy(strategy).exchanges_inside:
+            report.notes.append(f"{strategy}: most of its communication is inside forward and backward")
+        else:
+            if exchange > MUCH_COMMUNICATION:
+                fix = "larger batches or --grad-accum-steps make them rarer"
+                report.notes.append(f"communication and waiting take {exchange:.0%} of the step: {fix}")
+            report.notes += [
+                f"rank {rank} is slow: its own work takes {best['busy_ms'][rank]:.3g} ms a step"
+                for rank in slow_ranks(best["busy_ms"])
+            ]
+        if best["tflops"] is None:
+            report.notes.append(f"FLOP/s are unknown: {best['flops_note']}")
+    report.notes += [
+        f"batch {row['batch_size']} in {row['precision']}: {row['status']} ({row['reason']})" for row in failed
+    ]
+    if max_batch is not None and measured and not failed and not report.partial:
+        report.notes.append("memory did not run out: larger batches were not asked for, or the data set has no more")

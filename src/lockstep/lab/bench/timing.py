@@ -1,0 +1,133 @@
+"""On the ranks: the engine's own loop with its parts timed.
+
+Every moment of a step belongs to exactly one part, so the parts add up to the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from lockstep.config import RunConfig
+from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.distributed.staging import between, finish, moment
+from lockstep.engine.fit import StepResult, training_steps
+from lockstep.engine.parts import Parts, build_parts
+from lockstep.engine.rank_context import RankContext, rank_device, runtime
+from lockstep.engine.strategies.base import Flags
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk
+from lockstep.lab.bench.trials import Case, Rank
+from lockstep.planning import Plan
+from lockstep.tasks.registry import load_task
+
+#: Parts of a step. ``other``: what the host does in between.
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
+_NEXT_STEP = "next step"
+T = TypeVar("T")
+
+
+class Stopwatch:
+    """Notes when which part begins.
+
+    On a GPU the notes are events on its stream: what the host does while the GPU is still busy costs nothing there,
+    and waiting counts only where the GPU has run out of work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any]] = []
+
+    def enter(self, part: str) -> None:
+        """From now on time belongs to ``part``. A CUDA graph that is recorded now is one part when it is replayed."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        self._marks.append((part, moment(self._device)))
+
+    def next_step(self) -> None:
+        self.enter(_NEXT_STEP)
+
+    def timed(self, call: Callable[..., T], part: str, then: str) -> Callable[..., T]:
+        """``call``, whose time counts as ``part``, and what follows it as ``then``."""
+
+        def wrapped(*arguments: Any, **more: Any) -> T:
+            self.enter(part)
+            result = call(*arguments, **more)
+            self.enter(then)
+            return result
+
+        return wrapped
+
+    def timed_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """``batches``; waiting for one counts as ``data``."""
+        self.enter("data")
+        for batch in batches:
+            self.enter("other")
+            yield batch
+            self.enter("data")
+
+    def steps(self) -> list[dict[str, float]]:
+        """Seconds of each part, for every step between two calls of :meth:`next_step`."""
+        found: list[dict[str, float]] = []
+        finish(self._device)
+        for (part, start), (_, stop) in pairwise(self._marks):
+            if part == _NEXT_STEP:
+                found.append(dict.fromkeys(PARTS, 0.0))
+            if found:
+                found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
+        return found
+
+
+class Site(NamedTuple):
+    """What the cases of one trial share."""
+
+    rank: Rank
+    task: Task
+    datasets: Datasets
+    device: torch.device
+    collectives: Collectives
+
+
+@contextlib.contextmanager
+def on_site(rank: Rank, config: RunConfig, plan: Plan) -> Iterator[Site]:
+    """The rank's task with its data, device and process group."""
+    world, timeout_s = rank.world, config.distributed.timeout_s
+    task = load_task(rank.folder, config)
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
+        collectives = Collectives(world, timeout_s=timeout_s)
+        yield Site(rank, task, open_data(task, config, collectives), device, collectives)
+
+
+@contextlib.contextmanager
+def training(
+    site: Site, config: RunConfig, plan: Plan, watch: Stopwatch
+) -> Iterator[tuple[Parts, Iterator[StepResult]]]:
+    """The engine's own loop for ``plan``, with its parts timed; yields what it trains and its steps."""
+    world, task = site.rank.world, site.task
+    # Before the strategy is made: what follows the loss is the backward.
+    task.loss = watch.timed(type(task).loss.__get__(task), "forward", "backward")  # type: ignore[method-assign]
+    with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
+        context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
+        parts = build_parts(context, task, site.datasets, None)
+        source, _ = kept_on(training_source(task, site.datasets, plan), site.device, parts.rank.plan)
+        loader = loaded(source, plan, world)
+        parts.strategy.module.train()
+        with contextlib.closing(loader):
+            update = parts.update
+            update.apply = watch.timed(update.apply, "optimizer", "other")  # type: ignore[method-assign]
+            steps = training_steps(parts, walk(plan, world), watch.timed_batches(loader), Flags)
+            yield parts, steps
+
+
+def counted_steps(site: Site, case: Case, watch: Stopwatch, steps: Iterator[StepResult]) -> Iterator[int]:
+    """Take the steps of ``case`` and yield the number of each; from ``case.warm_up`` on ``watch`` notes their ends."""
+    for number, _ in zip(range(1, case.plan.total_steps + 1), steps, strict=False):
+        site.rank.check()
+        yield number
+        if number >= case.warm_up:
+            watch.next_step()

@@ -1,0 +1,183 @@
+"""The task that is measured, and its trials: a function on fresh ranks, whose rows survive whatever ends them.
+
+A rank that runs out of memory, is killed or fails ends its trial, not the benchmark: the launcher ends the other
+ranks, and what was reported until then counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from lockstep.config import LaunchConfig, RunConfig
+from lockstep.config.load import merge
+from lockstep.engine.task import Task
+from lockstep.engine.training_data import open_data
+from lockstep.errors import RankFailed, UnsupportedError
+from lockstep.hardware.world import World, read_world
+from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local import worker
+from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.prepare import Prepared, native_settings, place, plan_for, settle
+from lockstep.launch.run_claim import create_folder
+from lockstep.planning import Plan
+from lockstep.rundir.files import JsonLines, read_jsonl
+from lockstep.tasks.registry import pack_task
+from lockstep.telemetry.loggers import QUIET
+
+#: How long a rank may take to end after a stop.
+STOP_GRACE_S = 5.0
+#: How long a collective waits for a rank of a trial.
+TIMEOUT_S = 120.0
+#: In the folder of a trial: what rank 0 has reported so far.
+_ROWS_FILE = "rows.jsonl"
+
+
+class Rank(worker.Rank):
+    """One rank of a trial."""
+
+    def report(self, row: Mapping[str, Any]) -> None:
+        """Keep ``row``, whatever happens to this process afterwards; rank 0 alone does."""
+        if self.world.is_main:
+            JsonLines(self.folder.path / _ROWS_FILE).append(row)
+
+    def check(self) -> None:
+        """Raises :class:`KeyboardInterrupt` once a stop was requested."""
+        if self.stop.requested is not None:
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. ``label`` goes into its row."""
+
+    label: Mapping[str, Any]
+    config: RunConfig
+    plan: Plan
+    warm_up: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial reported, and how it ended. ``error``: why it failed, in a line."""
+
+    rows: list[dict[str, Any]]
+    ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
+    error: str = ""
+
+
+@dataclass
+class Trials:
+    """Starts trials below ``folder``, one after another; none after one that was stopped."""
+
+    folder: Path
+    count: int = 0
+    stopped: bool = False
+
+    def run_case(self, function: Callable[..., None], case: Case, *arguments: Any, task: Task) -> Outcome:
+        """Call ``function(rank, case, *arguments)`` on the ranks of ``case``; see :meth:`run`."""
+        ranks, threads = case.plan.world_size, case.plan.threads
+        return self.run(function, case, *arguments, ranks=ranks, config=case.config, task=task, threads=threads)
+
+    def run(
+        self,
+        function: Callable[..., None],
+        *arguments: Any,
+        ranks: int,
+        config: RunConfig,
+        task: Task | None = None,
+        threads: int = 1,
+    ) -> Outcome:
+        """Call ``function(rank, *arguments)``, one that can be imported, on ``ranks`` new processes.
+
+        Raises:
+            UsageError: a rank refuses its settings. KeyboardInterrupt: a trial before it was stopped.
+        """
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.count += 1
+        run = create_folder(config.model_copy(update={"save_dir": self.folder / f"trial-{self.count:03}"}))
+        if task is not None:
+            pack_task(run, task, config)
+        rows = partial(read_jsonl, run.path / _ROWS_FILE)
+        limits = LaunchConfig(stop_grace_s=STOP_GRACE_S)
+        try:
+            run_on_ranks(_on_rank, function, *arguments, folder=run, ranks=ranks, settings=limits, threads=threads)
+        except KeyboardInterrupt:
+            self.stopped = True
+            return Outcome(rows(), "stopped")
+        except RankFailed as error:
+            report = read_failure(run)
+            lacks_memory = report is not None and report.cause is not None and report.cause.is_memory
+            return Outcome(rows(), "out of memory" if lacks_memory else "failed", error.what.splitlines()[0])
+        return Outcome(rows())
+
+
+def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) -> None:
+    function(Rank(rank.folder, rank.world, rank.stop), *arguments)
+
+
+@contextlib.contextmanager
+def new_trials() -> Iterator[Trials]:
+    """Trials in a temporary folder, removed afterwards. Raises :class:`KeyboardInterrupt` where one was stopped."""
+    with TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        trials = Trials(Path(folder))
+        yield trials
+        if trials.stopped:
+            raise KeyboardInterrupt
+
+
+#: What every trial does without: it trains nothing that anybody keeps.
+_QUIET: dict[str, Any] = {
+    "init_from": None,
+    "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop"},
+    "telemetry": QUIET,
+    "debug": {"fast_dev_run": False, "overfit_batches": None},
+    "launch": {"max_restarts": 0, "nodes": None},
+}
+
+
+@dataclass
+class Subject:
+    """A task and the settings given for it, as for :func:`lockstep.train`."""
+
+    task: Task | type[Task] | str
+    given: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if read_world(os.environ).from_outside:
+            why = "torchrun or srun has started ranks already"
+            raise UnsupportedError("bench starts its own ranks", why=why, fix="run it without them")
+
+    @cached_property
+    def base(self) -> Prepared:
+        """The plan with the settings as given."""
+        built, config = self._settle({})
+        return plan_for(built, config, place(config, World()), open_data(built, config), None)
+
+    @property
+    def name(self) -> str:
+        return self.base.config.task.name
+
+    def prepared(self, changes: Mapping[str, Any]) -> Prepared:
+        """The plan of a trial with ``changes``. Raises :class:`~lockstep.errors.UsageError`."""
+        built, config = self._settle(merge(_QUIET, changes))
+        patience = {"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)}
+        config = config.model_copy(update={"distributed": config.distributed.model_copy(update=patience)})
+        return plan_for(built, config, place(config, World()), self.base.datasets, None)
+
+    def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:
+        """A case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""
+        total = steps + warm_up
+        trial = self.prepared(merge(changes, {"training": {"epochs": total, "max_steps": total}}))
+        return Case(label, trial.config, trial.plan, warm_up)
+
+    def _settle(self, changes: Mapping[str, Any]) -> tuple[Task, RunConfig]:
+        self.given = native_settings(self.task, self.given)
+        return settle(self.task, merge(self.given, changes))

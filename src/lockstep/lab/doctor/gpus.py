@@ -1,0 +1,148 @@
+"""Devices, versions, and the state of the GPUs: facts from detection and NVML, no context on any GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import combinations
+
+from lockstep.hardware.detect import Device, open_nvml
+from lockstep.hardware.nvml import GpuHealth, Nvml
+from lockstep.hardware.resolve import describe, describe_users
+from lockstep.lab.doctor.report import Check, Finding, guarded
+
+#: The oldest torch that Lockstep works with.
+OLDEST_TORCH = (2, 9)
+#: A GPU with less free memory (1e9 bytes) has no room for a context, NCCL's buffers and a small model.
+LEAST_FREE_GB = 2.0
+
+
+def check_gpus(chosen: Sequence[str], detected: Sequence[Device]) -> Iterator[Finding]:
+    """The findings on the devices of this machine and the libraries that use them."""
+    gpus, nvml = [device for device in detected if device.kind == "gpu" and device.id in chosen], open_nvml()
+    with nvml or nullcontext():
+        yield from guarded("devices", lambda: check_devices(detected, chosen))
+        yield from guarded("versions", lambda: check_versions(gather_versions(nvml), detected))
+        yield from guarded("GPU memory", lambda: check_memory(gpus))
+        if nvml is not None and gpus:
+            yield from guarded("GPU health", lambda: check_health(nvml, gpus))
+            yield from guarded("peer access", lambda: check_links(nvml, gpus))
+
+
+def check_devices(detected: Sequence[Device], chosen: Sequence[str]) -> Iterator[Finding]:
+    check = Check("devices", "training runs on the devices that are found here and chosen")
+    trouble = [f"{device.id}: {device.note}" for device in detected if device.kind == "cpu" and device.note]
+    if trouble:
+        yield check("warn", "; ".join(trouble), "run `python -c 'import torch'` to see the error")
+    else:
+        here = describe([device for device in detected if device.supported])
+        yield check("ok", f"found {here}; chosen {', '.join(chosen)}")
+
+
+def own_versions() -> dict[str, str]:
+    """``lockstep``, ``python``, ``torch`` and ``nccl``, which is empty where torch has none. Imports torch."""
+    import torch
+    from torch import distributed
+
+    from lockstep.rundir.folder import versions
+
+    known = versions()
+    nccl: tuple[int, ...] = torch.cuda.nccl.version() if distributed.is_nccl_available() else ()
+    return {**{name: known[name] for name in ("lockstep", "python", "torch")}, "nccl": ".".join(map(str, nccl))}
+
+
+def gather_versions(nvml: Nvml | None) -> dict[str, str]:
+    """What must fit together: :func:`own_versions`, the ``build`` of torch and the ``driver``; empty: there is none."""
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
+    newest = nvml.driver_cuda() if nvml else None
+    driver = f"{nvml.driver_version()} (up to CUDA {newest[0]}.{newest[1]})" if nvml and newest else ""
+    return {**own_versions(), "build": build, "driver": driver}
+
+
+def check_versions(versions: Mapping[str, str], detected: Sequence[Device]) -> Iterator[Finding]:
+    check = Check("versions", "a torch that does not fit the driver finds no GPU; one without NCCL connects no several")
+    gpus = [device for device in detected if device.kind == "gpu"]
+    unusable = [device for device in gpus if not device.supported]
+    usable = len(gpus) - len(unusable)
+    text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    release = tuple(map(int, re.findall(r"\d+", versions["torch"])[:2]))  # 2.13.0+cpu → (2, 13)
+    builds = "(https://pytorch.org/get-started/locally/)"
+    if release < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        yield check("fail", f"Lockstep needs torch {oldest} ({text})", f"pip install 'torch>={oldest}'")
+    elif unusable:
+        notes = "; ".join(dict.fromkeys(device.note for device in unusable))
+        fix = f"install the torch build for this driver {builds}, or a newer driver"
+        yield check("fail", f"{describe(unusable)} cannot be used: {notes} ({text})", fix)
+    elif usable > 1 and not versions["nccl"]:
+        fix = f"install a torch build with NCCL {builds}"
+        yield check("fail", f"{usable} GPUs, but torch has no NCCL ({text})", fix)
+    else:
+        yield check("ok", text)
+
+
+def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
+    for gpu in chosen:
+        check = Check(
+            f"memory of {gpu.id}",
+            "a GPU that other processes use is slower, and a run needs room for a context, NCCL and a small model",
+            "wait for these processes, end those that are yours, or choose another device",
+        )
+        free = "free memory unknown" if gpu.free_gb is None else f"{gpu.free_gb:g} of {gpu.memory_gb:g} GB free"
+        users = f"in use by {describe_users(gpu)}" if gpu.users else "no other process uses it"
+        full = gpu.free_gb is not None and gpu.free_gb < LEAST_FREE_GB
+        yield check("fail" if full else "warn" if gpu.users else "ok", f"{free}; {users}")
+
+
+def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
+    for gpu in chosen:
+        health = nvml.health(gpu.uuid or "")
+        yield _check_memory_errors(f"ECC of {gpu.id}", health)
+        clocks = Check(
+            f"clocks of {gpu.id}",
+            "a GPU whose clocks are held back slows down all ranks: each step waits for the slowest",
+            "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER)",
+        )
+        heat = "" if health.temperature_c is None else f", {health.temperature_c} °C"
+        held = f"held back: {', '.join(health.slowdowns)}" if health.slowdowns else "not held back"
+        yield clocks("warn" if health.slowdowns else "ok", held + heat)
+
+
+def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
+    check = Check(name, "uncorrected memory errors change weights silently, or kill the process")
+    if health.repair == "failed":
+        return check("fail", "broken memory rows could not be replaced", "have the GPU exchanged")
+    if health.repair == "pending":
+        fix = "reset the GPU or restart the machine when it is not in use"
+        return check("warn", "broken memory rows will be replaced at the next reset", fix)
+    if health.ecc_errors:
+        fix = "restart the machine; if it happens again, have the GPU tested (dcgmi diag -r 3)"
+        return check("fail", f"{health.ecc_errors} uncorrectable memory errors since the driver began", fix)
+    if health.ecc is None:
+        return check("skip", "this GPU does not report error correction")
+    return check("ok", f"error correction is {'on, no uncorrectable errors' if health.ecc else 'off'}")
+
+
+def check_links(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
+    check = Check(
+        "peer access",
+        "gradients travel between GPUs in every step; without peer access they are copied through the host's memory",
+        "look at `nvidia-smi topo -p2p r`; in the BIOS or hypervisor switch off PCIe access control services (ACS), "
+        "and on bare metal the IOMMU",
+    )
+    links = {(a.id, b.id): nvml.link(a.uuid or "", b.uuid or "") for a, b in combinations(chosen, 2)}
+    apart = [f"{one} and {other}" for (one, other), link in links.items() if link.peer is False]
+    if not links:
+        yield check("skip", "fewer than two GPUs are chosen")
+    elif apart:
+        pairs = "; ".join(apart[:4]) + ("; …" if len(apart) > 4 else "")
+        yield check("warn", f"{len(apart)} of {len(links)} pairs have none: {pairs}")
+    else:
+        ways = Counter("NVLink" if link.nvlink else link.path or "unknown path" for link in links.values())
+        text = ", ".join(f"{count} over {way}" for way, count in ways.items())
+        unknown = " (the driver does not report peer access)" if any(v.peer is None for v in links.values()) else ""
+        yield check("ok", f"{len(links)} pairs of GPUs: {text}{unknown}")

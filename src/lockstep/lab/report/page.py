@@ -1,0 +1,90 @@
+"""A report on disk: one HTML page, complete in one file without network or script, and PNG files beside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.lab.report.figures import pictures, require_matplotlib
+from lockstep.lab.report.source import Row, RunData, compared, is_bench, read_bench, read_run, text
+from lockstep.rundir.files import make_folders, write_text
+from lockstep.rundir.summary import find_run, labels
+
+
+def write_report(refs: Sequence[str], runs_dir: Path, out: Path | None) -> list[Path]:
+    """Write the report on the runs and benchmarks that ``refs`` name to ``out``; returns its files, the page first.
+
+    Of an ``out`` that ends in ``.html``, only the page is written. Raises :class:`RunFolderError`,
+    :class:`UnsupportedError` without matplotlib, :class:`StorageError`.
+    """
+    require_matplotlib()
+    runs, benches = read_all(refs, runs_dir)
+    folder = out or (runs[0].path if runs else next(iter(benches))) / "report"
+    alone = folder.suffix == ".html" and not folder.is_dir()
+    file = folder if alone else folder / "report.html"
+    drawn, found = pictures(runs), [_bench(folder, report) for folder, report in benches.items()]
+    page = render(
+        __package__,
+        "report.html",
+        {"text": text, "base64": lambda png: base64.b64encode(png).decode()},
+        title=f"Lockstep: {', '.join([run.label for run in runs] + [bench['title'] for bench in found])}",
+        made=datetime.now(UTC),
+        runs=runs,
+        comparison=compared(runs) if runs else None,
+        pictures=drawn,
+        benches=found,
+    )
+    make_folders(file.parent)
+    images = [] if alone else [picture.save(folder) for picture in drawn]
+    write_text(file, page)
+    return [file, *images]
+
+
+def read_all(refs: Sequence[str], runs_dir: Path) -> tuple[list[RunData], dict[Path, Row]]:
+    """The runs that ``refs`` name, each once, and the reports of benchmark folders among them."""
+    runs: dict[Path, RunData] = {}
+    benches: dict[Path, Row] = {}
+    for ref in refs:
+        bench = next((folder for folder in (Path(ref), runs_dir / ref) if is_bench(folder)), None)
+        if bench is not None:
+            benches[bench] = read_bench(bench)
+        else:
+            run = find_run(ref, runs_dir)
+            runs.setdefault(run.path, read_run(run))
+    known = ({"name": run.record.name, "location": path.name, "id": run.record.id} for path, run in runs.items())
+    names = labels([*known])
+    return [replace(run, label=label) for run, label in zip(runs.values(), names, strict=True)], benches
+
+
+def _bench(folder: Path, report: Row) -> Row:
+    rows = [row for row in report.get("rows") or [] if isinstance(row, dict)]
+    plain = [{key: value for key, value in row.items() if not isinstance(value, (dict, list))} for row in rows]
+    names = list(dict.fromkeys(name for row in plain for name in row))
+    machine = report.get("machine")
+    about = ", ".join(map(str, machine.values())) if isinstance(machine, dict) else str(machine or "")
+    return {
+        "title": f"{report['kind']} of {report.get('task', '?')}",
+        "about": f"{report.get('date', '')} {about}",
+        "notes": _as_list(report.get("verdict")) + _as_list(report.get("notes")),
+        "names": names,
+        "rows": [(text(row.get(names[0])), [row.get(name) for name in names[1:]]) for row in plain] if names else [],
+        "images": [(file.stem, file.read_bytes()) for file in sorted(folder.glob("*.png"))],
+    }
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def render(package: str, name: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
+    """The jinja2 template ``name`` in the folder ``html`` of ``package``, with ``values``, each of them escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader(package, "html")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= filters or {}
+    return pages.get_template(name).render(**values)

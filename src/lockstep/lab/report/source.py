@@ -1,0 +1,188 @@
+"""The data that a report shows of a run, read from its folder once; its samples per second beside its forecast."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError, RunFolderError, many
+from lockstep.rundir.files import names_in, read_bytes, read_json, sparse_rows
+from lockstep.rundir.folder import RunDir, RunRecord
+from lockstep.rundir.summary import Comparison, compare, read_forecast
+from lockstep.telemetry.loggers import flattened
+
+Row = dict[str, Any]
+
+#: Longer curves are thinned: no picture shows more points.
+MAX_POINTS = 4000
+MAX_PICTURE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run. ``label`` names it in pictures; rows are as in the run folder, superseded ones left out.
+
+    ``config`` is flat (``optimizer.lr`` → 0.001), without ``save_dir``. ``tables`` are matrices of the test, such as a
+    confusion matrix, and ``class_names`` those of its rows; ``drawn`` the newest of each of the task's pictures, as
+    PNG. ``forecast``: how accurate the one in the folder was, in words. ``problems``: what could not be read, and why.
+    """
+
+    path: Path
+    label: str
+    record: RunRecord
+    config: Row
+    epochs: Sequence[Row]
+    evaluations: Sequence[Row]
+    steps: Sequence[Row]
+    ranks: Sequence[Row]
+    system: Mapping[str, Sequence[Row]]
+    tables: Mapping[str, Sequence[Sequence[float]]]
+    class_names: Sequence[str]
+    drawn: Mapping[str, bytes]
+    forecast: str | None
+    problems: tuple[str, ...]
+
+
+def read_run(run: RunDir) -> RunData:
+    """Everything that a report shows of ``run``; a damaged file becomes a gap and a problem, not an error."""
+    record = run.read()
+    problems: list[str] = []
+
+    def safely(read: Any, default: Any) -> Any:
+        try:
+            return read()
+        except (LockstepError, OSError) as error:
+            problems.append(str(error).splitlines()[0])
+            return default
+
+    plan = safely(run.plan, {}) if run.plan_file.exists() else {}
+    scored = safely(lambda: score_of(run), None) if plan else None
+    tables_file = run.path / "tables.json"
+    tables = safely(lambda: read_json(tables_file), {}) if tables_file.exists() else {}
+    tables = tables if isinstance(tables, dict) else {}
+    names = tables.get("class_names")
+    return RunData(
+        path=run.path,
+        label=record.name or record.id,
+        record=record,
+        config=flattened(safely(lambda: run.config().model_dump(mode="json", exclude={"save_dir"}), {})),
+        epochs=safely(run.epochs, []),
+        evaluations=thinned(safely(run.evaluations, [])),
+        steps=thinned(safely(run.steps, [])),
+        ranks=thinned(safely(run.ranks, [])),
+        system={
+            file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
+            for file in sorted(run.path.glob("system-*.jsonl"))
+        },
+        tables={name: table for name, table in tables.items() if _is_matrix(table)},
+        class_names=list(map(str, names)) if isinstance(names, list) else [],
+        drawn=safely(lambda: _drawn(run), {}),
+        forecast=in_words(scored) if scored is not None else None,
+        problems=tuple(problems),
+    )
+
+
+def compared(runs: Sequence[RunData]) -> Comparison:
+    return compare([RunDir(run.path) for run in runs], {"forecast": [run.forecast for run in runs]})
+
+
+def text(value: Any) -> str:
+    """A value as people read it."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return ", ".join(map(text, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _drawn(run: RunDir) -> dict[str, bytes]:
+    files = (run.pictures / name for name in sorted(names_in(run.pictures)) if name.endswith(".png"))
+    newest = {file.stem.rpartition("-epoch-")[0]: file for file in files}
+    return {name: read_bytes(file, max_bytes=MAX_PICTURE_BYTES) for name, file in newest.items()}
+
+
+def is_bench(folder: Path) -> bool:
+    """Whether ``folder`` was written by ``lockstep bench``."""
+    return (folder / "report.json").is_file() and not (folder / "run.json").exists()
+
+
+def read_bench(folder: Path) -> Row:
+    report = read_json(folder / "report.json")
+    if not isinstance(report, dict) or not isinstance(report.get("kind"), str):
+        raise RunFolderError(f"{folder / 'report.json'} is not a benchmark's report", why="it names no kind")
+    return report
+
+
+def thinned(rows: Sequence[Row]) -> Sequence[Row]:
+    """At most :data:`MAX_POINTS` rows, evenly spaced, the last one among them."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    stride = -(-len(rows) // MAX_POINTS)
+    return [*rows[:-1:stride], rows[-1]]
+
+
+def _is_matrix(table: Any) -> bool:
+    if not isinstance(table, list) or not table or not all(isinstance(row, list) for row in table):
+        return False
+    values = [value for row in table for value in row]
+    return {len(row) for row in table} == {len(table[0])} != {0} and all(isinstance(v, int | float) for v in values)
+
+
+def score_of(run: RunDir) -> dict[str, Any] | None:
+    """How ``run`` compares with the forecast in its folder; ``None`` without one, or before the first epoch."""
+    if not run.forecast_file.exists():
+        return None
+    return score(read_forecast(run.forecast_file), run.plan(), run.read().task, run.epochs())
+
+
+def score(
+    forecast: Mapping[str, Any], plan: Mapping[str, Any], task: str, epochs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Predicted and measured samples a second; ``None`` while nothing was measured.
+
+    The first epoch counts only when there is no other: start-up is in it. ``ratio``: measured over predicted;
+    ``within`` the error bars; ``differs``: in what the run is not what was forecast.
+    """
+    rates = [row["samples_per_s"] for row in epochs if row.get("samples_per_s")]
+    if not rates:
+        return None
+    placement, batch, settings = plan["placement"], plan["batch"], forecast["settings"]
+    devices = len(placement["devices"]) if placement["nodes"] == 1 else placement["world_size"]
+    measured = statistics.median(rates[1:] or rates)
+    row = next((row for row in forecast["rows"] if row["gpus"] == devices), None)
+    first = (settings.get("devices") or [None])[0]  # a local device, or a GPU by its name
+    both = {
+        "task": (task, forecast["task"]),
+        "batch size": (batch["batch_size"], settings["batch_size"]),
+        "accumulation": (batch["accumulate"], settings["accumulate"]),
+        "precision": (placement["precision"], settings.get("precision")),
+        "strategy": (placement["strategy"], settings.get("strategy") if devices > 1 else None),
+        "accelerator": (placement["accelerator"], first and ("cpu" if first == "cpu" else "gpu")),
+    }
+    differs = [
+        f"{name} {here!r}, forecast for {foreseen!r}"
+        for name, (here, foreseen) in both.items()
+        if foreseen is not None and here != foreseen
+    ]
+    if row is None:
+        return {"measured": measured, "differs": [*differs, f"nothing was forecast for {many(devices, 'device')}"]}
+    predicted, low, high = (row[name] for name in ("samples_per_s", "samples_per_s_low", "samples_per_s_high"))
+    return {
+        **{"predicted": predicted, "low": low, "high": high, "measured": measured},
+        **{"ratio": measured / predicted, "within": low <= measured <= high, "differs": differs},
+    }
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """A score in one line."""
+    differs = f" (not comparable: {'; '.join(found['differs'])})" if found["differs"] else ""
+    if "predicted" not in found:
+        return f"measured {found['measured']:,.0f} samples/s{differs}"
+    place = "within" if found["within"] else "outside"
+    return (
+        f"predicted {found['predicted']:,.0f} samples/s ({found['low']:,.0f} to {found['high']:,.0f}), measured "
+        f"{found['measured']:,.0f}: {found['ratio']:.0%} of it, {place} the error bars{differs}"
+    )

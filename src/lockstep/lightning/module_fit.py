@@ -1,0 +1,187 @@
+"""A user's ``LightningModule`` on Lightning's Trainer: one attempt of one rank, and the evaluation of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.data.loader import child_signal_kept
+from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
+from lockstep.engine.run_log import RunLog
+from lockstep.engine.state import RunResult
+from lockstep.errors import DataError, TaskError, UnsupportedError
+from lockstep.hardware.world import World
+from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
+from lockstep.lightning.cluster import quiet_trainer, rank_arguments
+from lockstep.lightning.dataloaders import defines, evaluation_loader, replaced_loaders, training_loader
+from lockstep.lightning.module_task import ModuleTask
+from lockstep.lightning.run_callback import OWN, RunLogCallback
+from lockstep.telemetry.loggers import as_row
+
+_PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+
+
+class ModuleFit:
+    """What one attempt trains with."""
+
+    def __init__(self, rank: RankContext, task: ModuleTask, snapshot: Snapshot | None) -> None:
+        if rank.plan.strategy.scatters:
+            raise UnsupportedError(
+                "strategy dp is not available for a LightningModule",
+                why="Lightning 2.0 removed it",
+                fix="use --strategy auto: it selects ddp on several devices",
+            )
+        if rank.config.telemetry.profile is not None:
+            text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
+            rank.note("profile_unused", text, "warning")
+        task.renew()
+        self._file = task.config.ckpt_path if snapshot is None else None
+        if self._file is not None:
+            snapshot = read_file(self._file, weights_only=task.config.weights_only is not False)
+            self._state = imported_state(snapshot, rank.plan.batch, self._file)
+        else:
+            self._state = restored_state(rank, snapshot)
+        self._rank, self._task, self._snapshot = rank, task, snapshot
+        note = None if snapshot is None else judge_afresh(self._state, snapshot.manifest, rank.plan)
+        if note is not None:
+            rank.note("judged_afresh", note)
+        self.log = RunLog(rank, self._state, timed=lambda: task.module.parameters())
+        self._callback = RunLogCallback(rank, self.log, None if snapshot is None else snapshot.trainer.get("averages"))
+
+    def run(self) -> RunResult:
+        """Train until the last step or an agreed stop, and record how the run ended."""
+        self.log.start()
+        if self.log.ended_by is None:
+            self._fit()
+        if self._rank.writer is not None:
+            self._rank.writer.wait()
+        return self.log.finish(dict(self._state.best_metric))
+
+    def _fit(self) -> None:
+        module, data, rank, plan = self._task.module, self._task.datamodule, self._rank, self._rank.plan
+        if self._snapshot is None:
+            load_initial_weights(module, rank.config.init_from, rank.collectives)
+        if plan.sync_batchnorm:
+            convert(module, None)
+        with (
+            trainer_loads(self._file),
+            quiet_trainer(),
+            child_signal_kept(),
+            replaced_loaders(
+                [data, module],
+                lambda loader: training_loader(loader, plan.batch, plan.seed, rank.world, self._state),
+                lambda loader: evaluation_loader(loader, rank.world, plan.seed),
+                seed=plan.seed,
+            ),
+        ):
+            store = StoreIO(rank, self._state, self._snapshot, self._write)
+            store.trainer = trainer = pl.Trainer(**self._arguments(store))
+            trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else OWN)
+
+    def _arguments(self, store: StoreIO) -> dict[str, Any]:
+        config, plan, given = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
+        batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
+        if precision == "16-mixed" and self._rank.device.type == "cpu":
+            precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
+        callbacks = [self._callback, *_as_list(given.pop("callbacks", None))]
+        profiler = config.lightning.profiler
+        settings: dict[str, Any] = {
+            "max_epochs": plan.epochs,
+            # A module that optimizes manually may take several optimizer steps a batch, and the Trainer counts them.
+            "max_steps": (config.training.max_steps or -1) if self._task.module.automatic_optimization else -1,
+            "accumulate_grad_batches": batch.accumulate,
+            "gradient_clip_val": config.training.max_grad_norm,
+            "precision": "32-true" if precision == "32" else precision,
+            # With validation.every_steps, the callback sets after each batch whether to validate.
+            "check_val_every_n_epoch": 1 if validation.every_steps else validation.every_epochs,
+            "num_sanity_val_steps": 0 if self._snapshot else validation.sanity_steps,
+            "limit_val_batches": 1 if config.debug.fast_dev_run else config.debug.limit_eval_batches or 1.0,
+            "log_every_n_steps": config.telemetry.log_interval,
+            "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+            "enable_model_summary": False,
+            "detect_anomaly": config.debug.detect_anomaly,
+            "default_root_dir": self._rank.run_dir.logs,
+        }
+        if profiler is not None:
+            settings["profiler"] = _PROFILERS[profiler](dirpath=self._rank.run_dir.logs, filename="profile")
+        given.pop("enable_checkpointing", None)  # RunLogCallback is a Checkpoint callback
+        position = self._state.position
+        if position and round(position / batch.global_batch) + batch.steps_left(position) != batch.steps_per_epoch:
+            # An epoch that is resumed with another global batch has another number of batches than the next one.
+            given["reload_dataloaders_every_n_epochs"] = 1
+        ranks = rank_arguments(plan, self._rank.world, config.distributed)
+        plugins = [*ranks.pop("plugins"), store, *_as_list(given.pop("plugins", None))]
+        return {**settings, **given, **ranks, "callbacks": callbacks, "plugins": plugins}
+
+    def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
+        """Start to write a checkpoint with this state of Lightning's; called on rank 0."""
+        assert self._callback.averages is not None
+        trainer: dict[str, Any] = {"state": self.log.current_state(), "task": {}, "lightning": rest}
+        trainer["averages"] = self._callback.averages.trained()
+        frozen = frozen_names(self._task.module)
+        self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def evaluate_module(
+    task: ModuleTask, split: str, device: torch.device, precision: str, seed: int
+) -> tuple[dict[str, float], int | None]:
+    """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
+
+    Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
+    """
+    module, data = task.module, task.datamodule
+    hook = f"{split}_dataloader"
+    if split not in ("val", "test") or not any(defines(owner, hook) for owner in (module, data) if owner is not None):
+        raise DataError(
+            f"this module has no {split} data",
+            why=f"neither it nor its data module defines {hook}()",
+            fix=f"write {hook}()" + (", or choose --split val" if split == "test" else ""),
+        )
+    step = {"val": "validation_step", "test": "test_step"}[split]
+    if not defines(module, step):
+        raise TaskError(
+            f"{type(module).__name__} has no {step}()",
+            why=f"evaluation on the {split} data calls it for each batch",
+            fix=f"write {step}()" + (", or choose --split val" if split == "test" else ""),
+        )
+    sizes: list[int | None] = []
+
+    def counted(loader: Any) -> Any:
+        try:
+            sizes.append(len(loader.dataset))
+        except (AttributeError, TypeError):
+            sizes.append(None)
+        return evaluation_loader(loader, World(), seed)
+
+    with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
+        trainer = pl.Trainer(
+            accelerator="cpu" if device.type == "cpu" else "cuda",
+            devices=1 if device.type == "cpu" else [device.index],
+            precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
+            logger=DummyLogger(),  # modules log pictures to self.logger.experiment
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        run = trainer.validate if split == "val" else trainer.test
+        results = run(module, datamodule=data, verbose=False)
+    samples = None if None in sizes else sum(filter(None, sizes))
+    return as_row({name: value for result in results for name, value in result.items()}), samples

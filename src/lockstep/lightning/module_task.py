@@ -1,0 +1,340 @@
+"""A user's ``LightningModule`` and ``LightningDataModule`` as a task; :mod:`.module_fit` trains them.
+
+Nothing here imports Lightning: only hooks that the classes define are called.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from pydantic import Field, field_validator
+from torch import nn
+from torch.utils.data import SequentialSampler
+
+from lockstep.config import RunConfig
+from lockstep.engine.rank_context import seeded
+from lockstep.engine.task import Datasets, Task, TaskConfig
+from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.world import read_world
+from lockstep.lightning.dataloaders import defines, is_weighted, orders, own_batches
+from lockstep.planning.plan import LoaderFacts
+
+#: Arguments of the Trainer that the plan and the run's settings decide.
+DECIDED = {
+    "accelerator": "hardware.selected_devices",
+    "devices": "hardware.selected_devices",
+    "strategy": "hardware.selected_devices",
+    "num_nodes": "a launcher such as torchrun",
+    "precision": "hardware.precision",
+    "max_epochs": "training.epochs",
+    "max_steps": "training.max_steps",
+    "max_time": "training.max_time_s",
+    "min_epochs": "training.epochs and training.early_stopping_patience",
+    "min_steps": "training.epochs and training.early_stopping_patience",
+    "limit_train_batches": "training.max_steps; an epoch is the whole data set, which may be a torch.utils.data.Subset",
+    "accumulate_grad_batches": "training.accumulate",
+    "gradient_clip_val": "training.max_grad_norm",
+    "use_distributed_sampler": "nothing: the order is Lockstep's",
+    "sync_batchnorm": "distributed.sync_batchnorm",
+    "default_root_dir": "save_dir",
+    "fast_dev_run": "debug.fast_dev_run",
+    "overfit_batches": "nothing",
+    "barebones": "nothing",
+}
+#: Lockstep's callbacks for other Trainers, of which a run does the same itself.
+_OF_A_RUN = ("RunStatus", "StopOnSignal")
+#: Callbacks that would change the batches under the plan, by the names of their classes.
+_CHANGE_BATCHES = {"GradientAccumulationScheduler": "training.accumulate", "BatchSizeFinder": "the DataLoader"}
+
+
+class ModuleConfig(TaskConfig):
+    """``task.<setting>`` of a module that is named by its class."""
+
+    model: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningModule")
+    datamodule: str | None = Field(
+        None, description="the LightningDataModule, as path/to/file.py:Class; unset: the module has its own loaders"
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningDataModule")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="more arguments of Lightning's Trainer")
+    cli: dict[str, Any] | None = Field(
+        None, description="set by `lockstep lightning fit`: sections of LightningCLI, which make all of these"
+    )
+    ckpt_path: Path | None = Field(
+        None, description="a checkpoint file of Lightning's to start from: its weights, optimizers and progress"
+    )
+    weights_only: bool | None = Field(None, description="false: code that ckpt_path may have is run to read it")
+    native_steps: int | None = Field(
+        default=None, description="set by verify and bench: the optimizer steps that Lockstep's own loop takes"
+    )
+
+    @field_validator("datamodule")
+    @classmethod
+    def _found_from_any_folder(cls, value: str | None) -> str | None:
+        place, colon, attribute = (value or "").rpartition(":")
+        return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else value
+
+
+class _NotPlanned(TaskError, AttributeError):
+    """Of ``self.trainer`` before there is a Trainer."""
+
+
+class PlannedTrainer:
+    """What ``self.trainer`` is in ``prepare_data``, ``setup`` and ``train_dataloader`` while a run is planned."""
+
+    def __init__(self, config: RunConfig, ranks: int, module: Any, datamodule: Any) -> None:
+        training = config.training
+        self.world_size = self.num_devices = ranks
+        self.num_nodes, self.precision = 1, config.hardware.precision
+        self.global_rank = self.local_rank = self.node_rank = self.current_epoch = self.global_step = 0
+        self.is_global_zero = self.training = True
+        self.max_epochs, self.max_steps = training.epochs, training.max_steps or -1
+        self.accumulate_grad_batches, self.gradient_clip_val = training.accumulate, training.max_grad_norm
+        self.model = self.lightning_module = module
+        self.datamodule = datamodule
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NotPlanned(
+            f"self.trainer.{name} is not known in setup() and train_dataloader() while the run is planned",
+            why=f"there is no Trainer yet, only {', '.join(sorted(vars(self)))}",
+            fix="read it in configure_optimizers(), on_fit_start() or a later hook",
+        )
+
+
+class ModuleTask(Task):
+    """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are its own means.
+
+    Module and data are given, or made from classes (:func:`module_task`) with ``config``.
+
+    Args:
+        trainer: more arguments of the ``Trainer``.
+        cli: for ``config.cli``, further arguments of :func:`.make_parts`.
+    """
+
+    Config = ModuleConfig
+    #: The Trainer's own defaults, where the general ones differ.
+    defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
+    module_class: ClassVar[type | None] = None
+    find_class: ClassVar[Callable[[str], type]]
+    #: What the plan must know of the training loader; :meth:`datasets` has opened it.
+    loader_facts: LoaderFacts
+
+    def __init__(
+        self,
+        config: ModuleConfig | None = None,
+        *,
+        module: Any = None,
+        datamodule: Any = None,
+        trainer: dict[str, Any] | None = None,
+        cli: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._module, self._datamodule, self._cli = module, datamodule, cli
+        self.planned = RunConfig()
+        self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
+        _check_given(self.trainer_arguments)
+
+    def check_config(self, config: RunConfig) -> None:
+        """Raises :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
+        self.planned = config
+        given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
+        if given and config.validation.every_steps is not None:
+            raise ConfigError(
+                f"validation.every_steps and the Trainer's {given[0]} are both given",
+                why="both say when to validate",
+                fix=f"leave {given[0]} out: validation.every_epochs says how often at the end of epochs",
+            )
+
+    @property
+    def module(self) -> Any:
+        """The ``LightningModule``, made when it is first asked for."""
+        if self._module is None:
+            self._module = self._build()
+        return self._module
+
+    @property
+    def datamodule(self) -> Any:
+        """The ``LightningDataModule``, if there is one."""
+        if self.config.cli is not None:
+            self.module  # noqa: B018  # made with it
+        elif self._datamodule is None and self.config.datamodule is not None:
+            self._datamodule = _make(type(self).find_class(self.config.datamodule), self.config.data, "task.data")
+        return self._datamodule
+
+    def renew(self) -> None:
+        """Forget what was made from classes to plan with, so that training makes it again from the run's seed."""
+        if self.module_class is not None:
+            self._module = self._datamodule = None
+
+    def _build(self) -> Any:
+        if self.module_class is None:
+            raise TaskError(
+                "this run's LightningModule was an object of a program, and only that can make it again",
+                why="lockstep.lightning.fit() was given the module itself; the run folder has its weights alone",
+                fix="to resume the run, call fit(…, resume=True) there, with the same save_dir; to evaluate or "
+                "export it, use the module there: after fit() it has the trained weights. Runs of "
+                "`lockstep train FILE.py:MODULE` know how to make theirs",
+            )
+        with seeded(self.data.seed):
+            if self.config.cli is not None:
+                return self._configured(self.config.cli)
+            return _make(self.module_class, self.config.model, "task.model")
+
+    def _configured(self, sections: dict[str, Any]) -> Any:
+        """The module that LightningCLI makes, with data module and arguments of the Trainer."""
+        from lockstep.lightning.cluster import quiet_trainer
+        from lockstep.lightning.configured import make_parts
+
+        options = self._cli
+        if options is None:  # classes whose arguments are the section itself are not named in it
+            options = {} if "class_path" in sections.get("model", {}) else {"model_class": self.module_class}
+            if self.config.datamodule is not None:
+                options["datamodule_class"] = type(self).find_class(self.config.datamodule)
+            options["parser_kwargs"] = {"exit_on_error": False}
+        try:
+            with quiet_trainer():
+                module, self._datamodule, trainer = make_parts(sections, **options)
+        except ArgumentError as error:
+            raise TaskError(
+                "this run's sections of LightningCLI do not make its module and data",
+                why=str(error)[:500],
+                fix="if a program with its own LightningCLI or classes started the run, resume it there: "
+                "PROGRAM fit … --ckpt_path RUN; else give the class these arguments again",
+            ) from None
+        callbacks = trainer.get("callbacks", [])
+        trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ not in _OF_A_RUN]
+        self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
+        _check_given(self.trainer_arguments)
+        return module
+
+    def prepare(self, ranks: int | None = None) -> None:
+        with self.planning(ranks):
+            for owner in self._owners:
+                owner.prepare_data()
+
+    def datasets(self) -> Datasets:
+        """Only the training set: the module's own hooks see the others. Of a loader in its own order, indices."""
+        with self.planning() as ranks:
+            loader = self.open_loader("train_dataloader")
+            whole_steps = not self.module.automatic_optimization
+            if orders(loader, ranks):
+                self.loader_facts = LoaderFacts(
+                    batch_size=loader.batch_size,
+                    shuffle=not isinstance(loader.sampler, SequentialSampler),
+                    drop_last=loader.drop_last,
+                    whole_steps=whole_steps,
+                )
+                return Datasets(loader.dataset, weights=loader.sampler if is_weighted(loader) else None)
+            training, size = self.planned.training, getattr(loader, "batch_size", None) or 1
+            batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
+            self.loader_facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
+            return Datasets(range(batches * size))
+
+    def open_loader(self, hook: str) -> Any:
+        """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that is not defined."""
+        owner = next((owner for owner in self._owners if defines(owner, hook)), None)
+        if owner is None and hook == "train_dataloader":
+            raise TaskError(
+                f"{type(self.module).__name__} has no training data",
+                why="neither it nor a LightningDataModule defines train_dataloader()",
+                fix="give a data module: --set task.datamodule=my_file.py:MyData, or fit(module, train_loader)",
+            )
+        if owner is None:
+            return None
+        with seeded(self.data.seed):
+            owner.setup("fit")
+        with seeded(self.data.seed):
+            return getattr(owner, hook)()
+
+    @contextmanager
+    def planning(self, ranks: int | None = None) -> Iterator[int]:
+        """``self.trainer`` of module and data module is a :class:`PlannedTrainer`; yields the number of ranks."""
+        from lockstep.lightning.cluster import quiet_trainer
+
+        config = self.planned
+        if ranks is None:
+            world = read_world(os.environ)
+            ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
+        owners = self._owners
+        view = PlannedTrainer(config, ranks, self.module, self.datamodule)
+        try:
+            for owner in owners:
+                owner.trainer = view
+            with quiet_trainer():
+                yield ranks
+        finally:
+            for owner in owners:
+                owner.trainer = None
+
+    @property
+    def _owners(self) -> list[Any]:
+        """The data module, if there is one, and the module: a Trainer asks them in this order."""
+        return [owner for owner in (self.datamodule, self.module) if owner is not None]
+
+    def model(self) -> nn.Module:
+        module: nn.Module = self._module if self._module is not None else self._build()
+        return module
+
+    def fresh_module(self) -> Any:
+        """The module that was given, or a new one of its class."""
+        return self._build() if self.module_class is not None else self.module
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self.module).__name__} is a LightningModule without loss(), evaluate() and metrics()",
+            why="its steps log whatever they compute",
+            fix="use `lockstep lightning validate` or `test`, or write a lockstep.Task",
+        )
+
+    loss = evaluate = metrics = _refuse  # type: ignore[assignment]
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def inherits(kind: type, name: str) -> bool:
+    """Whether ``kind`` is a class of Lightning's of this ``name``, found out without importing Lightning."""
+    return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
+
+
+def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTask]:
+    """The class of tasks that train LightningModules of class ``kind``; ``find_class`` knows a class by its name."""
+    return type(f"{kind.__name__}Task", (ModuleTask,), {"module_class": kind, "find_class": staticmethod(find_class)})
+
+
+def _check_given(arguments: dict[str, Any]) -> None:
+    """Raises :class:`ConfigError` on arguments and callbacks of the Trainer for what the run decides."""
+    for name in sorted(arguments.keys() & DECIDED.keys()):
+        raise ConfigError(
+            f"the Trainer's {name} is not to be given",
+            why=f"the run decides it, by {DECIDED[name]}",
+            fix=f"leave {name} out",
+        )
+    callbacks = arguments.get("callbacks") or ()
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        for base in _CHANGE_BATCHES.keys() & {kind.__name__ for kind in type(callback).__mro__}:
+            raise ConfigError(
+                f"the callback {type(callback).__name__} cannot be used",
+                why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base]}",
+                fix="leave it out",
+            )
+
+
+def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:
+    """Raises :class:`ConfigError` when ``kind`` does not take ``arguments``."""
+    try:
+        signature(kind).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind.__name__} does not take these arguments",
+            why=str(error),
+            fix=f"set them as {section}.<argument>: {kind.__name__}{signature(kind)}",
+        ) from None
+    return kind(**arguments)

@@ -1,0 +1,270 @@
+"""The events of a run from a Trainer that trains a user's module, and the requests that ranks agree on after a step."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+
+from lockstep.engine.optim.averages import Averages
+from lockstep.engine.optim.step import match_layouts
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.run_log import RunLog
+from lockstep.engine.state import EndedBy
+from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
+from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
+from lockstep.engine.task import Task
+from lockstep.lightning.dataloaders import Step, epoch_steps
+from lockstep.rundir.heartbeat import Activity, pulse
+from lockstep.telemetry.loggers import as_row, monitored, row_name
+
+#: What stands for the run's own checkpoints where Lightning wants a path.
+OWN = "lockstep"
+
+
+class RunLogCallback(Checkpoint):
+    """Drives the run log from a Trainer: counts steps and samples, saves, and stops all ranks on the same step.
+
+    A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
+    State is saved at the start of the next batch, when the module's hooks and the schedulers have run.
+
+    Attributes:
+        averages: of the weights; in use while it validates and saves. Made when the module is on its device.
+        saves_best: whether the checkpoint that is being saved is the best so far.
+    """
+
+    averages: Averages | None = None
+    saves_best = False
+
+    def __init__(self, rank: RankContext, log: RunLog, averaged: Mapping[str, Any] | None = None) -> None:
+        self._rank, self._log, self._state, self._batch = rank, log, log.state, rank.plan.batch
+        self._averaged, self._on_sigterm = averaged, signal.getsignal(signal.SIGTERM)
+        self._losses: list[tuple[Tensor, int]] = []
+        self._returns_loss = False
+        self._steps: Iterator[Step] = iter(())
+        self._step: Step | None = None
+        self._micro = 0
+        #: Whether to save at the next batch, and as the best or not.
+        self._due: bool | None = None
+        self._left_at: float | None = None
+        self._waited_s = 0.0
+        self._earlier: dict[str, Any] = {}
+        self._lr = math.nan
+        self._norm: float | None = None
+        self._remarked = False
+        #: Whether the latest validation was within an epoch, and so has been judged already.
+        self._judged = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """In checkpoint files of the user's own callbacks: the progress of the training, in the order of the run."""
+        state = self._state
+        return {"epoch": state.epoch, "position": state.position, "global_batch": self._batch.global_batch}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():  # the Trainer's own would stop without a checkpoint
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        for optimizer in trainer.optimizers:
+            match_layouts(optimizer)  # Lightning has restored them
+        if self._rank.config.training.activation_checkpointing:
+            checkpoint_activations(pl_module, blocks_of(Task(), pl_module))
+        self.averages = Averages(self._rank.config.averaging, pl_module, self._rank.plan.total_steps)
+        self.averages.restore(self._averaged)
+        pulse.at(Activity.FIRST_STEP, self._state.step)
+        self._log.unpause()
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._steps = epoch_steps(self._batch, self._rank.collectives.rank, self._state.position)
+        self._step, self._micro = None, 0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save_if_due(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        pulse.at(Activity.STEP)
+        trainer.fit_loop.restarting = False  # else plateau schedulers would miss the end of a resumed epoch
+        if self._left_at is not None:
+            self._waited_s += time.perf_counter() - self._left_at
+        self._save_if_due(trainer)
+        groups = trainer.optimizers[0].param_groups if trainer.optimizers else []
+        self._lr = float(groups[0]["lr"]) if groups else math.nan
+        if self._step is None:
+            self._step = next(self._steps)
+            if self._log.is_logged(self._state.step + 1):
+                self._log.time_own_work()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._log.is_logged(self._state.step + 1):
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, every = self._step, self._rank.config.validation
+        assert step is not None
+        start, stop = step.mine[self._micro]
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            # The Trainer has divided it for the accumulation.
+            self._returns_loss = True
+            self._losses.append((loss.detach() * trainer.accumulate_grad_batches, stop - start))
+        self._micro += 1
+        stepped = self._micro == len(step.mine)
+        if stepped:
+            self._finish_step(trainer, step)
+            self._step, self._micro = None, 0
+        if every.every_steps is not None:
+            # Lightning validates every N batches or at the ends of epochs; this makes it do both.
+            validates = self._state.step % every.every_steps == 0
+            if self._is_epoch_over:
+                validates = (self._state.epoch + 1) % every.every_epochs == 0
+            trainer.val_check_batch = 1 if stepped and validates else sys.maxsize
+        self._left_at = time.perf_counter()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pulse.at(Activity.EVALUATING)
+        self._log.pause()
+        if self.averages is not None:  # else it is the sanity check
+            self.averages.swap()
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        pulse.at(Activity.EVALUATING)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pulse.at(Activity.COMPUTING_METRICS)  # of the module's own hook, which comes after this one
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pulse.at(Activity.HOOKS)
+        if self.averages is not None:
+            self.averages.swap()
+        self._log.unpause()
+        self._left_at = time.perf_counter()
+        if trainer.sanity_checking:
+            return
+        self._judged = not trainer.is_last_batch
+        if self._judged:  # else the epoch's row judges it
+            metrics = _of_validation(_numbers(trainer.callback_metrics))
+            improved = self._judge(metrics)
+            self._log.evaluated(metrics, improved)
+            self._due = True if improved else self._due
+            trainer.should_stop = trainer.should_stop or self._log.ended_by is not None
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        over = self._is_epoch_over
+        if not over and self._log.ended_by is not EndedBy.COMPLETED:
+            return  # a stop within an epoch
+        loss, speed = self._log.epoch_so_far()
+        metrics, earlier = dict(trainer.callback_metrics), self._earlier
+        self._earlier = metrics
+        # Lightning keeps every value; one that was not logged again is still the same object.
+        fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
+        row = {"train_loss": loss} if self._returns_loss else {}
+        row |= _numbers(fresh)
+        row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
+        judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
+        improved = not judged and self._judge(row)
+        if self._log.ended_by is EndedBy.COMPLETED:
+            trainer.should_stop = True
+        self._log.epoch(row, improved, ended=over)
+        self._due = improved
+        self._begin_epoch()
+        if trainer.should_stop and self._log.ended_by is None:  # a callback of the user's
+            self._log.ended_by = EndedBy.COMPLETED
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._log.flush()
+        if self._due is None and self._log.ended_by is not EndedBy.COMPLETED:
+            self._due = False
+        self._save_if_due(trainer)
+        pulse.at(Activity.ENDING)
+
+    # One step.
+
+    @property
+    def _is_epoch_over(self) -> bool:
+        return self._batch.window(self._state.position) is None
+
+    def _finish_step(self, trainer: pl.Trainer, step: Step) -> None:
+        state = self._state
+        state.advance(len(step.mine), step.stop - step.start, state.epoch, step.stop)
+        assert self.averages is not None
+        self.averages.update(state.step)
+        self._log.step(step.stop - step.start, self._waited_s)
+        self._waited_s = 0.0
+        logs, on_host = self._log.is_logged(state.step), trainer.strategy.root_device.type == "cpu"
+        if on_host or logs or self._is_epoch_over or state.step % FLAG_INTERVAL == 0:
+            self._agree(trainer)
+        if logs:
+            loss: float | None = math.nan
+            if not self._returns_loss:  # as with manual optimization
+                names = [f"{name}{end}" for name in ("loss", "train_loss", "train/loss") for end in ("", "_step")]
+                logged = trainer.logged_metrics
+                loss = next((float(logged[name]) for name in names if name in logged), None)
+            self._log.log_step(self._lr, self._norm, _numbers(trainer.logged_metrics), without_items=loss)
+
+    def _agree(self, trainer: pl.Trainer) -> None:
+        """Sum losses and requests over ranks, so that all of them act on the same step."""
+        device, over = trainer.strategy.root_device, self._is_epoch_over
+        losses = torch.stack([loss.double() * size for loss, size in self._losses]).sum() if self._losses else 0.0
+        count = float(sum(size for _, size in self._losses))
+        self._losses = []
+        sums = torch.tensor([0.0, count, *self._log.requests(self._state.step)], dtype=torch.float64, device=device)
+        sums[0] += losses
+        if self._rank.collectives.size > 1:
+            dist.all_reduce(sums)
+        total, count, *requests = sums.tolist()
+        self._log.losses.add(total, count)
+        flags = Flags(*requests)
+        if flags.save and not over:
+            self._due = False
+        self._log.agreed(flags)
+        if self._log.ended_by is not None:
+            trainer.should_stop = True
+            if not over and self._log.ended_by is not EndedBy.COMPLETED:
+                trainer.limit_val_batches = 0  # a stop within an epoch does not wait for an evaluation
+
+    def _judge(self, row: Mapping[str, float]) -> bool:
+        """Judge by rank 0's value: what a module logs without sync_dist differs between ranks."""
+        monitor = self._rank.plan.monitor
+        found = self._rank.collectives.broadcast(monitored(row, monitor))
+        name = None if found is None else found[0]
+        if not self._remarked and name not in (monitor, row_name(monitor)):
+            self._remarked = True
+            text = f"There are several validation loaders: the best epoch is judged by {name}."
+            if name is None:
+                own = {"train_loss", "lr", "samples_per_s", "duration_s"}
+                names = ", ".join(name for name in row if name not in own) or "nothing"
+                text = f"No epoch is the best: the module does not log {monitor!r}; it logs {names}."
+            self._rank.note("monitor_missing", f"{text} checkpoint.monitor sets another name.")
+        return found is not None and self._log.judge(_of_validation(row), found[1])
+
+    def _save_if_due(self, trainer: pl.Trainer) -> None:
+        if self._due is not None:
+            self.saves_best, self._due = self._due, None
+            self._log.saved()
+            assert self.averages is not None
+            with pulse.during(Activity.SAVING), self.averages.in_use():
+                trainer.save_checkpoint(OWN, weights_only=False)  # collective; rank 0 writes
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The scalars among ``metrics``, by the names of rows. The run's own mean of the loss keeps its name."""
+    found = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+    return as_row(found, taken=("train_loss",))
+
+
+def _of_validation(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if row_name(name).startswith("val_")}

@@ -1,0 +1,1 @@
+"""Ready-made tasks beside HAR: speech, text, images, autoencoder, with their models."""

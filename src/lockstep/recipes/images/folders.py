@@ -1,0 +1,306 @@
+"""Images in class folders: finding, reading and augmenting them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import DataError, StorageError, UnsupportedError, many
+from lockstep.readers.files import cache_folder, inside
+from lockstep.recipes.autoencoder.task import load_digits
+from lockstep.rundir.files import make_folder
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+SPLITS = ("train", "val", "test")
+#: Other usual names of them, in any case.
+_ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+#: What a Mac adds to an archive.
+_NO_CLASS = "__MACOSX"
+Pixels = NDArray[np.float32]
+
+
+class Listed(NamedTuple):
+    """Files of a split, and the class of each; ``classes`` are the same in all splits."""
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+def digits_folder() -> Path:
+    """Class folders with the digits of scikit-learn's set as PNGs, made once in the user's cache folder."""
+    folder = cache_folder() / "digits-png"
+    try:
+        if not folder.is_dir():
+            make_folder(folder, _write_digits)
+    except StorageError:
+        if not folder.is_dir():  # else another process was faster
+            raise
+    return folder
+
+
+def _write_digits(folder: Path) -> None:
+    image = _pillow()
+    for split in SPLITS:
+        digits = load_digits(split)  # type: ignore[arg-type]
+        for number, (pixels, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
+            place = folder / split / str(label)
+            place.mkdir(parents=True, exist_ok=True)
+            image.fromarray((pixels[0] * 255 + 0.5).astype(np.uint8)).save(place / f"{number:04}.png")
+
+
+def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
+    """The images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
+
+    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
+
+    Raises:
+        DataError: no folder, no class folders, a class without images, or one that is not in ``train``.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}", fix="check task.data: a folder with a folder for each class")
+    roots = _splits(folder)
+    found = {name: {folder.name: _images_in(folder) for folder in _folders(root)} for name, root in roots.items()}
+    empty = sorted(name for name, files in found["train"].items() if not files)
+    classes = tuple(sorted(found["train"].keys() - set(empty)))
+    if len(classes) < 2:
+        what, why = f"{roots['train']} has {many(len(classes), 'class folder')} with images", "at least two are needed"
+        if any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir()):
+            why = "the images have no labels: a label is the name of the folder that an image is in"
+        raise DataError(what, why=why, fix="sort the images into a folder for each class")
+    if empty:
+        what, why = f"the class folder {roots['train'] / empty[0]} has no images", f"no file ends in {SUFFIXES}"
+        raise DataError(what, why=why, fix="add or convert its images, or remove the folder")
+    for name, those in found.items():
+        strange = sorted(label for label, files in those.items() if files and label not in classes)
+        if strange:
+            what = f"{roots[name]} has the class {strange[0]!r}, which train does not have"
+            raise DataError(what, fix="add training images of it, or remove the folder")
+    if "val" not in found:
+        found["train"], found["val"] = _divided(found["train"], folder, val_share)
+    if not any(found["val"].values()):
+        raise DataError(f"{folder} has too few images to validate on", fix="add images, or raise task.val_share")
+    return {
+        name: Listed(
+            tuple(file for label in classes for file in those.get(label, ())),
+            tuple(number for number, label in enumerate(classes) for _ in those.get(label, ())),
+            classes,
+        )
+        for name, those in found.items()
+    }
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != _NO_CLASS)
+
+
+def _splits(folder: Path) -> dict[str, Path]:
+    """The folder of each split; that of ``train`` is ``folder`` where there are none. Raises :class:`DataError`."""
+    found: dict[str, Path] = {}
+    names = {place: _ALSO.get(place.name.lower(), place.name.lower()) for place in _folders(folder)}
+    has_classes = any(name not in SPLITS for name in names.values())
+    for place, name in names.items():
+        if name not in SPLITS or (has_classes and not _folders(place)):
+            continue  # a class, perhaps of pictures of trains
+        if name in found:
+            fix = "remove or rename one of them"
+            raise DataError(f"{folder} has both {found[name].name} and {place.name}", fix=fix)
+        found[name] = place
+    if found and "train" not in found:
+        what = f"{folder} has {' and '.join(place.name for place in found.values())}, but not train"
+        fix = "add a folder train with a folder for each class, or name another folder in task.data"
+        raise DataError(what, why="these are names of splits, not of classes", fix=fix)
+    return found or {"train": folder}
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(map(Path, inside(str(folder), SUFFIXES)))
+
+
+def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[Any, Any]:
+    """Training and validation files of each class; the ones with the smallest hashes are the validation's."""
+
+    def key(file: Path) -> bytes:
+        return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
+
+    held = {name: sorted(sorted(files, key=key)[: round(len(files) * share)]) for name, files in those.items()}
+    return {name: sorted({*files} - {*held[name]}) for name, files in those.items()}, held
+
+
+_REPLACE = "remove or replace it"
+#: What Pillow raises for broken files, beside its own DecompressionBombError (a size that no memory would hold).
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError)
+
+
+def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pixels:
+    """Pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
+
+    Grey, palette, 16-bit and transparent images are converted (transparent pixels on white), and turned as their EXIF
+    orientation says.
+
+    Raises:
+        DataError: it cannot be read; with the advice ``fix``.
+    """
+    image = _pillow()
+    from PIL.ImageOps import exif_transpose
+
+    try:
+        with image.open(file) as opened:
+            opened.load()
+            with contextlib.suppress(Exception):  # a damaged EXIF block leaves the image as it is
+                exif_transpose(opened, in_place=True)
+            if opened.mode in ("I", "I;16", "I;16B", "I;16L", "F"):
+                values = np.asarray(opened, dtype=np.float32)
+                # Floating-point numbers have no range of their own, and older versions of Pillow read 16 bits as "I".
+                tops = {"F": (1, 255), "I": (255,)}.get(opened.mode, ())
+                scale = 255 / next((top for top in tops if values.max() <= top), 65535)
+                opened = image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
+            if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
+                whole = opened.convert("RGBA")
+                opened = image.alpha_composite(image.new("RGBA", whole.size, "white"), whole)
+            picture = opened.convert("L" if channels == 1 else "RGB")
+    except (*_BROKEN, image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix=fix) from None
+    side = min(picture.size)
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    if picture.size != (size, size):
+        picture = picture.resize((size, size), image.Resampling.BILINEAR, (left, top, left + side, top + side))
+    pixels = np.asarray(picture, dtype=np.float32) / np.float32(255)
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def is_grey(files: Sequence[Path]) -> bool:
+    """Whether twenty images from all over the list have no colours."""
+    image = _pillow()
+    modes = set()
+    for file in files[:: max(1, len(files) // 20)]:
+        with contextlib.suppress(*_BROKEN, image.DecompressionBombError), image.open(file) as opened:
+            modes.add(opened.mode)
+    return bool(modes) and modes <= {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
+
+
+def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Path]]:
+    """The images that can be read, and the others. Raises :class:`DataError`: none can."""
+    broken = []
+    for file in listed.files:
+        try:
+            read_image(file, channels, size)
+        except DataError:
+            broken.append(file)
+    if broken and len(broken) == len(listed.files):
+        raise DataError(f"none of {many(len(broken), 'image')} can be read", why=f"as {broken[0]}", fix=_REPLACE)
+    lost = set(broken)
+    kept = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in lost]
+    files, labels = zip(*kept, strict=True) if kept else ((), ())
+    return Listed(files, labels, listed.classes), broken
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What training images are changed by; zeros leave them as they are.
+
+    Attributes:
+        crop: pixels that an image is moved by at most, as a share of its side.
+        flip: mirror half of them.
+        color: brightness and contrast change by up to this share.
+        mixup, cutmix: the parameter of the beta distribution, of Zhang et al. 2018 (https://arxiv.org/abs/1710.09412)
+            and Yun et al. 2019 (https://arxiv.org/abs/1905.04899); with both, each is used for half of the images.
+    """
+
+    crop: float = 0.0
+    flip: bool = False
+    color: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+
+class Images:
+    """A split as a data set of (pixels, label, other label, share of the first).
+
+    ``in_training``: whether ``task.skip_broken`` can leave out an image that cannot be read.
+    """
+
+    def __init__(
+        self,
+        listed: Listed,
+        channels: int,
+        size: int,
+        augmentation: Augmentation | None = None,
+        *,
+        in_training: bool = True,
+    ) -> None:
+        self.listed, self._channels, self._size, self._augmentation = listed, channels, size, augmentation
+        self._fix = _REPLACE + (", or train with task.skip_broken=true to leave such images out" if in_training else "")
+
+    def __len__(self) -> int:
+        return len(self.listed.files)
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        return [str(file) for file in self.listed.files]
+
+    def read(self, index: int) -> Pixels:
+        return read_image(self.listed.files[index], self._channels, self._size, self._fix)
+
+    def __getitem__(self, index: int) -> tuple[Pixels, int, int, np.float32]:
+        label = self.listed.labels[index]
+        return self.read(index), label, label, np.float32(1)
+
+    def sample(self, index: int, rng: np.random.Generator) -> tuple[Pixels, int, int, np.float32]:
+        how = self._augmentation
+        if how is None:
+            return self[index]
+        pixels, label = self._changed(self.read(index), how, rng), self.listed.labels[index]
+        cuts = how.cutmix > 0 and (not how.mixup or rng.random() < 0.5)
+        alpha = how.cutmix if cuts else how.mixup
+        if not alpha:
+            return pixels, label, label, np.float32(1)
+        partner, share = int(rng.integers(len(self))), rng.beta(alpha, alpha)
+        other = self._changed(self.read(partner), how, rng)
+        if cuts:
+            side = round(self._size * (1 - share) ** 0.5)
+            top, left = rng.integers(self._size - side + 1, size=2)
+            pixels[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
+            share = 1 - (side / self._size) ** 2
+        else:
+            pixels = np.float32(share) * pixels + np.float32(1 - share) * other
+        return pixels, label, self.listed.labels[partner], np.float32(share)
+
+    def _changed(self, pixels: Pixels, how: Augmentation, rng: np.random.Generator) -> Pixels:
+        reach = round(how.crop * self._size)
+        if reach:
+            down, right = rng.integers(0, 2 * reach + 1, size=2)
+            padded = np.pad(pixels, ((0, 0), (reach, reach), (reach, reach)))
+            pixels = padded[:, down : down + self._size, right : right + self._size]
+        if how.flip and rng.random() < 0.5:
+            pixels = pixels[:, :, ::-1]
+        if how.color:
+            brightness, contrast = 1 + how.color * rng.uniform(-1, 1, size=2).astype(np.float32)
+            mean = pixels.mean()
+            pixels = (((pixels - mean) * contrast + mean) * brightness).clip(0, 1)
+        return np.array(pixels, dtype=np.float32)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        fix = "pip install 'lockstep-train[images]'"
+        raise UnsupportedError("Pillow, which reads images, is not installed", fix=fix) from None
+    return Image
+
+
+def images_below(path: Path) -> tuple[Path, ...]:
+    """A file, or the images below a folder in the order of their paths. Raises :class:`DataError`: there is none."""
+    files = [path] if path.is_file() else _images_in(path)
+    if not files:
+        raise DataError(f"{path} has no images", fix=f"name a folder of images ({', '.join(SUFFIXES)})")
+    return tuple(files)

@@ -1,0 +1,1 @@
+"""The run folder: its files, heartbeat and summary."""

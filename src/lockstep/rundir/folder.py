@@ -1,0 +1,500 @@
+"""The run folder: the interface between training and everything that reads it.
+
+One writer per file; shared files are the launcher's until rank 0 begins an attempt, then rank 0's.
+JSON files are replaced atomically, JSONL files appended (see :mod:`lockstep.rundir.files`).
+Nothing here runs code from a folder: only the launcher reads ``task.pkl``. What is written of a configuration can be
+read again, and names no code in the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from lockstep.config import RunConfig, dump, resolve
+from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
+from lockstep.errors import ConfigError, RunFolderError, StorageError
+from lockstep.planning.decision import upgraded
+from lockstep.rundir import files
+from lockstep.rundir.files import JsonLines, absolute, damaged, names_in, read_json, read_jsonl, write_json
+from lockstep.rundir.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
+
+__all__ = ["LIVE", "Beat", "Heartbeat", "RunDir", "RunRecord", "new_run_id", "read_json", "utc_now", "write_json"]
+
+#: In ``logs``, with the rank behind it: what NCCL writes when a collective times out.
+NCCL_DUMP = "nccl-rank-"
+#: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
+PENDING_GRACE_S = 15.0
+
+_MAX_RECORD_BYTES = 4 << 20
+_updating = threading.Lock()
+T = TypeVar("T")
+
+
+FORMAT_VERSION = 1
+
+Status = Literal["pending", "running", "completed", "failed", "stopped", "lost"]
+#: Of a run that has not ended.
+LIVE = frozenset({"pending", "running"})
+
+#: A number; ``null`` in JSON means that it was not finite.
+Metric = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class RunRecord(BaseModel):
+    """The content of ``run.json``. Times are UTC; ``pid`` and ``host`` are the process to signal.
+
+    ``status`` is what the run itself wrote last; :meth:`RunDir.status` also checks whether it is alive.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format_version: int = FORMAT_VERSION
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str | None = None
+    task: str
+    status: Status = "pending"
+    created_at: AwareDatetime
+    started_at: AwareDatetime | None = None
+    completed_at: AwareDatetime | None = None
+    pid: int | None = None
+    host: str | None = None
+    command: list[str] = []
+    versions: dict[str, str] = {}
+    placement: dict[str, Any] | None = None
+    attempt: int = Field(default=0, ge=0)
+    restarts: list[dict[str, Any]] = []
+    best_epoch: int | None = None
+    best_metric: dict[str, Metric] = {}
+    final_metrics: dict[str, Metric] = {}
+    error: str | None = None
+    tags: list[str] = []
+
+    def changed(self, changes: Mapping[str, Any]) -> RunRecord:
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"run.json has no {', '.join(sorted(unknown))}")
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+
+def parse_record(content: Any, path: Path) -> RunRecord:
+    """``content`` of ``path``, a ``run.json``. Raises :class:`RunFolderError`."""
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        why, fix = "its run.json is not one of Lockstep's", "`lockstep runs` lists the runs"
+        raise RunFolderError(f"{path.parent} is not a run folder", why=why, fix=fix)
+    if version > FORMAT_VERSION:
+        raise RunFolderError(
+            f"{path.parent} was written by a newer version of Lockstep",
+            why=f"its format is {version}; this version reads up to {FORMAT_VERSION}",
+            fix="upgrade: pip install --upgrade lockstep-train",
+        )
+    try:
+        return RunRecord.model_validate(content)
+    except ValidationError as error:
+        places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
+        raise damaged(path, "; ".join(f"{place}: {said}" for place, said in places)) from None
+    except RecursionError as error:
+        raise damaged(path, str(error)) from None
+
+
+def new_run_id(folder: Path | None = None) -> str:
+    """``run-`` and eight hexadecimal digits: the name of the run's ``folder`` if it has this form, else a random id."""
+    if folder is not None and re.fullmatch(r"run-[0-9a-f]{8}", folder.name):
+        return folder.name
+    return f"run-{secrets.token_hex(4)}"
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers, without importing any of it."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name, distribution in {"lockstep": "lockstep-train", "torch": "torch", "numpy": "numpy"}.items():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Rows that no later attempt superseded, in their order.
+
+    An attempt that resumes from step ``s`` (``resumed_from`` maps it to ``s``) repeats what older attempts did beyond
+    ``s``. Ranks that are restarted within an attempt do the same, so a row also supersedes earlier ones of its step
+    or beyond. Rows without a usable attempt or step cannot be placed and are kept.
+    """
+    limits: dict[int, float] = {}
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        attempt, step = row.get("attempt", 1), row.get("step")
+        if isinstance(attempt, int) and isinstance(step, int | float):
+            if attempt not in limits:
+                limits[attempt] = min((s for later, s in resumed_from.items() if later > attempt), default=math.inf)
+            if step > limits[attempt]:
+                continue
+            while kept and isinstance(before := kept[-1].get("step"), int | float) and before >= step:
+                kept.pop()
+        kept.append(row)
+    return kept
+
+
+def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of several rows for one epoch, the last; in the order of their epochs' first rows."""
+    chosen: dict[Any, dict[str, Any]] = {}
+    for position, row in enumerate(rows):
+        epoch = row.get("epoch")
+        chosen[epoch if isinstance(epoch, int) else ("no epoch", position)] = row
+    return list(chosen.values())
+
+
+#: What :func:`parse_frozen` raises when there is no configuration in the text, or none that may be used.
+NO_CONFIG = (yaml.YAMLError, ValueError, TypeError, RuntimeError, ConfigError)
+
+
+def frozen_text(config: RunConfig, folder: Path) -> str:
+    """What :func:`parse_frozen` will read in the run folder ``folder``. Raises :class:`ConfigError` if it could not."""
+    content = dump(config)
+    try:
+        size = len(content.encode("utf-8"))
+        if size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are read")
+        parse_frozen(content, folder)
+    except NO_CONFIG as error:
+        raise ConfigError(
+            "the configuration could not be read back from the run folder",
+            why=str(error)[:500],
+            fix="give absolute paths of code files, and keep long lists in a file that the task reads",
+        ) from None
+    return content
+
+
+def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
+    """The configuration of the run in ``folder``. Raises one of ``NO_CONFIG``."""
+    settings = parse_yaml(content)
+    if not isinstance(settings, dict):
+        raise ValueError("it has no settings")
+    if isinstance(settings.get("training"), dict):
+        settings["training"].pop("engine", None)  # of older runs; checkpoints of both engines are read the same way
+    config = resolve(settings)
+    _refuse_own_code(config, folder)
+    return config
+
+
+def _refuse_own_code(config: RunConfig, folder: Path) -> None:
+    """Raise :class:`ValueError` when a setting names a file of code inside ``folder``.
+
+    Of what Lockstep itself imports, the task and a data module, it writes the whole, resolved path.
+    """
+    settings = config.task.settings
+    imported = (config.task.name, settings.get("datamodule"))
+    for setting in (config.task.name, *settings.values()):
+        place = setting.rpartition(":")[0] if isinstance(setting, str) else ""
+        if not place.endswith(".py"):
+            continue
+        file = Path(place).resolve()
+        if file.is_relative_to(folder.resolve()):
+            raise ValueError(f"it names {place[:200]}, inside the run folder: code in a run folder is not run")
+        if setting in imported and str(file) != place:
+            raise ValueError(f"it names {place[:200]}, which is not an absolute, resolved path")
+
+
+class _In:
+    """The path of a name in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A folder that holds one run. Make it with :meth:`create` or :meth:`open`.
+
+    Reading raises :class:`RunFolderError`, writing :class:`StorageError`.
+    """
+
+    path: Path
+
+    run_file = _In("run.json")
+    config_file = _In("config.yaml")
+    #: Of LightningCLI; only its runs have one.
+    cli_config_file = _In("cli_config.yaml")
+    heartbeat_file = _In("heartbeat.json")
+    metrics_file = _In("metrics.json")
+    steps_file = _In("steps.jsonl")
+    evaluations_file = _In("evaluations.jsonl")
+    ranks_file = _In("ranks.jsonl")
+    profile = _In("profile")
+    plan_file = _In("plan.json")
+    task_file = _In("task.pkl")
+    forecast_file = _In("forecast.json")
+    slurm_file = _In("slurm.json")
+    attempts = _In("attempts")
+    checkpoints = _In("checkpoints")
+    pictures = _In("pictures")
+    audio = _In("audio")
+    remarks_file = _In("remarks.jsonl")
+    logs = _In("logs")
+
+    @cached_property
+    def _steps(self) -> JsonLines:
+        return JsonLines(self.steps_file)
+
+    def samples_file(self, rank: int) -> Path:
+        """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
+        return self.path / f"samples-rank{rank}.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, *, run_id: str, command: Sequence[str]) -> RunDir:
+        """Make the folder of a new, pending run atomically.
+
+        Raises:
+            ConfigError: the configuration could not be read from the folder again.
+            RunFolderError: the folder holds a run or foreign files, or it cannot be written.
+        """
+        path = absolute(path)
+        content = frozen_text(config, path)
+        record = RunRecord(
+            id=run_id,
+            name=files.plain(config.name),
+            task=files.plain(config.task.name),
+            created_at=utc_now(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            command=files.plain(list(command)),
+            versions=versions(),
+        )
+
+        def fill(folder: Path) -> None:
+            run = cls(folder)
+            for inner in (run.attempts, run.checkpoints, run.logs):
+                inner.mkdir()
+            files.write_text(run.config_file, content)
+            announce(run.heartbeat_file, handing_over=True)
+            write_json(run.run_file, record.model_dump())
+
+        _refuse_occupied(path)
+        try:
+            files.make_folder(path, fill)
+        except StorageError as error:
+            fix = error.fix if "--save-dir" in error.fix else "choose another --save-dir, or free some space there"
+            raise RunFolderError(f"cannot make the run folder {path}: {error.what}", why=error.why, fix=fix) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        run = cls(absolute(path))
+        run.read()
+        return run
+
+    def begin_attempt(self, plan: Mapping[str, Any], placement: Mapping[str, Any], resumed_from_step: int = 0) -> int:
+        """Record that the calling process trains from this step on; returns the attempt's number, from 1."""
+        numbers = [int(name) for name in names_in(self.attempts) if _is_number(name)]
+        attempt = max([self.read().attempt, *numbers]) + 1
+        folder = self.attempts / str(attempt)
+        building = self.attempts / files.temporary_name(str(attempt))
+        with files.storing(folder):
+            try:
+                files.remove_leftovers(self.path)
+                files.remove_leftovers(self.attempts)
+                building.mkdir(parents=True)
+                shutil.copyfile(self.config_file, building / self.config_file.name)
+                write_json(building / "plan.json", plan)
+                write_json(building / "placement.json", {**placement, "resumed_from_step": resumed_from_step})
+                building.rename(folder)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+        write_json(self.plan_file, plan)
+        announce(self.heartbeat_file, resumed_from_step, handing_over=True)
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        begun = {"status": "pending", "error": None, "completed_at": None}
+        self.update(attempt=attempt, placement=dict(placement), **process, **begun)
+        return attempt
+
+    def keep_plan(self, plan: Mapping[str, Any], attempt: int) -> None:
+        """Replace the plan of the newest attempt."""
+        for file in (self.plan_file, self.attempts / str(attempt) / self.plan_file.name):
+            write_json(file, plan)
+
+    # What the run is.
+
+    def read(self) -> RunRecord:
+        if not os.path.lexists(self.run_file):
+            there = os.path.lexists(self.path)
+            what = f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}"
+            raise RunFolderError(what, why="it has no run.json", fix="`lockstep runs` lists the runs")
+        return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
+
+    def update(self, **changes: Any) -> RunRecord:
+        """Replace some fields of ``run.json``, atomically."""
+        with _updating:
+            record = self.read().changed({key: files.plain(value) for key, value in changes.items()})
+            write_json(self.run_file, record.model_dump())
+        with contextlib.suppress(OSError):
+            os.utime(self.path.parent)  # says that a record in there has changed, without a look at each
+        return record
+
+    def config(self, attempt: int | None = None) -> RunConfig:
+        """The run's frozen configuration, or that of an earlier ``attempt``."""
+        file = self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
+        content = files.read_bytes(file, max_bytes=MAX_CONFIG_BYTES)
+        try:
+            return parse_frozen(content, self.path)
+        except NO_CONFIG as error:
+            raise damaged(file, str(error)[:500], "restore the file, or start a new run") from None
+
+    def keep_config(self, config: RunConfig) -> None:
+        """Replace the configuration, unless it could not be read from the folder again (:class:`ConfigError`)."""
+        files.write_text(self.config_file, frozen_text(config, self.path))
+
+    def plan(self) -> dict[str, Any]:
+        plan = _mapping(read_json(self.plan_file), self.plan_file)
+        try:
+            plan = upgraded(plan)
+            names, decisions = ("key", "title", "shown", "reason"), plan.get("decisions", {}).values()
+            if all(isinstance(decision[name], str) for decision in decisions for name in names):
+                return plan
+        except (AttributeError, KeyError, TypeError):
+            pass
+        fix = f"copy the newest plan.json of {self.attempts} over it"
+        raise damaged(self.plan_file, "its decisions are not titles, values and reasons", fix)
+
+    def progress(self) -> Beat | None:
+        return read_beat(self.heartbeat_file)
+
+    def status(self, now: float | None = None) -> str:
+        return self.judge(self.read(), now)
+
+    def judge(self, record: RunRecord, now: float | None = None) -> str:
+        """pending, running, completed, failed, stopped or lost; ``now`` is in seconds since the epoch.
+
+        A pending or running run whose process is gone is lost: at once where that can be seen, after
+        some minutes of silence when it ran on another host.
+        """
+        if record.status not in LIVE:
+            return record.status
+        now = time.time() if now is None else now
+        beat = self.progress()
+        if beat is not None and is_alive(beat, now):
+            return record.status
+        if record.status == "pending":
+            heard = max(record.created_at.timestamp(), beat.updated if beat else 0.0)
+            handing_over = beat is None or beat.handing_over
+            queued = record.attempt == 0 and self.slurm_file.exists()
+            if queued or (handing_over and now - heard < PENDING_GRACE_S):
+                return "pending"
+        return "lost"
+
+    def is_between_processes(self, record: RunRecord) -> bool:
+        """Whether the run is pending between two processes: a launcher may still take it over."""
+        beat = self.progress()
+        return self.judge(record) == "pending" and not (beat is not None and is_alive(beat, time.time()))
+
+    # Its rows, without those that a later attempt superseded.
+
+    def epochs(self) -> list[dict[str, Any]]:
+        if not os.path.lexists(self.metrics_file):
+            return []
+        rows = _mapping(read_json(self.metrics_file), self.metrics_file).get("epochs")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise damaged(self.metrics_file, "it has no list of epochs", "remove the file; it contains curves only")
+        return newest_per_epoch(surviving(rows, self.resumed_from()))
+
+    def _rows(self, file: Path) -> list[dict[str, Any]]:
+        return surviving(read_jsonl(file), self.resumed_from())
+
+    def steps(self) -> list[dict[str, Any]]:
+        return self._rows(self.steps_file)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return self._rows(self.evaluations_file)
+
+    def remarks(self) -> list[dict[str, Any]]:
+        return self._rows(self.remarks_file)
+
+    def ranks(self) -> list[dict[str, Any]]:
+        return self._rows(self.ranks_file)
+
+    def write_epochs(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        write_json(self.metrics_file, {"epochs": list(rows)})
+
+    def append_step(self, row: Mapping[str, Any]) -> None:
+        self._steps.append(row)
+
+    def resumed_from(self) -> dict[int, int]:
+        """From which step each attempt resumed; attempts that cannot be read are left out."""
+        found = {}
+        names = names_in(self.attempts)
+        for name in names if len(names) > 1 else ():  # a single one supersedes nothing
+            placement = or_else(partial(read_json, self.attempts / name / "placement.json"), None)
+            step = placement.get("resumed_from_step") if isinstance(placement, dict) else None
+            if _is_number(name) and isinstance(step, int):
+                found[int(name)] = step
+        return found
+
+
+def _refuse_occupied(path: Path) -> None:
+    """Raise :class:`RunFolderError` unless ``path`` is free: missing, or an empty folder."""
+    if not os.path.lexists(path):
+        return
+    if not files.is_folder(path):
+        raise RunFolderError(f"{path} is a file, not a folder", fix="choose another --save-dir")
+    run = RunDir(path)
+    if not os.path.lexists(run.run_file):
+        if names := sorted(names_in(path)):
+            why, fix = f"for example {names[0]}", "choose another --save-dir: a missing or an empty folder"
+            raise RunFolderError(f"{path} contains files that are not a run's", why=why, fix=fix)
+        return
+    record = run.read()
+    status = run.judge(record)
+    kind, why = "unfinished", f"its status is {status}"
+    fix = "add --resume to resume it, or choose another --save-dir"
+    if status == "completed":
+        kind, why = "finished", "a run folder contains one run, and it is not overwritten"
+        fix = "choose another --save-dir"
+    elif status in LIVE:
+        why = f"process {record.pid} on {record.host} is still training it"
+        fix = f"wait for it, or `lockstep stop {record.id}` and add --resume"
+    raise RunFolderError(f"{path} contains the {kind} run {record.id}", why=why, fix=fix)
+
+
+def _mapping(content: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise damaged(path, "its top level is not an object")
+    return content
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10
+
+
+def or_else(read: Callable[[], T], otherwise: Any) -> T | Any:
+    """What ``read`` returns of a run folder; ``otherwise`` if the file is missing or damaged."""
+    try:
+        return read()
+    except RunFolderError:
+        return otherwise

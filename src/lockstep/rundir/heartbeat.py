@@ -1,0 +1,331 @@
+"""Heartbeat and progress: ``heartbeat.json`` for everyone who looks at a run, shared memory for the launcher.
+
+**heartbeat.json** says which process trains a run, whether it is alive, and how far it is. A killed process cannot
+record its end. So its heartbeat names it by host, pid and creation time (pids are reused, the pair is not): a reader on
+the same host sees the end at once, another after the beats have stopped for long enough.
+
+**The record of a rank** says what it is doing. It is written where the rank makes progress, not by a thread, so it
+stops changing whatever blocks the rank: a signal, native code that holds the interpreter lock, a collective call that
+another rank does not join. Writing it costs a system call. A process without a launcher writes nothing: there the rank
+watches itself (:mod:`lockstep.launch.health.watchdog`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.errors import StorageError
+from lockstep.rundir.files import FileContent, write_json
+
+INTERVAL_S = 1.0
+#: A thread that sleeps so much longer than it wanted to was stopped with its process.
+_PAUSE_S = 10.0
+#: How long a run on another host may be silent. Generous: clocks differ, and NFS caches for up to a minute.
+REMOTE_SILENCE_S = 180.0
+#: Clock adjustments move a process's computed time of creation; a number is not used again this soon.
+CREATED_TOLERANCE_S = 2.0
+_FRESH_S = 10.0
+_MAX_BYTES = 65_536
+
+
+class Beat(FileContent):
+    """The content of ``heartbeat.json``. Times are in seconds since the epoch.
+
+    ``ended``: this was the last beat, although the process (a notebook's, for example) may still exist.
+    ``handing_over``: another process is about to take over the run.
+    ``began``: when this process began to train, at step ``began_at``, had it never been paused (suspended, SIGSTOP);
+    older versions did not record it.
+    """
+
+    step: int = 0
+    total: int | None = None
+    counter: int
+    pid: int
+    created: float
+    host: str
+    updated: float
+    ended: bool = False
+    handing_over: bool = False
+    began: float | None = None
+    began_at: int = 0
+
+    def seconds_left(self) -> float | None:
+        if self.began is None or self.total is None:
+            return None
+        return seconds_left(self.step - self.began_at, self.updated - self.began, self.total - self.step)
+
+
+def seconds_left(done: int, elapsed_s: float, remaining: int) -> float | None:
+    """At the mean speed of the ``done`` steps, evaluations included: bar, ``lockstep top`` and the page show this."""
+    return elapsed_s / done * max(0, remaining) if done > 0 and elapsed_s >= 0 else None
+
+
+_paused_s = 0.0
+
+
+def running_s() -> float:
+    """Seconds from a fixed point, less suspensions: of the machine, and of a process that has a :class:`Heartbeat`."""
+    return time.monotonic() - _paused_s
+
+
+def read_beat(path: Path) -> Beat | None:
+    return Beat.read(path, _MAX_BYTES)
+
+
+def announce(path: Path, step: int = 0, total: int | None = None, **more: Any) -> Beat:
+    """Write one beat of the calling process, from now on the run's, to ``path``. Raises :class:`StorageError`."""
+    before = read_beat(path)
+    beat = Beat(
+        step=step,
+        total=total,
+        counter=before.counter + 1 if before else 0,
+        pid=os.getpid(),
+        created=psutil.Process().create_time(),
+        host=socket.gethostname(),
+        updated=time.time(),
+        **more,
+    )
+    write_json(path, beat.model_dump(), durable=False)
+    return beat
+
+
+def is_alive(beat: Beat, now: float) -> bool:
+    """Whether the process of ``beat`` is alive, as far as this host can see at time ``now``."""
+    if beat.ended:
+        return False
+    silence_s = now - beat.updated
+    try:
+        if beat.host == socket.gethostname():
+            off_s = age_difference_s(beat.pid, beat.created)
+            return off_s is not None and (off_s <= CREATED_TOLERANCE_S or silence_s < _FRESH_S)
+    except psutil.AccessDenied:
+        pass
+    return silence_s < REMOTE_SILENCE_S
+
+
+def age_difference_s(pid: int, created: float) -> float | None:
+    """How far the creation time of process ``pid`` is from ``created``; ``None``: it has ended.
+
+    Raises :class:`psutil.AccessDenied`.
+    """
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else abs(process.create_time() - created)
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return None
+
+
+class Heartbeat:
+    """Beats once a second from a daemon thread; reporting a step costs an assignment.
+
+    A beat that cannot be written (a full disk) is skipped: the heartbeat must not end the run.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._progress: tuple[int, int | None] = (0, None)
+        self._began: tuple[float, int] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._folder: int | None = None
+
+    def start(self, path: Path, step: int = 0, total: int | None = None) -> None:
+        """Begin to beat into the file ``path``; the first beat has been written on return.
+
+        Until :meth:`stop` this process keeps the run folder open: a heartbeat can be forged, an open file cannot.
+        """
+        assert self._thread is None, "a heartbeat is started once"
+        with contextlib.suppress(OSError):
+            self._folder = os.open(path.parent, os.O_RDONLY)
+        self._progress = (step, total)
+        self._beat(path)
+        self._thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self, step: int, total: int | None) -> None:
+        """Report the progress: optimizer steps done, and their number in total. The first call begins the training."""
+        if self._began is None:
+            self._began = (running_s(), step)
+        self._progress = (step, total)
+
+    def stop(self) -> None:
+        """Write a last beat and end the thread. May be called twice, or without a start."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
+
+    def _run(self, path: Path) -> None:
+        global _paused_s
+        asleep = time.monotonic()
+        while not self._stop.wait(self._interval_s):
+            late = time.monotonic() - asleep - self._interval_s
+            if late > _PAUSE_S:
+                _paused_s += late
+            self._beat(path)
+            asleep = time.monotonic()
+        self._beat(path, ended=True)
+
+    def _beat(self, path: Path, ended: bool = False) -> None:
+        began: dict[str, Any] = {}
+        if self._began is not None:
+            since, step = self._began
+            began = {"began": time.time() - (running_s() - since), "began_at": step}
+        with contextlib.suppress(StorageError):
+            announce(path, *self._progress, ended=ended, **began)
+
+
+#: Where the launcher's records are, for its ranks.
+PULSES = "LOCKSTEP_PULSES"
+
+_RECORD = struct.Struct("<qqqq")
+
+
+class Activity(IntEnum):
+    """What a rank is at."""
+
+    STARTING = 0
+    FIRST_STEP = 1
+    WAITING_FOR_DATA = 2
+    STEP = 3
+    HOOKS = 4
+    EVALUATING = 5
+    COMPUTING_METRICS = 6
+    SAVING = 7
+    COMPILING = 8
+    ENDING = 9
+    AWAITING_SAVE = 10
+    WRITING_PROFILE = 11
+
+    @property
+    def is_untimed(self) -> bool:
+        """Whether nothing is known about how long it may take: first calls, compilers, metrics over all rows."""
+        first = self in (Activity.STARTING, Activity.FIRST_STEP, Activity.COMPILING)
+        return first or self in (Activity.COMPUTING_METRICS, Activity.WRITING_PROFILE, Activity.ENDING)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self in (Activity.EVALUATING, Activity.COMPUTING_METRICS)
+
+    def phrase(self, step: int) -> str:
+        """What a rank that has finished ``step`` optimizer steps is at, in words."""
+        if self in (Activity.WAITING_FOR_DATA, Activity.STEP):
+            return f"step {step + 1}" + (", waiting for data" if self is Activity.WAITING_FOR_DATA else "")
+        return _PHRASES.get(self, self.name.lower().replace("_", " ")) + (f" after step {step}" if step else "")
+
+
+_PHRASES = {
+    Activity.FIRST_STEP: "the first step",
+    Activity.HOOKS: "hooks and logging",
+    Activity.EVALUATING: "an evaluation",
+    Activity.SAVING: "saving a checkpoint",
+    Activity.AWAITING_SAVE: "waiting for rank 0 to save a checkpoint",
+    Activity.WRITING_PROFILE: "writing a profile",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """The newest record of a rank: signs of progress, optimizer steps done; ``writer``: thread that saves."""
+
+    beats: int = 0
+    step: int = 0
+    activity: Activity = Activity.STARTING
+    writer: int = 0
+
+
+class PulseBoard:
+    """The records of all ranks of one launcher, made and read by it. Linux only.
+
+    The memory has no name, so it is gone with the launcher; ranks reach it through the launcher's ``/proc`` entry.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._bytes = _RECORD.size * ranks
+        self._fd = os.memfd_create("lockstep-pulses")
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.clear()
+
+    def clear(self) -> None:
+        os.pwrite(self._fd, bytes(self._bytes), 0)
+
+    def read(self) -> list[Sign]:
+        """By local rank."""
+        records = _RECORD.iter_unpack(os.pread(self._fd, self._bytes, 0))
+        return [Sign(beats, step, Activity(activity), writer) for beats, step, activity, writer in records]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Pulse:
+    """This process's record."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._place = self._beats = self._step = self._writer = 0
+        self.activity = Activity.STARTING
+        #: Whether a launcher looks, so that what takes long had better be said.
+        self.is_watched = False
+
+    def connect(self, environ: Mapping[str, str]) -> None:
+        """Report to the launcher named in ``environ`` from now on, if there is one."""
+        path = environ.get(PULSES)
+        if path is None or self._fd is not None:
+            return
+        with contextlib.suppress(OSError):  # it is gone already, or belongs to another user
+            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self.is_watched = True
+            self._place = int(environ.get("LOCAL_RANK", "0")) * _RECORD.size
+
+    @property
+    def sign(self) -> Sign:
+        return Sign(self._beats, self._step, self.activity, self._writer)
+
+    def at(self, activity: Activity, step: int | None = None) -> None:
+        """Report progress: this process begins ``activity``, or continues it; ``step``: optimizer steps done."""
+        if self.activity is Activity.FIRST_STEP and activity in (Activity.WAITING_FOR_DATA, Activity.STEP):
+            activity = Activity.FIRST_STEP
+        self._beats += 1
+        self._step = self._step if step is None else step
+        self.activity = activity
+        self._write()
+
+    def goes_on(self) -> None:
+        self.at(self.activity)
+
+    def writes_in(self, thread: int) -> None:
+        """What ``thread`` reads and writes counts as progress of a save, too; 0: it has ended. Not for ``thread``."""
+        self._writer = thread
+        self._write()
+
+    def _write(self) -> None:
+        if self._fd is not None:
+            os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, self.activity, self._writer), self._place)
+
+    @contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """``activity`` in the block, the previous one afterwards; after an error it stays, for the failure report."""
+        before = self.activity
+        self.at(activity)
+        yield
+        self.at(before)
+
+
+#: A process has one pulse, as it has one standard output.
+pulse = Pulse()

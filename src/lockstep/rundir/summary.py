@@ -1,0 +1,259 @@
+"""Runs as every reader shows them: finding one; its status, progress, results, why it ended; and several, compared.
+
+``lockstep runs``, ``show`` and ``top``, the report and the page all render :func:`summarize`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, RunFolderError
+from lockstep.rundir.files import absolute, damaged, is_folder, last_row, names_in, read_json
+from lockstep.rundir.folder import RunDir, RunRecord, or_else
+from lockstep.telemetry.loggers import flattened
+
+#: A run folder from elsewhere may contain texts of any length.
+_MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
+#: Older samples are stale: the run has ended, or its node has stopped.
+FRESH_S = 15.0
+#: Of a plan: what the configuration says already, and texts.
+_NOT_COMPARED = ("config", "reasons", "notes", "decisions", "task.")
+
+
+def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
+    """The fields of ``run.json`` (``record``, if it has been read), with the status as judged now, and some more.
+
+    - ``location``: the folder's name; ``path``: the folder
+    - ``devices``, ``strategy``, ``precision``, ``world_size``: of the newest attempt
+    - ``step`` of ``total_steps`` (optimizer steps), ``progress`` from 0 to 1, ``epoch`` (completed) of ``epochs``
+    - ``monitor``: the metric that decides which checkpoint is best
+    - ``eta_s``: seconds to the end of a running run, where that can be estimated
+    - ``last_epoch``: the newest row of ``metrics.json``; ``samples_per_s``: the median of all rows
+
+    Raises:
+        RunFolderError: the folder holds no run, or its record is damaged.
+    """
+    record = record or run.read()
+    status, beat, rows = run.judge(record), run.progress(), or_else(run.epochs, [])
+    plan = or_else(run.plan, {})
+    placement, last = record.placement or {}, rows[-1] if rows else {}
+    devices = placement.get("devices") or []
+    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
+        why = "the devices of its placement are not a list of names"
+        raise damaged(run.run_file, why, "restore the file, or delete the run")
+    step, total = (beat.step, beat.total) if beat else (None, None)
+    speeds = [speed for row in rows if isinstance(speed := row.get("samples_per_s"), int | float)]
+    return {
+        **record.model_dump(mode="json"),
+        "name": record.name and record.name[:_MAX_NAME],
+        "tags": [tag[:_MAX_NAME] for tag in record.tags[:_MAX_TAGS]],
+        "error": record.error and record.error[-_MAX_ERROR:],
+        "best_metric": record.best_metric,  # a number may be NaN, which JSON does not have
+        "final_metrics": record.final_metrics,
+        "status": status,
+        "location": run.path.name,
+        "path": str(run.path),
+        "devices": devices,
+        **{key: placement.get(key) for key in ("world_size", "strategy", "precision")},
+        "epoch": last.get("epoch"),
+        "epochs": epochs if isinstance(epochs := plan.get("epochs"), int) else None,
+        "monitor": monitor if isinstance(monitor := plan.get("monitor"), str) else None,
+        "step": step,
+        "total_steps": total,
+        "progress": min(1.0, step / total) if step is not None and total else None,
+        "eta_s": beat.seconds_left() if beat and status == "running" else None,
+        "last_epoch": last or None,
+        "samples_per_s": statistics.median_high(speeds) if speeds else None,
+    }
+
+
+def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The summary of each run in the folders below ``root``, newest first; ``report`` receives what cannot be read."""
+    found = []
+    for run, record in read_runs(root, report):
+        try:
+            found.append(summarize(run, record))
+        except RunFolderError as error:
+            report(one_line(error))
+    return found
+
+
+def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
+    """``run``: its summary, the newest logged step, every rank; ``nodes``: the newest sample of each. For polling."""
+    now = time.time() if now is None else now
+    summary, ranks = summarize(run), last_row(run.ranks_file) or {}
+    state = {
+        **summary,
+        "seconds_left": summary["eta_s"],
+        "logged": last_row(run.steps_file),
+        "ranks": _ranks(run, ranks),
+        "slow_rank": ranks.get("slow_rank"),
+    }
+    nodes = [sample for sample in newest_samples(run.path) if now - sample.get("time", 0) < FRESH_S]
+    return {"run": state, "nodes": nodes}
+
+
+def newest_samples(folder: Path) -> list[dict[str, Any]]:
+    """The last row of each node's ``system-<node>.jsonl``, by file name."""
+    rows = [last_row(file) for file in sorted(folder.glob("system-*.jsonl"))]
+    return [row for row in rows if row is not None]
+
+
+def _ranks(run: RunDir, newest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ranks of the newest row; a row written at the end of an epoch gets the last known ``own_s``."""
+    rows: list[dict[str, Any]] = newest.get("ranks", [])
+    if len(rows) < 2 or _has_own(newest):
+        return rows
+    before = last_row(run.ranks_file, _has_own) or {}
+    known = {rank["rank"]: rank["own_s"] for rank in before.get("ranks", [])}
+    return [{**rank, "own_s": known.get(rank["rank"])} for rank in rows]
+
+
+def _has_own(row: dict[str, Any]) -> bool:
+    return any(rank.get("own_s") is not None for rank in row.get("ranks", []))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One value per run under each name, in the order of ``labels``; of settings and plans, what differs."""
+
+    labels: list[str]
+    results: dict[str, list[Any]]
+    settings: dict[str, list[Any]]
+    plan: dict[str, list[Any]]
+
+    @property
+    def differences(self) -> dict[str, list[Any]]:
+        return self.settings | {f"plan: {key}": values for key, values in self.plan.items()}
+
+
+def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None) -> Comparison:
+    """Compare ``runs``; what cannot be read of one counts as not set. ``more``: further results by name."""
+    found = [summarize(run) for run in runs]
+    plans = [flattened(or_else(run.plan, {})) for run in runs]
+    decided = differences(plans)
+    return Comparison(
+        labels=labels(found),
+        results=_results(found, plans, more or {}),
+        settings=differences([settings_of(run) for run in runs]),
+        plan={key: row for key, row in decided.items() if not key.startswith(_NOT_COMPARED) and ".reasons." not in key},
+    )
+
+
+def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each run, or its folder's, by default its id; with the id where several have the same."""
+    names = [one["name"] or one["location"] for one in summaries]
+    pairs = zip(names, summaries, strict=True)
+    return [f"{name} ({one['id']})" if names.count(name) > 1 else name for name, one in pairs]
+
+
+def settings_of(run: RunDir) -> dict[str, Any]:
+    """The run's configuration with dotted keys, without the run's own place; empty if it cannot be read."""
+    config = or_else(run.config, None)
+    return {} if config is None else flattened(config.model_dump(mode="json", exclude={"save_dir"}))
+
+
+def _results(
+    found: Sequence[Mapping[str, Any]], plans: Sequence[Mapping[str, Any]], more: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {
+        "run": [one["id"] for one in found],
+        **{name: [one[name] for one in found] for name in ("task", "status")},
+        "devices": [", ".join(one["devices"]) for one in found],
+        "strategy": [one["strategy"] for one in found],
+        "global batch": [plan.get("batch.global_batch") for plan in plans],
+        "steps": [one["step"] for one in found],
+        "samples/s": [one["samples_per_s"] for one in found],
+        **more,
+        "best epoch": [one["best_epoch"] for one in found],
+    }
+    for prefix, of in (("best", "best_metric"), ("final", "final_metrics")):
+        for name in dict.fromkeys(name for one in found for name in one[of]):
+            rows[f"{prefix} {name}"] = [one[of].get(name) for one in found]
+    return {name: values for name, values in rows.items() if any(value not in (None, "") for value in values)}
+
+
+def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same everywhere, with the value of each (``None`` where it has none)."""
+    keys = sorted({key for one in values for key in one})
+    found = {key: [one.get(key) for one in values] for key in keys}
+    comparable = partial(json.dumps, sort_keys=True, default=str)
+    return {key: row for key, row in found.items() if len(set(map(comparable, row))) > 1}
+
+
+def one_line(error: RunFolderError) -> str:
+    return f"{error.what}: {error.why}" if error.why else error.what
+
+
+def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
+    """Runs directly below ``root`` with their records, newest first; ``report`` receives why one cannot be read."""
+    found = []
+    root = absolute(root)
+    for name in names_in(root):
+        run = RunDir(root / name)
+        if name.startswith(".") or not os.path.lexists(run.run_file):
+            continue
+        try:
+            found.append((run, run.read()))
+        except RunFolderError as error:
+            if report is not None:
+                report(one_line(error))
+    return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
+
+
+def find_run(ref: str, runs_dir: Path) -> RunDir:
+    """The run that ``ref`` names: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
+
+    Raises:
+        RunFolderError: no run has this name, or several have.
+    """
+    if not ref or "\0" in ref:
+        raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
+    here = Path(ref)
+    if os.sep in ref or os.path.lexists(here / "run.json"):
+        return RunDir.open(here)
+    runs = read_runs(runs_dir)
+    if ref == "last" and runs:
+        return runs[0][0]
+    exact = [run for run, record in runs if ref in {record.id, run.path.name}]
+    near = exact or [run for run, record in runs if record.id.startswith((ref, f"run-{ref}"))]
+    if len(near) == 1:
+        return near[0]
+    if near:
+        what = f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}"
+        raise RunFolderError(what, fix="give more of the id, or the folder")
+    if is_folder(here):
+        return RunDir.open(here)
+    close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
+    listed = f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder"
+    raise RunFolderError(
+        f"there is no run {ref!r}",
+        why=f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs",
+        fix=f"did you mean {close[0]}?" if close else listed,
+    )
+
+
+def read_forecast(path: Path) -> dict[str, Any]:
+    """The report of ``lockstep forecast``: its file, or the folder of it. Raises :class:`ConfigError`."""
+    file = path / "report.json" if path.is_dir() else path
+    fix = "name the folder that `lockstep forecast` printed, or its report.json"
+    rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
+    try:
+        found = read_json(file)
+        complete = all(rates <= row.keys() for row in found["rows"]) and "task" in found
+        if found["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= found["settings"].keys():
+            return dict(found)
+    except RunFolderError as error:
+        raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
+    except (TypeError, KeyError, AttributeError):
+        pass
+    raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)

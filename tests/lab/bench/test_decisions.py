@@ -1,0 +1,174 @@
+"""What is proposed from measurements: workers, batch sizes, learning rates, precisions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lockstep.lab.bench.batch_size import RESOLUTION, next_batch
+from lockstep.lab.bench.loader import conclude, holds_up
+from lockstep.lab.bench.lr import Ramp, Smoothed, has_diverged, propose
+from lockstep.lab.bench.lr import conclude as conclude_lr
+from lockstep.lab.bench.report import BenchReport
+from lockstep.lab.bench.step import batch_sizes
+from lockstep.planning.loader import HEADROOM, recommend, worker_counts
+
+RATES = st.dictionaries(st.integers(0, 64), st.floats(1, 1e6), min_size=1)
+
+
+@given(RATES, st.floats(1, 1e6))
+def test_the_fewest_workers_that_keep_up_are_recommended(rates: dict[int, float], demand: float) -> None:
+    advice = recommend(rates, demand)
+    enough = [workers for workers, rate in rates.items() if rate >= HEADROOM * demand]
+    if enough:
+        assert advice.num_workers == min(enough)
+    else:
+        assert rates[advice.num_workers] >= 0.95 * max(rates.values())
+    assert advice.bound == ("data" if rates[advice.num_workers] < demand else "compute")
+    assert str(advice.num_workers) in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("load_ms", "transfer_ms", "step_ms", "found"),
+    [
+        (1, 1, 10, "compute"),
+        (12, 1, 10, "load"),
+        (1, 10, 10.2, "transfer"),  # the step itself is that long because of it
+        (12, 30, 30, "transfer"),
+        (40, 30, 30, "load"),
+    ],
+)
+def test_the_slower_of_load_and_transfer_holds_the_step_up(
+    load_ms: float, transfer_ms: float, step_ms: float, found: str
+) -> None:
+    assert holds_up(load_ms, transfer_ms, step_ms) == found
+
+
+def loader_report(load_ms: float, transfer_ms: float | None, step_ms: float, *, pin_memory: bool) -> BenchReport:
+    row = {"num_workers": 0, "status": "ok", "samples_per_s": 32e3 / load_ms, "load_ms": load_ms}
+    settings = {"batch_size": 32, "planned_workers": 0, "pin_memory": pin_memory}
+    report = BenchReport("loader", "toy", settings, [{**row, "transfer_ms": transfer_ms}])
+    conclude(report, 32e3 / step_ms)
+    return report
+
+
+def test_the_loaders_verdict_speaks_of_the_transfer_where_there_is_one() -> None:
+    slow = loader_report(2, 15, 15, pin_memory=False)
+    assert slow.verdict.startswith("the transfer holds the step up (a batch takes 2 ms to load and 15 ms to the GPU")
+    assert "--set data.pin_memory=true. For loading, use --num-workers 0" in slow.verdict
+    assert "pin_memory" not in loader_report(2, 15, 15, pin_memory=True).verdict
+    loading = loader_report(40, 1, 15, pin_memory=True)
+    assert loading.verdict.startswith("use --num-workers 0")
+    assert loading.notes[-1].endswith("loading holds the step up")
+    assert "holds_up" not in loader_report(2, None, 15, pin_memory=False).extra
+
+
+@given(st.integers(1, 256))
+def test_worker_counts_go_from_none_to_all_cores(cores: int) -> None:
+    counts = worker_counts(cores)
+    assert counts == sorted(set(counts))
+    assert {0, 1, cores} <= set(counts)
+
+
+@given(st.integers(0, 5000), st.integers(1, 4096), st.integers(1, 256))
+def test_the_search_ends_near_the_largest_batch_that_fits(limit: int, most: int, first: int) -> None:
+    fits, fails, tried = 0, None, []
+    candidate: int | None = min(first, most)
+    while candidate is not None:
+        assert 1 <= candidate <= most
+        assert candidate not in tried, "nothing is tried twice"
+        tried.append(candidate)
+        if candidate <= limit:
+            fits = candidate
+        else:
+            fails = candidate
+        candidate = next_batch(fits, fails, most)
+    best = min(limit, most)
+    assert fits <= best
+    assert best - fits <= max(1, int(fits * RESOLUTION)) if fits else best == 0
+    assert len(tried) < 40
+
+
+@given(st.integers(1, 512), st.integers(1, 4096), st.integers(1, 10_000))
+def test_batches_double_within_the_data_set(first: int, most: int, samples: int) -> None:
+    sizes = batch_sizes(first, most, samples)
+    assert all(later == 2 * earlier for earlier, later in itertools.pairwise(sizes))
+    assert sizes[-1] <= max(samples, 1)
+    assert batch_sizes(first, None, samples) == sizes[:1]
+
+
+def curve(best: float, steps: int = 101) -> tuple[list[float], list[float]]:
+    """A loss that falls around a hundredth of ``best``, is least there, and grows."""
+    rates = [1e-6 * 1e7 ** (step / (steps - 1)) for step in range(steps)]
+    fall = [1 / (1 + (100 * rate / best) ** 2) for rate in rates]
+    return rates, [1 + 2 * down + (rate / best) ** 4 for down, rate in zip(fall, rates, strict=True)]
+
+
+@given(st.floats(1e-3, 1.0))
+def test_the_proposal_lies_where_the_loss_falls(best: float) -> None:
+    rates, losses = curve(best)
+    found = propose(rates, losses, losses)
+    assert found is not None
+    assert best / 1000 < found.steepest < best / 10
+    assert found.lr == min(found.steepest, found.tenth)
+
+
+@pytest.mark.parametrize(
+    ("own", "begins"), [(False, "use --lr 0.0"), (True, "make the task's own optimizer with lr=0.0")]
+)
+def test_the_verdict_names_where_the_rate_is_set(own: bool, begins: str) -> None:
+    report = BenchReport("lr", "toy", {"steps": 101, "global_batch": 32})
+    rates, losses = curve(0.5)
+    report.rows += [{"lr": lr, "loss": loss, "smoothed": loss} for lr, loss in zip(rates, losses, strict=True)]
+    conclude_lr(report, own_optimizer=own)
+    assert report.verdict.startswith(begins)
+
+
+@given(st.floats(1e-2, 1.0), st.integers(0, 1000))
+def test_noise_in_the_first_losses_decides_nothing(best: float, seed: int) -> None:
+    rates, losses = curve(best)
+    noisy = (np.array(losses) + np.random.default_rng(seed).normal(0, 0.2, len(losses))).tolist()
+    smooth = Smoothed()
+    found = propose(rates, noisy, [smooth.add(loss) for loss in noisy])
+    assert found is not None
+    assert best / 1000 < found.lr < best
+
+
+@given(st.integers(0, 100_000), st.integers(12, 200))
+@example(20, 20)
+@example(11_003, 12)
+def test_noise_alone_gives_no_proposal(seed: int, steps: int) -> None:
+    losses = (2 + np.random.default_rng(seed).normal(0, 0.3, steps)).tolist()
+    smooth = Smoothed()
+    rates = [1e-6 * 1.05**step for step in range(steps)]
+    assert propose(rates, losses, [smooth.add(loss) for loss in losses]) is None
+
+
+def test_a_loss_that_never_falls_gives_no_proposal() -> None:
+    growing = [1.0, 2.0, 3.0, 4.0]
+    assert propose([1e-3, 1e-2, 1e-1, 1.0], growing, growing) is None
+    assert propose([1e-3, 1e-2], [1.0, 0.5], [1.0, 0.5]) is None
+
+
+@given(st.floats(0.1, 100), st.integers(1, 50))
+def test_smoothing_keeps_a_constant(value: float, count: int) -> None:
+    smooth = Smoothed()
+    assert [smooth.add(value) for _ in range(count)] == pytest.approx([value] * count)
+
+
+def test_divergence_is_seen_for_losses_of_any_sign() -> None:
+    assert has_diverged(math.nan, 1.0, 1)
+    assert has_diverged(4.1, 1.0, 20)
+    assert not has_diverged(4.1, 1.0, 5)
+    assert not has_diverged(-0.9, -1.0, 20)
+    assert has_diverged(2.5, -1.0, 20)
+
+
+def test_the_ramp_is_exponential() -> None:
+    ramp = Ramp(name="constant", lr=1e-3, total_steps=5, steps_per_epoch=1, first=1e-4, last=1.0)
+    assert [ramp.at(step) for step in range(5)] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])

@@ -1,0 +1,218 @@
+"""Counted memory against what torch's allocator hands out; the verb."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep import Datasets, Loss, Task
+from lockstep.cli.main import main
+from lockstep.data.arrays import ArrayDataset
+from lockstep.data.requests import fetch
+from lockstep.engine.optim.optimizers import build_optimizer
+from lockstep.errors import TaskError, UnsupportedError, UsageError
+from lockstep.lab.bench.trials import Subject
+from lockstep.lab.forecast.footprint import count_step
+from lockstep.lab.forecast.memory import Counting, estimate_memory, print_memory
+from lockstep.launch.prepare import Prepared, prepare
+
+CASES = {
+    "har": ({}, 64),
+    "har transformer": ({"task": {"name": "har", "model": "transformer"}}, 64),
+    "autoencoder": ({}, 512),
+    "speech": ({"task": {"utterances": 16}}, 4),
+}
+
+
+def allocated(prepared: Prepared, batch: Any, *, keep_gradients: bool) -> int:
+    """The most bytes that torch's allocator had given out at once during three steps on real tensors."""
+    task = prepared.task
+    with (
+        torch.random.fork_rng(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+    ):
+        model = task.model().train()
+        optimizer = task.optimizer(model) or build_optimizer(prepared.config.optimizer, model, 1e-3)
+        for _ in range(3):
+            for parameter in model.parameters():
+                if not keep_gradients:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            task.loss(model, batch).total.backward()
+            optimizer.step()
+        del model, optimizer
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the profiler, and of torch's own transformer layers
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_the_peak_is_counted_within_a_fifth(name: str, keep_gradients: bool) -> None:
+    settings, size = CASES[name]
+    prepared = prepare(name.split()[0], {**settings, "hardware": {"selected_devices": ["cpu"]}})
+    train = prepared.datasets.train
+    batch = fetch(train, prepared.task.collate, 1, 0, np.arange(size) % len(train))
+    own = sum(leaf.untyped_storage().nbytes() for leaf in batch if isinstance(leaf, Tensor))
+    counted = count_step(prepared.task, prepared.config, batch, size, keep_gradients=keep_gradients)
+    measured = allocated(prepared, batch, keep_gradients=keep_gradients) + own
+    assert sum(counted.kinds.values()) == pytest.approx(measured, rel=0.2)
+    parameters = sum(p.numel() * p.element_size() for p in prepared.task.model().parameters())
+    assert counted.kinds["parameters"] == parameters
+    assert sum(counted.gradients) == sum(counted.blocks) == parameters
+    assert counted.kinds["optimizer"] >= 2 * parameters
+    if keep_gradients:
+        assert counted.kinds["gradients"] == parameters
+
+
+class Large(Task):
+    """More parameters than this machine has memory for."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(ArrayDataset(torch.zeros(64, 8), torch.zeros(64, dtype=torch.long)))
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 1 << 17), nn.ReLU(), nn.Linear(1 << 17, 1 << 18, bias=False))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        samples, labels = batch
+        return Loss(nn.functional.cross_entropy(model(samples), labels, reduction="sum"), len(labels))
+
+
+def test_a_model_larger_than_memory_is_counted_without_it() -> None:
+    config = prepare("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).config
+    task = Large()
+    counted = count_step(task, config, (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), 4, keep_gradients=True)
+    assert counted.on == "fake"
+    assert sum(counted.kinds.values()) > 4 * 4 * 2**35
+
+
+class Deep(Task):
+    """Blocks with large activations."""
+
+    def datasets(self) -> Datasets:
+        return Datasets(ArrayDataset(torch.zeros(512, 16)))
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)) for _ in range(8)))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+@pytest.mark.slow
+def test_settings_of_fsdp_are_in_its_estimate() -> None:
+    def found(**fsdp: Any) -> dict[str, float]:
+        settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}, "fsdp": fsdp}
+        estimate = estimate_memory(Subject(Deep, settings), gpus=64, strategy="fsdp")
+        kinds: dict[str, float] = estimate["strategies"]["fsdp"]
+        return kinds
+
+    plain = found()
+    assert found(activation_checkpointing=True)["activations"] < plain["activations"] / 2
+    assert found(sharding="hybrid")["optimizer"] == pytest.approx(8 * plain["optimizer"])
+    assert found(cpu_offload=True)["optimizer"] == 0
+
+
+def test_hybrid_sharding_is_within_a_node_of_devices_that_are_here() -> None:
+    """A forecast from a measured step counts memory for more of them than there are."""
+    settings = {"hardware": {"selected_devices": ["cpu"]}, "fsdp": {"sharding": "hybrid"}}
+    counting = Counting(Subject(Deep, settings), per_node=8)
+    here, within = counting.memory("fsdp", 8, 16), counting.memory("fsdp", 64, 16)
+    assert within["optimizer"] == here["optimizer"]
+
+
+@pytest.mark.slow
+def test_the_first_gpu_of_dp_is_the_fullest() -> None:
+    """Deep returns 16 numbers a sample; its batch is as large."""
+    subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}})
+    found = estimate_memory(subject, gpus=4, limit=80e9, strategy="dp")
+    ddp = estimate_memory(subject, gpus=4, strategy="ddp")["strategies"]["ddp"]
+    first, other = found["strategies"]["dp"], found["strategies"]["dp, each other"]
+    assert found["chosen"]["strategy"] == "dp"
+    outputs = 256 * 16 * 4
+    assert first["gathered"] == 3 * first["batch"] + 4 * 2 * outputs
+    assert first["gradients"] == 2 * other["gradients"] == 2 * ddp["gradients"]
+    assert first["optimizer"] == ddp["optimizer"] > other["optimizer"] == 0
+    assert first["total"] > ddp["total"] > other["total"]
+    assert list(found["largest_batch"]) == ["dp"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"), [(None, "dp needs GPUs"), (1, "dp needs several devices"), (9, "dp cannot use 9 GPUs")]
+)
+def test_dp_without_several_gpus_of_one_machine_is_refused(gpus: int | None, words: str) -> None:
+    subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu", "cpu"]}})
+    with pytest.raises(UnsupportedError, match=words):
+        estimate_memory(subject, gpus=gpus, strategy="dp")
+
+
+@pytest.mark.slow
+def test_gpus_that_are_not_here_share_a_global_batch_anew() -> None:
+    def found(gpus: int) -> tuple[int, int]:
+        training = {"batch_size": 32, "global_batch_size": 512}
+        subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": training})
+        estimate = estimate_memory(subject, gpus=gpus)
+        return estimate["batch_size"], estimate["accumulate"]
+
+    assert (found(1), found(8), found(64)) == ((32, 16), (32, 2), (8, 1))
+    with pytest.raises(UsageError, match="cannot be shared by 513 devices"):
+        found(513)
+
+
+class Mistaken(Deep):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch).sum(), len(batch))
+
+
+def test_a_task_that_cannot_make_a_step_is_one_clear_error() -> None:
+    with pytest.raises(TaskError, match="cannot make a step on 32 sample"):
+        estimate_memory(Subject(Mistaken, {"hardware": {"selected_devices": ["cpu"]}}))
+
+
+class Reading(Large):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return loss if loss.total.item() > 0 else super().loss(model, batch)
+
+
+def test_a_large_model_that_reads_values_is_refused_and_not_tried() -> None:
+    config = prepare("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).config
+    batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(UnsupportedError, match="cannot be counted without memory"):
+        count_step(Reading(), config, batch, 4, keep_gradients=True)
+
+
+def test_the_verb_tells_each_strategy_and_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "autoencoder", "--gpus", "8", "--memory", "2GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ddp, fsdp = (found["strategies"][name] for name in ("ddp", "fsdp"))
+    assert ddp["total"] == pytest.approx(sum(value for kind, value in ddp.items() if kind != "total"))
+    assert fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 8)
+    assert found["chosen"]["strategy"] == "ddp"
+    assert found["largest_batch"]["ddp"] == found["most"]
+
+
+@pytest.mark.parametrize("gpus", ["0", "1000000001"])
+def test_a_wrong_wish_is_refused(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "autoencoder", "--gpus", gpus]) == 2
+    assert f"for --gpus: {gpus} (must be 1 to 1,000,000)" in capsys.readouterr().err
+
+
+def test_the_table_names_kinds_and_what_to_take() -> None:
+    stream = io.StringIO()
+    subject = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}})
+    print_memory(estimate_memory(subject, limit=1e6), stream)
+    shown = stream.getvalue()
+    assert "activations" in shown
+    assert "largest batch" in shown
+    assert "take single" in shown

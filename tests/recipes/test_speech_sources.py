@@ -1,0 +1,77 @@
+"""Where the utterances come from: what was named, or one clear error; never something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.engine.task import DataSettings
+from lockstep.errors import ConfigError, DataError
+from lockstep.events import Sound
+from lockstep.recipes.speech import espeak
+from lockstep.recipes.speech.task import SpeechConfig, SpeechTask
+from tests.recipes.speech_files import make_librispeech, make_recordings
+
+
+def make(data: DataSettings | None = None, **settings: Any) -> SpeechTask:
+    task = SpeechTask(SpeechConfig(**settings))
+    task.data = data or DataSettings()
+    return task
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "ignored"),
+    [
+        ({"val_manifest": "val.jsonl"}, DataSettings(), "task.val_manifest"),
+        ({"test_manifest": "test.jsonl", "source": "synthesised"}, DataSettings(), "task.test_manifest"),
+        ({"train_manifest": "t.jsonl", "source": "librispeech"}, DataSettings("."), "task.train_manifest"),
+        ({"librispeech_train": ("train-clean-360",)}, DataSettings(), "task.librispeech_train"),
+        ({"train_manifest": "t.jsonl", "librispeech_val": ("dev-other",)}, DataSettings(), "task.librispeech_val"),
+        ({"train_manifest": "t.jsonl", "utterances": 7}, DataSettings(), "task.utterances"),
+        ({"train_manifest": "t.jsonl"}, DataSettings(".", download=True), "data.download, data.data_dir"),
+        ({"source": "synthesised"}, DataSettings(download=True), "data.download"),
+    ],
+)
+def test_settings_for_another_source_are_refused_by_name(
+    settings: dict[str, Any], data: DataSettings, ignored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(espeak, "PACKAGE", "not-here")  # so that nothing is spoken where nothing is refused
+    with pytest.raises(ConfigError, match=f"^{ignored} would be ignored"):
+        make(data, **settings).prepare()
+
+
+def test_a_folder_without_known_data_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    make_recordings(tmp_path / "mine", 2)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match="holds no data that this task knows") as caught:
+        make(DataSettings(tmp_path / "mine")).prepare()
+    assert "task.train_manifest" in caught.value.fix
+    with pytest.raises(DataError, match="there is no folder"):
+        make(DataSettings(tmp_path / "mien")).prepare()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_example_of_an_evaluation_can_be_heard(tmp_path: Path) -> None:
+    manifest = make_recordings(tmp_path, 3)
+    task = make(train_manifest=manifest, val_manifest=manifest)
+    task._examples = (("ON", "OH"), ("STOP", "TOP"), ("GO UP", "GO"))  # the second is of other data
+    first, *others = task.remarks()
+    assert isinstance(first, Sound)
+    assert (first.text, first.rate_hz) == ("said: 'ON'  heard: 'OH'", 16_000)
+    assert np.array_equal(first.samples, task.datasets().val.waveform(0))
+    assert [isinstance(one, Sound) for one in others] == [False, True]
+    assert not task.remarks()
+
+
+def test_the_folder_decides_the_source(tmp_path: Path) -> None:
+    make_librispeech(tmp_path / "libri")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "spoken" / "speech-0123456789ab").mkdir(parents=True)
+    make_recordings(tmp_path / "mine", 1)
+    assert make(DataSettings(tmp_path / "libri")).source == "librispeech"
+    assert make(DataSettings(str(tmp_path / "empty"))).source == "synthesised"
+    assert make(DataSettings(tmp_path / "spoken")).source == "synthesised"
+    assert make(DataSettings(tmp_path / "mine"), source="synthesised").source == "synthesised"
