@@ -78,4 +78,4 @@ def test_tasks_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_server_loads_no_torch() -> None:
-    assert heavy_after("import lockstep.studio.server, lockstep.cli.studio") == []
+    assert heavy_after("import lockstep.studio.server, lockstep.studio.command") == []

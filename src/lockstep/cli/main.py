@@ -90,17 +90,25 @@ VERBS = (
     ("version", _OTHER, "Show the versions of Lockstep, Python and the libraries it uses."),
     ("completion", _OTHER, "Print or install a completion script for your shell."),
 )
-#: The module of a verb, where it has not the verb's name.
+#: The verbs of each module. Those of the leaves are named, never imported, here.
 _MODULES = {
-    **dict.fromkeys(("devices", "doctor", "version", "completion"), "machine"),
-    **dict.fromkeys(("plan", "memory", "forecast", "verify"), "before"),
-    **dict.fromkeys(("train", "run", "resume", "stop"), "training"),
-    **dict.fromkeys(("runs", "show", "compare", "report"), "reading"),
-    **dict.fromkeys(("evaluate", "predict", "generate", "export", "transcribe"), "results"),
+    "lockstep.cli.before": ("plan", "verify"),
+    "lockstep.cli.machine": ("devices", "version", "completion"),
+    "lockstep.cli.reading": ("runs", "show"),
+    "lockstep.cli.results": ("evaluate", "predict", "export"),
+    "lockstep.cli.top": ("top",),
+    "lockstep.cli.training": ("train", "run", "resume", "stop"),
+    "lockstep.lab.commands.bench": ("bench",),
+    "lockstep.lab.commands.doctor": ("doctor",),
+    "lockstep.lab.commands.predict": ("memory", "forecast"),
+    "lockstep.lab.commands.report": ("compare", "report"),
+    "lockstep.lightning.command": ("lightning",),
+    "lockstep.recipes.commands": ("generate", "transcribe"),
+    "lockstep.studio.command": ("studio",),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 for _position, (_verb, _group, _help) in enumerate(VERBS):
-    _place = f"lockstep.cli.{_MODULES.get(_verb, _verb)}:{_verb}"
-    app.command(_place, name=_verb, help=_help, group=_group, sort_key=_position)
+    app.command(f"{_MODULE_OF[_verb]}:{_verb}", name=_verb, help=_help, group=_group, sort_key=_position)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,14 +11,13 @@ from cyclopts import Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, answer, find, flag, print_values, verb
 from lockstep.cli.settings import fork_ranks_from_here
-from lockstep.errors import ConfigError, UnsupportedError, UsageError
-from lockstep.telemetry.console import say
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.rundir.folder import RunDir
 
 
-def _weights(purpose: str) -> Parameter:
+def weights_flag(purpose: str) -> Parameter:
     return flag(f"Which weights{purpose}. Default: best.", "best|last|STEP")
 
 
@@ -27,7 +26,7 @@ def _devices(result: str) -> Parameter:
     return flag(f"Devices by name, comma-separated: {same}. Default: the first of the run.", "DEVICE,...")
 
 
-def _opened(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
+def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
     """The run, and its checkpoint: ``best``, ``last`` or the number of a step."""
     step = int(checkpoint) if checkpoint.isascii() and checkpoint.isdigit() else None
     if step is None and checkpoint not in {"best", "last"}:
@@ -49,12 +48,12 @@ def evaluate(
     data: Annotated[
         Path | None, flag("Evaluate on other data than the run's, such as a manifest of recordings.", "FILE")
     ] = None,
-    checkpoint: Annotated[str, _weights(" to evaluate")] = "best",
+    checkpoint: Annotated[str, weights_flag(" to evaluate")] = "best",
     devices: Annotated[str | None, _devices("metrics")] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found, chosen = _opened(run, runs_dir, checkpoint)
+    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.evaluation import evaluate as evaluate_run
 
     fork_ranks_from_here(devices)
@@ -75,46 +74,16 @@ def predict(
             "FILE",
         ),
     ] = None,
-    checkpoint: Annotated[str, _weights(" to use")] = "best",
+    checkpoint: Annotated[str, weights_flag(" to use")] = "best",
     devices: Annotated[str | None, _devices("file")] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found, chosen = _opened(run, runs_dir, checkpoint)
+    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.predict import predict as write_predictions
 
     fork_ranks_from_here(devices)
     _print(write_predictions(found, data, out, devices=devices, checkpoint=chosen), as_json)
-
-
-@verb("RUN [OPTIONS]", "Example:\n  lockstep generate last --prompt 'The class ' --tokens 200")
-def generate(
-    run: RunRef,
-    /,
-    *,
-    prompt: Annotated[str, flag("What the text begins with. Default: nothing.")] = "",
-    tokens: Annotated[int, flag("Tokens to generate. Default: 200.")] = 200,
-    temperature: Annotated[float, flag("0 takes the most probable token; above 1 is more varied. Default: 0.8.")] = 0.8,
-    top_k: Annotated[int | None, flag("Draw from the N most probable tokens only. Default: all.")] = None,
-    seed: Annotated[int, flag("The same seed gives the same text. Default: 0.")] = 0,
-    checkpoint: Annotated[str, _weights("")] = "best",
-    as_json: AsJson = False,
-    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
-) -> None:
-    for name, value, least in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"invalid value for {name}: {value:g}", fix=f"use {least} or more")
-    found, chosen = _opened(run, runs_dir, checkpoint)
-    from lockstep.launch.finished.reopen import load_model
-    from lockstep.recipes.text.task import TextTask
-
-    task, model = load_model(found, chosen)
-    if not isinstance(task, TextTask):
-        raise UnsupportedError(
-            "this run generates no text", why=f"its task is {type(task).__name__}", fix="name a run of `text`"
-        )
-    text = task.generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    answer({"prompt": prompt, "text": text}, lambda out: out.write(f"{text}\n"), as_json)
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep export last --out model --no-program")
@@ -125,7 +94,7 @@ def export(
     out: Annotated[
         Path | None, flag("Folder to write to, new or empty. Default: the folder export of the run.")
     ] = None,
-    checkpoint: Annotated[str, _weights(" to export")] = "best",
+    checkpoint: Annotated[str, weights_flag(" to export")] = "best",
     program: Annotated[
         bool | None,
         flag(
@@ -137,28 +106,8 @@ def export(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found, chosen = _opened(run, runs_dir, checkpoint)
+    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.export import export as write_export
 
     result = write_export(found, out or found.path / "export", checkpoint=chosen, program=program)
     _print(result if as_json else {**result, "files": ", ".join(result["files"])}, as_json)
-
-
-@verb("RUN FILE... [OPTIONS]", "Example:\n  lockstep transcribe last recording.wav other.flac")
-def transcribe(
-    run: RunRef,
-    /,
-    *files: Annotated[Path, flag("Recordings: WAV, FLAC or OGG, of any rate.")],
-    checkpoint: Annotated[str, _weights(" to use")] = "best",
-    as_json: AsJson = False,
-    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
-) -> None:
-    if not files:
-        raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
-    found, chosen = _opened(run, runs_dir, checkpoint)
-    from lockstep.launch.finished.reopen import load_model
-    from lockstep.recipes.speech.task import transcribe as transcripts_of
-
-    transcripts = transcripts_of(*load_model(found, chosen), files)
-    document = {"run": found.read().id, "transcripts": [one._asdict() for one in transcripts]}
-    answer(document, partial(say, "\n".join(f"{one.file}: {one.text}" for one in transcripts)), as_json)

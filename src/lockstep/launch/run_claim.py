@@ -27,11 +27,10 @@ from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.rundir.files import damaged, storing, write_json
+from lockstep.rundir.files import damaged, flattened, storing, write_json
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id
 from lockstep.rundir.summary import read_forecast
 from lockstep.tasks.registry import FROM_PARTS, make_task
-from lockstep.telemetry.loggers import flattened
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0

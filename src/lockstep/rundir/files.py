@@ -369,3 +369,11 @@ def is_folder(path: Path) -> bool:
 def absolute(path: Path) -> Path:
     """``path`` from the root, without ``..``, links left as the user named them."""
     return Path(os.path.abspath(path))
+
+
+def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

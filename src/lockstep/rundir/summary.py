@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, RunFolderError
-from lockstep.rundir.files import absolute, damaged, is_folder, last_row, names_in, read_json
+from lockstep.rundir.files import absolute, damaged, flattened, is_folder, last_row, names_in, read_json
 from lockstep.rundir.folder import RunDir, RunRecord, or_else
-from lockstep.telemetry.loggers import flattened
 
 #: A run folder from elsewhere may contain texts of any length.
 _MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000

@@ -24,7 +24,7 @@ from urllib.parse import urlparse
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.events import Event, PictureDrawn, RunEnded, RunStarted, Sink
-from lockstep.rundir.files import plain, write_text
+from lockstep.rundir.files import flattened, plain, write_text
 from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
@@ -437,14 +437,6 @@ def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | 
         if underscore and split in folders and only in (None, split):
             result[f"{folders[split]}/{name}"] = value
     return result
-
-
-def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def plan_values(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lockstep.lab.forecast.collectives import measured_cluster
 from lockstep.lab.forecast.measured import MEETINGS, contention, counts_beside, jitter, meeting
 from lockstep.lab.forecast.project import forecast
 from lockstep.lab.forecast.scaling import Setting, Wish
-from lockstep.lab.report.source import in_words, score
+from lockstep.rundir.forecast_score import in_words, score
 from lockstep.rundir.summary import read_forecast
 from tests.toys import Toy
 

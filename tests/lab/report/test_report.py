@@ -21,9 +21,9 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.lab.report.figures import pictures
 from lockstep.lab.report.source import MAX_POINTS, compared, read_run, thinned
+from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import differences
-from lockstep.telemetry.loggers import flattened
 from lockstep.telemetry.sinks import encode_png
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -32,8 +32,8 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
 from lockstep.launch.run_claim import warn
+from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import versions
-from lockstep.telemetry.loggers import flattened
 
 T = TypeVar("T")
 

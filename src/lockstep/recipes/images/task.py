@@ -268,7 +268,7 @@ def _of_timm(name: str, channels: int, classes: int, size: int) -> nn.Module:
     # A model that takes images of one size only is made for ours.
     fixed = getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False)
     sizes = {"img_size": size} if fixed else {}
-    return timm.create_model(name, pretrained=False, in_chans=channels, num_classes=classes, **sizes)  # type: ignore[no-any-return]
+    return timm.create_model(name, pretrained=False, in_chans=channels, num_classes=classes, **sizes)
 
 
 def _begin_with(model: nn.Module, file: Path) -> None:

@@ -42,7 +42,7 @@ def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) 
     model.register_forward_hook(_logits)
     if not next(model.parameters()).is_meta:
         _check_attention(path, model, vocabulary, packs=packs)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _logits(model: nn.Module, args: Any, output: Any) -> Any:

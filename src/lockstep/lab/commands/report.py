@@ -1,0 +1,85 @@
+"""`lockstep compare` and `lockstep report`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, answer, flag, verb
+from lockstep.errors import UsageError
+from lockstep.telemetry.console import print_table, say
+
+if TYPE_CHECKING:
+    pass
+
+
+@verb("RUN RUN… [OPTIONS]", "Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison")
+def compare(
+    *runs: Annotated[str, flag("Two runs or more: folder, id, beginning of an id, or `last`.")],
+    out: Annotated[
+        Path | None, flag("Also write overlaid curves there, as report.html and PNG files. Default: no.")
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    from lockstep.lab.report.page import read_all, write_report
+    from lockstep.lab.report.source import compared
+
+    found, benches = read_all(runs, runs_dir)
+    if len(found) < 2 or benches:
+        raise UsageError(
+            "a comparison needs two runs or more",
+            why="benchmarks cannot be compared with runs" if benches else f"{len(found)} was given",
+            fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` accepts benchmarks",
+        )
+    comparison = compared(found)
+    labels, differing = comparison.labels, comparison.differences
+    written = write_report(runs, runs_dir, out) if out is not None else []
+    files = [str(path) for path in written]
+    document = {
+        "runs": labels,
+        "summary": comparison.results,
+        "differences": differing,
+        "epochs": {run.label: run.epochs for run in found},
+        "evaluations": {run.label: run.evaluations for run in found},
+        "files": files,
+    }
+
+    def show(stream: TextIO) -> None:
+        print_table(("", *labels), _lines(comparison.results), stream)
+        say("", stream)
+        if differing:
+            print_table(("what differs", *labels), _lines(differing), stream)
+        else:
+            say("Settings and plans are the same.", stream)
+        stream.writelines(f"{file}\n" for file in files)
+
+    answer(document, show, as_json)
+
+
+def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
+    from lockstep.lab.report.source import text
+
+    return [(name, *map(text, values)) for name, values in table.items()]
+
+
+@verb(
+    "RUN… [OPTIONS]", "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page"
+)
+def report(
+    *runs: Annotated[str, flag("Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")],
+    out: Annotated[
+        Path | None,
+        flag("Folder for report.html and pictures, or an .html file. Default: `report` in the first one."),
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+) -> None:
+    from lockstep.lab.report.page import write_report
+
+    if not runs:
+        raise UsageError("no run was named", fix="lockstep report last; `lockstep runs` lists them")
+    written = write_report(runs, runs_dir, out)
+    files = [str(path) for path in written]
+    answer({"files": files}, lambda out: out.writelines(f"{file}\n" for file in files), as_json)
