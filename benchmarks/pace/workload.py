@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.recipes.images.resnet import ResNet
 from lockstep.recipes.text.gpt import Gpt
 from lockstep.tasks.har.models import Cnn, Mlp, Transformer
-from lockstep.tasks.har.vision import ResNet
 
 #: Steps between two readings of the loss, and between two looks at the clock.
 INTERVAL = 50

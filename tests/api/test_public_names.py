@@ -31,6 +31,8 @@ PUBLIC = {
     "lockstep.recipes.speech.recogniser",
     "lockstep.tasks.har.vision",
     "lockstep.recipes.autoencoder",
+    "lockstep.recipes.autoencoder.model",
+    "lockstep.recipes.images.resnet",
     "lockstep.tasks.har",
 }
 #: Benchmarks that measure an internal part, and which.

@@ -16,8 +16,8 @@ from lockstep import train
 from lockstep.errors import ConfigError
 from lockstep.lab.report.source import read_run
 from lockstep.recipes.autoencoder import AutoencoderConfig, AutoencoderTask, load_digits
+from lockstep.recipes.autoencoder.model import Autoencoder
 from lockstep.rundir.folder import RunDir
-from lockstep.tasks.har.vision import Autoencoder
 from tests.gloo import ROOT
 
 

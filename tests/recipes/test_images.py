@@ -13,9 +13,10 @@ from torch.utils.data import default_collate
 from lockstep.engine.task import DataSettings, Task
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.recipes.images.folders import Augmentation, Images, is_grey, list_images, read_image
+from lockstep.recipes.images.resnet import ResNet
 from lockstep.recipes.images.task import ImagesConfig, ImageScores, ImagesTask
 from lockstep.tasks.har.task import HarConfig, HarTask
-from lockstep.tasks.har.vision import LinePlots, ResNet, Vit
+from lockstep.tasks.har.vision import LinePlots, Vit
 
 Image = pytest.importorskip("PIL.Image")
 

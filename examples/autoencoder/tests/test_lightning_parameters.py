@@ -9,7 +9,7 @@ from src.data.lightning_datamodule import DigitsDataModule
 from src.model.lightning_module import AutoencoderModule
 
 from lockstep.recipes.autoencoder import draw
-from lockstep.tasks.har.vision import Autoencoder as NativeAutoencoder
+from lockstep.recipes.autoencoder.model import Autoencoder as NativeAutoencoder
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "config" / "config.yaml").read_text())
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
-from lockstep.tasks.har.vision import Autoencoder
+from lockstep.recipes.autoencoder.model import Autoencoder
 
 #: Where each split lies in the source's order of 1,797 digits (see ``digits.txt``).
 SPLITS: dict[str, slice] = {"train": slice(0, 1400), "val": slice(1400, 1597), "test": slice(1597, 1797)}

@@ -27,8 +27,9 @@ from lockstep.recipes.images.folders import (
     list_images,
     readable,
 )
+from lockstep.recipes.images.resnet import ResNet
 from lockstep.tasks.har.task import ClassScores
-from lockstep.tasks.har.vision import ResNet, Vit
+from lockstep.tasks.har.vision import Vit
 
 #: Pictures of mistakes that are shown.
 WORST = 16
