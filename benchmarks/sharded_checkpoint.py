@@ -28,9 +28,9 @@ from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
+from lockstep.engine.partition import Undivided
 from lockstep.engine.rank_context import join
 from lockstep.engine.strategies.fsdp import ShardedModel
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
 

@@ -20,7 +20,7 @@ import torch
 import torchmetrics
 
 import lockstep.launch.api
-from lockstep.launch.local import environment, signals
+from lockstep.launch.process import environment, signals
 
 with contextlib.suppress(ImportError):
     import torch.utils.tensorboard

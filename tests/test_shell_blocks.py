@@ -129,7 +129,7 @@ MAIN = """
 import os, sys
 from lockstep.__main__ import main
 from lockstep.launch.local.fork_server import fork_server_here
-from lockstep.launch.local.environment import set_defaults
+from lockstep.launch.process.environment import set_defaults
 set_defaults(os.environ)
 fork_server_here()
 sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from lockstep.launch.local.environment import set_defaults
+from lockstep.launch.process.environment import set_defaults
 
 #: Commands whose process uses the task, or whose ranks are its forks.
 _WITH_TASK = frozenset({"train", "resume", "verify", "run", "evaluate", "predict", "generate", "export"})

@@ -28,7 +28,7 @@ class StrategySpec:
         name: the value of ``hardware.strategy``. ``summary``: for help and reasons.
         module: import path of the module with ``build(replica, config, plan)``, which returns a
             :class:`lockstep.engine.strategies.base.Strategy`; where ``state`` is not ``replicated``, with
-            ``divide(undivided)``, which returns a :class:`lockstep.engine.strategies.partition.Divided`.
+            ``divide(undivided)``, which returns a :class:`lockstep.engine.partition.Divided`.
         one_process: one process uses all devices; else each device has its process.
         state: each device has all parameters (``replicated``), a part of every one (``sharded``), or some of the
             model's stages, so that all devices work on the same samples (``staged``).

@@ -18,7 +18,7 @@ from lockstep.cli.main import main
 from lockstep.config import RunConfig, resolve
 from lockstep.launch.finished.evaluation import _config_on
 from lockstep.launch.finished.reopen import load_model
-from lockstep.launch.local.environment import set_defaults
+from lockstep.launch.process.environment import set_defaults
 from lockstep.rundir.folder import RunDir
 from tests import commands
 from tests.conftest import RunCli, cli_environment

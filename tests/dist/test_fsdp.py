@@ -19,18 +19,18 @@ from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerCon
 from lockstep.config.load import merge
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, Window, windows
-from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
+from lockstep.engine.partition import Undivided
 from lockstep.engine.rank_context import writing
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from lockstep.config import RunConfig
-from lockstep.launch.local.rank_log import log_file
+from lockstep.launch.process.rank_log import log_file
 from lockstep.rundir.folder import RunDir
 from tests.gloo import ROOT, clean_environment
 
@@ -46,7 +46,7 @@ FORK_HERE = "from lockstep.launch.local import fork_server\nfork_server.fork_ser
 #: A rank that takes stacks, and writes in a thread while its main thread computes.
 RANK = """
 import os, sys, threading, time
-from lockstep.launch.local.rank_log import stacks_on_request
+from lockstep.launch.process.rank_log import stacks_on_request
 def write():
     with open(os.devnull, "wb", buffering=0) as file:
         while True:

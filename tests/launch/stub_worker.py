@@ -17,7 +17,7 @@ from lockstep.errors import DataError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import World
 from lockstep.launch.local import worker
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.process.signals import StopRequest
 
 
 def rank_main(rank: worker.Rank) -> int:

@@ -21,7 +21,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.session.saving import Made
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 from lockstep.hardware import World
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.session import join
 from lockstep.launch.session.join import Started, with_settings_of_launch
 from lockstep.rundir.folder import RunDir

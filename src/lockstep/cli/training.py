@@ -16,7 +16,7 @@ from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, flag, v
 from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
 from lockstep.config.load import from_keywords, load
 from lockstep.errors import UsageError
-from lockstep.launch.local.signals import held_back
+from lockstep.launch.process.signals import held_back
 from lockstep.telemetry.console import say
 
 _SLURM = Group("On a cluster", sort_key=6)

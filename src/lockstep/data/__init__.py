@@ -1,4 +1,4 @@
-"""Data sets for what people have in files, and data sets made of others. A name is imported when it is first used."""
+"""Data sets from arrays, files and other data sets. A name is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -28,12 +28,19 @@ __all__ = [
     "filled",
     "select",
 ]
-_MODULES = ("arrays", "columns", "mixture", "packing", "records", "sampling")
+#: The public names of each module.
+_EXPORTS = {
+    "lockstep.data.arrays": ("ArrayDataset", "filled"),
+    "lockstep.data.mixture": ("Mixture",),
+    "lockstep.data.packing": ("Packed", "document_mask"),
+    "lockstep.data.sampling": ("select",),
+    "lockstep.readers.columns": ("ArrowFiles", "ParquetFiles"),
+    "lockstep.readers.records": ("ClassFolders", "CsvFiles", "JsonLines", "TarShards", "TokenFile"),
+}
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    modules = (import_module(f"lockstep.data.{module}") for module in _MODULES if name in __all__)
-    module = next((module for module in modules if name in vars(module)), None)
-    if module is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'lockstep.data' has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(import_module(_HOMES[name]), name)

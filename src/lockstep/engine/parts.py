@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lockstep.checkpoint.store import Snapshot
-from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.ablation import Watched
 from lockstep.engine.distributed.buffers import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.evaluate import train_mode

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.resolve import divide_if_needed
-from lockstep.launch.local.environment import NAMED_THREADS
+from lockstep.launch.process.environment import NAMED_THREADS
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of

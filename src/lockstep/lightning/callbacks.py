@@ -21,7 +21,7 @@ from lockstep._compat.lightning import ReducedEarlyStopping
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.hardware.monitor import INTERVAL_S
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.folder import RunDir, new_run_id, utc_now
 from lockstep.rundir.heartbeat import Heartbeat
 from lockstep.telemetry.loggers import as_row, monitored, row_name

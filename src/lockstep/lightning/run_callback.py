@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import match_layouts
+from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import EndedBy
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
-from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.lightning.dataloaders import Step, epoch_steps
 from lockstep.rundir.heartbeat import Activity, pulse

@@ -7,7 +7,7 @@ the same host sees the end at once, another after the beats have stopped for lon
 **The record of a rank** says what it is doing. It is written where the rank makes progress, not by a thread, so it
 stops changing whatever blocks the rank: a signal, native code that holds the interpreter lock, a collective call that
 another rank does not join. Writing it costs a system call. A process without a launcher writes nothing: there the rank
-watches itself (:mod:`lockstep.launch.health.watchdog`).
+watches itself (:mod:`lockstep.launch.failure.watchdog`).
 """
 
 from __future__ import annotations

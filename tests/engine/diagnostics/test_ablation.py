@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import Loss, Task
-from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.ablation import Watched
 
 
 class Summing(Task):

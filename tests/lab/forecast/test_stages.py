@@ -14,8 +14,8 @@ from lockstep import Loss
 from lockstep.data.requests import Request, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.partition import Undivided
 from lockstep.engine.strategies.base import Flags
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.strategies.pipeline import PipelineModel
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.errors import ConfigError, TaskError, UnsupportedError

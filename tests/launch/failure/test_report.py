@@ -16,8 +16,8 @@ from lockstep.errors import CheckpointError, CollectiveError, DataError, Lockste
 from lockstep.launch.failure import causes, records
 from lockstep.launch.failure import report as failure
 from lockstep.launch.failure.causes import find_cause, is_lost_peer
-from lockstep.launch.health.hang import HangReport, Standstill
-from lockstep.launch.local.rank_log import MARK, last_lines, log_file
+from lockstep.launch.failure.hang import HangReport, Standstill
+from lockstep.launch.process.rank_log import MARK, last_lines, log_file
 from lockstep.rundir.folder import RunDir, write_json
 
 LOST_PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lockstep.launch.local.signals import StopRequest, accept, exit_code, held_back
+from lockstep.launch.process.signals import StopRequest, accept, exit_code, held_back
 
 
 def test_the_first_signal_is_remembered() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from lockstep.launch.local import environment
-from lockstep.launch.local.rank_log import log_file, rank_output
+from lockstep.launch.process import environment
+from lockstep.launch.process.rank_log import log_file, rank_output
 
 
 def test_other_ranks_write_to_their_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

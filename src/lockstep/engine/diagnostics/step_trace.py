@@ -43,7 +43,7 @@ from lockstep.data.reader import Indices
 from lockstep.data.requests import Request, Source
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
 from lockstep.engine.optim.step import Update
-from lockstep.engine.strategies.partition import pick
+from lockstep.engine.partition import pick
 from lockstep.engine.training_data import as_array, feed
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep._compat.torch import has_scheduler, note_step, plain_name, take_step
 from lockstep.config import OptimizerConfig
 from lockstep.config.sections import OPTIMIZERS
-from lockstep.engine.strategies.partition import blocks_of
+from lockstep.engine.partition import blocks_of
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import ConfigError, TaskError, UnsupportedError, many

@@ -20,8 +20,8 @@ from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.recording import Recording
+from lockstep.engine.partition import Divided
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.strategies.partition import Divided
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError, many

@@ -28,8 +28,8 @@ from lockstep._compat.torch import (
 )
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import autocast, cast
+from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained
 from lockstep.errors import TaskError, many

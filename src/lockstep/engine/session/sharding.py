@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engine.distributed.dtensor_state import gathered
+from lockstep.engine.partition import Undivided
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.fsdp import ShardedModel, divide, through
-from lockstep.engine.strategies.partition import Undivided
 from lockstep.engine.task import Datasets, Task
 
 #: Methods that use no values of parameters.

@@ -20,7 +20,7 @@ from lockstep._compat.torch import backward
 from lockstep.data.order import dropout_seed
 from lockstep.data.reader import Unreadable, generators
 from lockstep.data.requests import Window
-from lockstep.engine.diagnostics.ablation import Watched
+from lockstep.engine.ablation import Watched
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival, wait

@@ -12,10 +12,10 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from lockstep.config import RunConfig
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.strategies.graphed import GraphedStrategy
-from lockstep.engine.strategies.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, refuse_modules
 from lockstep.planning import Plan

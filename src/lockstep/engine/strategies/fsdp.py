@@ -28,8 +28,7 @@ from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Asked, Flags, RanksStrategy, Reduced, Replica, StepSums
-from lockstep.engine.strategies.partition import (
+from lockstep.engine.partition import (
     Divided,
     Through,
     Undivided,
@@ -38,6 +37,7 @@ from lockstep.engine.strategies.partition import (
     compiled,
     pick,
 )
+from lockstep.engine.strategies.base import Asked, Flags, RanksStrategy, Reduced, Replica, StepSums
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError, many
 from lockstep.hardware.world import World

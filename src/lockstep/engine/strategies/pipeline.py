@@ -29,9 +29,9 @@ from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.rank_context import rank_device
 from lockstep.engine.strategies.base import Flags, Reduced, Replica, StepSums, Strategy
-from lockstep.engine.strategies.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.stages import (
     Answer,
     Inputs,

@@ -20,7 +20,7 @@ from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.partition import Undivided
+from lockstep.engine.partition import Undivided
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
 from lockstep.engine.training_data import training_source

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from lockstep.hardware.detect import cpu_name, detect_devices, usable_cores
-from lockstep.launch.local.signals import StopRequest, exit_code
+from lockstep.launch.process.signals import StopRequest, exit_code
 from lockstep.rundir.files import make_folders, write_json, write_text
 from lockstep.rundir.folder import utc_now, versions
 from lockstep.telemetry.console import print_table, save_figure, say

@@ -22,7 +22,7 @@ from lockstep.cli.settings import (
     to_mapping,
 )
 from lockstep.errors import UsageError
-from lockstep.launch.local.signals import held_back
+from lockstep.launch.process.signals import held_back
 from lockstep.strategies import strategies as known_strategies
 
 if TYPE_CHECKING:

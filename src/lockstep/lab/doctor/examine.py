@@ -31,7 +31,7 @@ from lockstep.lab.doctor.machine import check_machine
 from lockstep.lab.doctor.ranks import RANKS, TIMEOUT_S, check_meeting, joined, measure, meet
 from lockstep.lab.doctor.report import Check, DoctorReport, Finding, Meeting, merged
 from lockstep.launch.local.on_ranks import run_on_ranks
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.run_claim import create_folder
 
 TASK = "har"

@@ -32,8 +32,8 @@ from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
+from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import seeded
-from lockstep.engine.strategies.partition import blocks_of, checkpoint_activations
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model

@@ -176,5 +176,5 @@ def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
 
 
 _ALL = (*_BY_TEXT.values(), _LOST, _NCCL, _CUDA, *_BY_SIGNAL.values())
-#: The names of all causes; ``hang`` is that of :class:`lockstep.launch.health.hang.HangReport`.
+#: The names of all causes; ``hang`` is that of :class:`lockstep.launch.failure.hang.HangReport`.
 KEYS = (*dict.fromkeys(cause.key for cause in _ALL), "hang")

@@ -40,8 +40,8 @@ from lockstep.errors import (
 from lockstep.events import Restarted
 from lockstep.hardware.detect import oom_kills, usable_memory
 from lockstep.launch.failure.causes import is_lost_peer
-from lockstep.launch.health.hang import HangReport
-from lockstep.launch.local.rank_log import MARK, log_file
+from lockstep.launch.failure.hang import HangReport
+from lockstep.launch.process.rank_log import MARK, log_file
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import NCCL_DUMP, RunDir, write_json
 from lockstep.rundir.heartbeat import Activity, pulse

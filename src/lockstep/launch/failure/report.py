@@ -26,10 +26,10 @@ from lockstep.hardware.detect import usable_memory
 from lockstep.launch.failure import records
 from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause
 from lockstep.launch.failure.collectives import missing_ranks
+from lockstep.launch.failure.hang import HangReport
 from lockstep.launch.failure.records import MachineMemory, RankError, RankMemory
-from lockstep.launch.health.hang import HangReport
-from lockstep.launch.local.rank_log import last_lines, log_file
-from lockstep.launch.local.signals import STOPPED
+from lockstep.launch.process.rank_log import last_lines, log_file
+from lockstep.launch.process.signals import STOPPED
 from lockstep.planning.batch import BatchPlan
 from lockstep.rundir.folder import RunDir, or_else
 

@@ -38,8 +38,8 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from lockstep.errors import RunError
-from lockstep.launch.local.rank_log import flush
-from lockstep.launch.local.signals import STOP_SIGNALS, held_back
+from lockstep.launch.process.rank_log import flush
+from lockstep.launch.process.signals import STOP_SIGNALS, held_back
 
 #: Variables that count when a process starts; a server serves launches with the same ones.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")

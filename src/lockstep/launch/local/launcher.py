@@ -42,11 +42,12 @@ from lockstep.errors import LockstepError, RankFailed, StorageError, UsageError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import STORE_FD
 from lockstep.launch.failure import records
+from lockstep.launch.failure.hang import HangReport, HangWatch
 from lockstep.launch.failure.records import MemoryWatch, RankEnd
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.health.hang import HangReport, HangWatch
-from lockstep.launch.local import environment, signals, worker
+from lockstep.launch.local import worker
 from lockstep.launch.local.fork_server import Forked, asked_gpu, fork
+from lockstep.launch.process import environment, signals
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import PULSES, PulseBoard, announce
 

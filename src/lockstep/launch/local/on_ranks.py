@@ -24,11 +24,11 @@ from lockstep.errors import RankFailed, RunFolderError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.local.fork_server import RemoteChild, server_for
-from lockstep.launch.local.rank_log import flush
-from lockstep.launch.local.signals import Stopped, StopRequest, exit_code
 from lockstep.launch.local.worker import Rank
+from lockstep.launch.process.environment import LAUNCH_ID, THREADS, for_launcher
+from lockstep.launch.process.rank_log import flush
+from lockstep.launch.process.signals import Stopped, StopRequest, exit_code
 from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 
 _CALL_FILE = "call.pkl"

@@ -12,9 +12,9 @@ from lockstep.hardware import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, own_failure
 from lockstep.launch.local.on_ranks import launch
-from lockstep.launch.local.signals import StopRequest
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
+from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.run_claim import plan_of, resume_point, warn
 from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import load_task, pack_task

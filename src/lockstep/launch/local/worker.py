@@ -10,22 +10,20 @@ It ends with the launcher, writes to its own log, answers stop requests, and rec
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NoReturn
 
 from lockstep._compat import run_exit_functions
 from lockstep.errors import LockstepError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure import records
-from lockstep.launch.local import environment, signals
-from lockstep.launch.local.rank_log import flush, log_file, rank_output, stacks_on_request
+from lockstep.launch.process import environment, signals
+from lockstep.launch.process.rank_log import leave, log_file, rank_output, stacks_on_request
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import pulse
 
@@ -97,14 +95,6 @@ def _run(rank: Rank, function: str) -> int:
             traceback.print_exception(error, file=sys.stderr)
         records.log_traceback(logs, number, error)
         return records.exit_code_of(error)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process at once, with its loader workers."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

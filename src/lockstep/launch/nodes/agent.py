@@ -30,10 +30,10 @@ from torch.distributed.elastic.utils.store import barrier
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.hardware.network import address_towards, choose_interface, is_this_machine
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local import signals
 from lockstep.launch.local.launcher import MONITOR_INTERVAL_S, Launch, Supervisor, start_ranks
 from lockstep.launch.nodes import liveness
 from lockstep.launch.nodes.command import Nodes, bring_last_lines, refuse
+from lockstep.launch.process import signals
 
 #: With fewer nodes than the maximum, how long a start waits for one more.
 LAST_CALL_S = 5.0

@@ -21,11 +21,11 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, ma
 from lockstep.hardware.world import World
 from lockstep.launch.failure.report import error_of, read_failure
 from lockstep.launch.local.on_ranks import launch
-from lockstep.launch.local.rank_log import last_lines
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request, Start
 from lockstep.launch.prepare import place
+from lockstep.launch.process.rank_log import last_lines
 from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
 from lockstep.tasks.registry import load_task, pack_task
 

@@ -19,13 +19,13 @@ from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.hardware import World, parent_death
 from lockstep.launch.failure.records import read_launcher, restarted
-from lockstep.launch.health.watchdog import watched
-from lockstep.launch.local.rank_log import rank_output
-from lockstep.launch.local.signals import StopRequest
+from lockstep.launch.failure.watchdog import watched
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import Request, Start, prepare_together
 from lockstep.launch.nodes.run_owner import gather_logs
+from lockstep.launch.process.rank_log import rank_output
+from lockstep.launch.process.signals import StopRequest
 from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
 

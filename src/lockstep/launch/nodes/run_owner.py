@@ -21,8 +21,8 @@ import torch.distributed as dist
 from lockstep.checkpoint.store import CheckpointStore, Pointer
 from lockstep.config import RunConfig
 from lockstep.errors import CheckpointError, UnreadableError
-from lockstep.launch.local.rank_log import log_file
 from lockstep.launch.nodes.membership import Member, Team
+from lockstep.launch.process.rank_log import log_file
 from lockstep.launch.run_claim import create_folder, existing_run, warn
 from lockstep.rundir.files import absolute, storing, temporary_name
 from lockstep.rundir.folder import RunDir, new_run_id

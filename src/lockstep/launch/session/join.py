@@ -18,12 +18,12 @@ from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, parent_death, read_world
-from lockstep.launch.health.watchdog import watched
-from lockstep.launch.local.rank_log import rank_output
-from lockstep.launch.local.signals import Stopped, StopRequest
+from lockstep.launch.failure.watchdog import watched
 from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
+from lockstep.launch.process.rank_log import rank_output
+from lockstep.launch.process.signals import Stopped, StopRequest
 from lockstep.launch.run_claim import SCRIPT, claimed, create_folder, existing_run, warn
 from lockstep.rundir.files import damaged
 from lockstep.rundir.folder import RunDir, read_json, write_json

@@ -16,8 +16,8 @@ from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskErro
 from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.failure.report import keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
-from lockstep.launch.local.signals import Stopped
 from lockstep.launch.local.worker import Rank
+from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.launch.session.join import Script, Started, close_open_session, script_of, started
 from lockstep.rundir.folder import RunDir

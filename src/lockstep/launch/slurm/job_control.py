@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 from lockstep.config import RunConfig, resolve
 from lockstep.errors import RunFolderError, UsageError
-from lockstep.launch.local.signals import exit_code
 from lockstep.launch.prepare import settle
+from lockstep.launch.process.signals import exit_code
 from lockstep.launch.run_claim import create_folder
 from lockstep.launch.slurm.job import Job, Request, batch_script, training_command
 from lockstep.rundir.files import absolute, write_json, write_text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import psutil
 
@@ -40,7 +41,7 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_LOADERS = tuple(str(Path(_PACKAGE, "data", name)) for name in ("loader.py", "workers.py"))
+_LOADERS = (str(Path(_PACKAGE, "data", "loader.py")),)
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
 #: Names that torch's own decorators have in a stack.
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
@@ -276,3 +277,11 @@ def own_part(stack: Stack) -> Stack:
     """``stack`` without the calls below a rank's main function, which are the same in all of them."""
     ends = (index for index, frame in enumerate(stack) if frame.file.startswith(_START))
     return stack[: next(ends, len(stack))]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, with its loader workers."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    flush()
+    os._exit(code)

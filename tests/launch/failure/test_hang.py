@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.health.hang import HangReport, HangWatch, Standstill, saving_progress
-from lockstep.launch.local import rank_log
-from lockstep.launch.local.rank_log import log_file
+from lockstep.launch.failure.hang import HangReport, HangWatch, Standstill, saving_progress
+from lockstep.launch.process import rank_log
+from lockstep.launch.process.rank_log import log_file
 from lockstep.rundir.heartbeat import Activity, Sign
 from tests.gloo import ROOT
 from tests.launch.conftest import Processes
@@ -26,7 +26,7 @@ from tests.launch.conftest import Processes
 WAITING = f"{ROOT}/src/lockstep/engine/strategies/base.py:1 in _backward"
 FORKING = """
 import os, subprocess, sys, time
-from lockstep.launch.local.rank_log import stacks_on_request
+from lockstep.launch.process.rank_log import stacks_on_request
 def reads():
     time.sleep(600)
 with open(sys.argv[1], "a") as log, stacks_on_request(log):

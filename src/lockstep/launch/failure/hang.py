@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from lockstep.launch.failure.causes import Cause
-from lockstep.launch.local.rank_log import Stack, ask_stacks, ask_workers, own_part, place_of
+from lockstep.launch.process.rank_log import Stack, ask_stacks, ask_workers, own_part, place_of
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.heartbeat import Activity, Sign
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.hardware.world import World
-from lockstep.launch.health.hang import HangReport
-from lockstep.launch.health.watchdog import Watchdog, main_stack
+from lockstep.launch.failure.hang import HangReport
+from lockstep.launch.failure.watchdog import Watchdog, main_stack
 from lockstep.rundir.heartbeat import Activity, pulse
 from tests.gloo import run_ranks
 

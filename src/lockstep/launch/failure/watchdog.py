@@ -30,10 +30,8 @@ from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
-from lockstep.launch.failure import records
-from lockstep.launch.health import hang
-from lockstep.launch.local.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, log_file, stacks_on_request
-from lockstep.launch.local.worker import leave
+from lockstep.launch.failure import hang, records
+from lockstep.launch.process.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, leave, log_file, stacks_on_request
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import pulse

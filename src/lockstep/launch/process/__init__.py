@@ -1,0 +1,1 @@
+"""What every process of a launch has: its environment, signals and log."""
