@@ -45,7 +45,7 @@ ELSEWHERE = {
         "makes speech for a minute",
         "tests/e2e/test_speech.py",
     ),
-    r"=pictures|other_pictures": ("needs folders of images", "tests/tasks/test_images.py"),
+    r"=pictures|other_pictures": ("needs folders of images", "tests/recipes/test_images.py"),
     r"configs/har/two_gpu": ("needs two GPUs", "tests/tasks/test_har_configs.py"),
     r"--data-dir": ("needs data of the reader", "tests/tasks/test_har_tensors.py"),
     r"lockstep bench (loader|comm|scaling|batch-size|lr)": ("measures for longer", "tests/lab/bench/test_bench.py"),

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tasks.test_speech_decoding import every_alignment, random_log_probs, row
 
 from lockstep.errors import DataError
 from lockstep.recipes.speech.decoding import START, Ngram, count, decode_beam, read_texts
 from lockstep.recipes.speech.vocabulary import BLANK, ENGLISH
 from tests.recipes.speech_files import write_lines
+from tests.recipes.test_speech_decoding import every_alignment, random_log_probs, row
 
 SYMBOLS = 4
 symbols = st.integers(1, SYMBOLS - 1)

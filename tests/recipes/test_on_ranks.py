@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tasks.test_images import SmallImages, folders
-from tests.tasks.test_text import TEXT, written
 
 from lockstep.engine.task import Task
 from lockstep.launch.finished.export import export
@@ -18,6 +16,8 @@ from lockstep.recipes.text.task import TextConfig, TextTask
 from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
+from tests.recipes.test_images import SmallImages, folders
+from tests.recipes.test_text import TEXT, written
 
 
 class SmallConfig(TextConfig):
