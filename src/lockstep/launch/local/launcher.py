@@ -273,7 +273,7 @@ class Launch:
         pids = {rank: process.pid for rank, process in processes.items()}
         logs, settings = self.run_dir.logs, self.settings
         how: dict[str, Any] = {"memory": MemoryWatch(pids)}
-        if self.nodes is None:  # ranks of several nodes check each other (launch/health/watchdog.py)
+        if self.nodes is None:  # ranks of several nodes check each other (launch/failure/watchdog.py)
             how["watch"] = HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s)
         self.supervisor = Supervisor(processes, self.stop_requested, settings.stop_grace_s, **how)
         self.write()
