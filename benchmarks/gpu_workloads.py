@@ -86,8 +86,6 @@ def contest(options: argparse.Namespace) -> dict[str, Any]:
         config = settings(folder, [options.device], batch_size=spec.batch, compile=spec.mode is not None)
         config["training"] |= {"max_time_s": options.seconds, "max_steps": spec.block * (spec.rounds + WARM_UP)}
         config["training"] |= {"compile_mode": spec.mode} if spec.mode else {}
-        if options.graphs:
-            config["training"] |= {"compile": False, "compile_mode": "default", "cuda_graphs": "on"}
         config["hardware"]["precision"] = spec.precision
         config["optimizer"] |= {"name": spec.optimizer, "momentum": 0.9}
         config["telemetry"]["log_interval"] = spec.block
@@ -308,7 +306,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", choices=MODES)
     parser.add_argument("--device", default="gpu:0", help="gpu:N or cpu")
-    parser.add_argument("--graphs", action="store_true", help="Lockstep takes training.cuda_graphs, not torch.compile")
     parser.add_argument("--quick", action="store_true", help="small models and few steps")
     parser.add_argument("--batch", type=int, help="another batch size; default: the workload's")
     parser.add_argument("--sides", help="comma-separated, of those of the workload; default: all that are installed")

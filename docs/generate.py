@@ -305,8 +305,7 @@ FOLDER_INTRODUCTION = """\
 # Files of a run folder
 
 [The run folder](concepts/run-folder.md) explains who writes these files and when. The JSON schemas are generated from
-the models that Lockstep reads and writes with. Files of older versions match them too, except configurations and plans,
-which are converted when they are read. A reader has to ignore keys that it does not know. A number that was not finite
+the models that Lockstep reads and writes with. A reader has to ignore keys that it does not know. A number that was not finite
 is `null`.
 
 A change of a `run.json` by Lockstep sets the modification time of the folder that contains the run folder, as creating

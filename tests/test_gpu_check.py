@@ -49,7 +49,7 @@ def test_a_contest_that_is_ended_has_its_rounds_so_far(tmp_path: Path) -> None:
     """Killed, as by the limit of its step, once the first round has been written."""
     file = tmp_path / "har_cnn.json"
     command = [sys.executable, "benchmarks/gpu_workloads.py", "har_cnn", "--device", "cpu", "--json", str(file)]
-    command += ["--graphs", "--sides", "none", "--folder", str(tmp_path)]
+    command += ["--sides", "none", "--folder", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             while not file.exists() and process.poll() is None:

@@ -83,7 +83,6 @@ def steps_for_one(device: str, quick: bool, out: Path) -> list[Step]:
     contests = (
         "gpt2",
         "har_cnn",
-        "har_cnn --graphs",
         "exact",
         "vit",
         "resnet50",
@@ -93,7 +92,7 @@ def steps_for_one(device: str, quick: bool, out: Path) -> list[Step]:
         "lmu_base",
         "lmu_tiny",
     )
-    workloads = ("mlp", "mlp --graphs", "checkpoint") if quick else (*contests, "forecast")
+    workloads = ("mlp", "checkpoint") if quick else (*contests, "forecast")
     return [
         # First: ranks are forks, which cannot use a GPU that the process before them has asked.
         train("ranks", f"Ranks on {two}", two, out, "--max-steps", "3"),

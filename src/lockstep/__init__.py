@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.api.run import Run
-    from lockstep.api.run import Run as RunResult
     from lockstep.api.session import Session
-    from lockstep.api.train import fit, plan, train, verify
-    from lockstep.api.train import plan as make_plan
+    from lockstep.api.train import fit, make_plan, plan, train, verify
     from lockstep.config import RunConfig
     from lockstep.data.arrays import ArrayDataset
     from lockstep.data.mixture import Mixture
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-#: The public names of each module. ``RunResult`` and ``make_plan`` are the names that 0.1 had.
+#: The public names of each module.
 _EXPORTS = {
     "lockstep.api.run": ["Run"],
     "lockstep.api.session": ["Session"],
-    "lockstep.api.train": ["fit", "plan", "train", "verify"],
+    "lockstep.api.train": ["fit", "make_plan", "plan", "train", "verify"],
     "lockstep.config": ["RunConfig"],
     "lockstep.data.arrays": ["ArrayDataset"],
     "lockstep.data.mixture": ["Mixture"],
@@ -47,7 +45,6 @@ _EXPORTS = {
     "lockstep.hardware.resolve": ["resolve_hardware"],
     "lockstep.strategies": ["StrategySpec", "register_strategy"],
 }
-_OLD_NAMES = {"RunResult": "Run", "make_plan": "plan"}
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
@@ -61,7 +58,6 @@ __all__ = [
     "Packed",
     "Run",
     "RunConfig",
-    "RunResult",
     "Scheduler",
     "Session",
     "Sound",
@@ -83,11 +79,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    current = _OLD_NAMES.get(name, name)
-    if current not in _HOMES:
+    if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[current]), current)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_OLD_NAMES})
+    return sorted({*globals(), *_HOMES})

@@ -78,7 +78,7 @@ def test_plan_explains_every_decision(tmp_path: Path) -> None:
 
 def test_old_call_forms_work(tmp_path: Path) -> None:
     settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"epochs": 1}, "save_dir": str(tmp_path / "run")}
-    result: lockstep.RunResult = lockstep.train(Toy, settings)
+    result = lockstep.train(Toy, settings)
     assert isinstance(result, lockstep.Run) and result.metrics["test_accuracy"] > 0
     assert lockstep.make_plan(Toy, settings).total_steps == result.step
 

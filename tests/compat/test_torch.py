@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -80,29 +79,6 @@ def test_fused_kernels_step_as_the_optimizer(kind: type[torch.optim.Adam]) -> No
     )
     made.step()
     assert torch.equal(weights, parameter.detach())
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_recording_that_was_not_ended_is(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
-    """One that was ended releases its memory itself; the allocator asserts that nobody does so twice."""
-    calls = list[Any]()
-
-    def call(name: str, device: int, pool: Any) -> None:
-        calls.append((name, device, pool))
-        if "end" in name:
-            raise RuntimeError("not recording")
-
-    class Graph:
-        def pool(self) -> tuple[int, int]:
-            if not ended:
-                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-            return (0, 1)
-
-    names = ("_cuda_endAllocateToPool", "_cuda_releasePool")
-    for name in names:
-        monkeypatch.setattr(torch._C, name, partial(call, name), raising=False)
-    compat.abandon_recording(Graph(), torch.device("cuda", 2), (0, 1))
-    assert calls == ([] if ended else [(name, 2, (0, 1)) for name in names])
 
 
 def test_optimizers_and_their_hooks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.config import RunConfig, dump, load, resolve
 from lockstep.config.load import (
-    RENAMED,
+    REMOVED,
     SHORT_NAMES,
-    _report_renamed,
     all_keys,
     from_keywords,
     merge,
@@ -257,14 +257,12 @@ def test_anchors_are_fine_where_they_stay_small(tmp_path: Path) -> None:
     assert read_file(tmp_path / "c.yaml") == {"optimizer": {"lr": 0.1}, "scheduler": {"lr": 0.1, "gamma": 0.5}}
 
 
-def test_a_renamed_setting_is_accepted_under_its_old_name(capsys: pytest.CaptureFixture[str]) -> None:
-    _report_renamed.cache_clear()
-    assert not resolve(load(sets=["telemetry.monitor=false"])).telemetry.system_metrics
-    assert capsys.readouterr().err == "warning: the setting telemetry.monitor is now telemetry.system_metrics\n"
-    both = {"telemetry": {"monitor": False, "system_metrics": True}}
-    assert resolve(both).telemetry.system_metrics, "the current name is the one that counts"
-    keys = all_keys(RunConfig)
-    assert all(old not in keys and new in keys for old, new in RENAMED.items())
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_is_refused_with_its_replacement(key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+        resolve(load(sets=[f"{key}=off"]))
+    assert caught.value.fix == REMOVED[key]
+    assert key not in all_keys(RunConfig)
 
 
 def test_every_short_name_is_a_setting() -> None:

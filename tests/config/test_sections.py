@@ -137,12 +137,6 @@ def test_the_schema_knows_every_key() -> None:
         assert set(where["properties"]) == set(section.model_fields)
 
 
-def test_an_older_configurations_engine_is_accepted_or_said_to_be_gone() -> None:
-    assert resolve({"training": {"engine": "native", "epochs": 3}}) == resolve({"training": {"epochs": 3}})
-    with pytest.raises(ConfigError, match=r"training.engine is gone: remove it.*`lockstep lightning fit`"):
-        resolve({"training": {"engine": "lightning"}})
-
-
 def test_settings_of_one_optimizer_or_schedule_name_it_in_the_schema() -> None:
     for section, expected in ((OptimizerConfig, {"nesterov": ["sgd"]}), (SchedulerConfig, {"power": ["poly"]})):
         properties = section.model_json_schema()["properties"]

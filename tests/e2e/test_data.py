@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep import RunResult
+from lockstep import Run
 from lockstep.errors import CheckpointError
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate
@@ -48,7 +48,7 @@ def test_noise_does_not_stop_a_resume_and_other_data_do_until_they_are_accepted(
     made = settings(tmp_path / "run", "cpu", max_steps=3)
     lockstep.train(Noisy, made)
 
-    def longer(steps: int, **how: Any) -> RunResult:
+    def longer(steps: int, **how: Any) -> Run:
         return lockstep.train(Noisy, settings(tmp_path / "run", "cpu", max_steps=steps), resume=True, **how)
 
     assert longer(4).step == 4, "what differs each time is left out of the comparison"

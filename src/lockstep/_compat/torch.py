@@ -340,19 +340,6 @@ def in_bad_fork() -> bool:
 # GPUs.
 
 
-def abandon_recording(graph: Any, device: torch.device, pool: Any) -> None:
-    """End what torch leaves open where a recording of ``graph`` failed: its allocations from ``pool``.
-
-    Until then no memory is used again that was handed from one stream to another, as that of batches is.
-    """
-    with suppress(RuntimeError):
-        graph.pool()
-        return  # it was ended
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        with suppress(RuntimeError, AttributeError):
-            getattr(torch._C, name)(device.index or 0, pool)
-
-
 def choose_gpu_again(index: int) -> None:
     """As ``torch.cuda.set_device``, which takes memory of a GPU that this process has not used so far."""
     getattr(torch.cuda, "_maybe_exchange_device", torch.cuda.set_device)(index)

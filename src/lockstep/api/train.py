@@ -79,6 +79,10 @@ def plan(
     return prepare(_named(task, given), given).plan
 
 
+#: Another name of :func:`plan`.
+make_plan = plan
+
+
 def verify(
     task: Task | type[Task] | str | None = None,
     config: RunConfig | Mapping[str, Any] | None = None,

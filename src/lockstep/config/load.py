@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -34,8 +33,12 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 #: Of the core schema (YAML 1.2, section 10.3.2); YAML 1.1, which PyYAML reads and writes, takes ``1e-5`` for text.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 
-#: Settings that had another name in an earlier version, which is still accepted: ``section.name``, and the key today.
-RENAMED = {"telemetry.monitor": "telemetry.system_metrics"}
+#: Settings of earlier versions, and what replaces each. Removed at the next minor version.
+REMOVED = {
+    "telemetry.monitor": "use telemetry.system_metrics",
+    "training.engine": "leave it out; `lockstep lightning fit` trains a LightningModule",
+    "training.cuda_graphs": "use training.compile=true with training.compile_mode=reduce-overhead",
+}
 
 #: Of each short name, the key. ``skip_bad`` and ``mode`` are settings of built-in tasks: flags only.
 SHORT_NAMES = {
@@ -96,29 +99,21 @@ _BY_PEER_NAME = {name: key for key, names in _PEER_NAMES.items() for name in nam
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     """Merge nested mappings, later over earlier, and validate the result. Raises :class:`ConfigError`."""
-    merged = _with_current_names(functools.reduce(merge, layers, {}))
+    merged: dict[str, Any] = functools.reduce(merge, layers, {})
+    _refuse_removed(merged)
     try:
         return RunConfig.model_validate(merged)
     except ValidationError as error:
         raise explain(error, RunConfig) from None
 
 
-def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with the old names of :data:`RENAMED` replaced; a line on standard error names the new one."""
-    result = dict(settings)
-    for old, new in RENAMED.items():
-        section, _, name = old.partition(".")
-        values = result.get(section)
+def _refuse_removed(settings: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` for a setting of :data:`REMOVED`."""
+    for key, replacement in REMOVED.items():
+        section, _, name = key.partition(".")
+        values = settings.get(section)
         if isinstance(values, Mapping) and name in values:
-            result[section] = {key: value for key, value in values.items() if key != name}
-            result = merge(parse_path(new, values[name]), result)
-            _report_renamed(old, new)
-    return result
-
-
-@functools.cache
-def _report_renamed(old: str, new: str) -> None:
-    sys.stderr.write(f"warning: the setting {old} is now {new}\n")
+            raise ConfigError(f"the setting {key} no longer exists", fix=replacement)
 
 
 def load(

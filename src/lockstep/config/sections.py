@@ -119,7 +119,7 @@ class HardwareConfig(Section):
         "auto", "float32 products on a GPU; high: in TF32; highest: in float32; auto: high, but highest in exact mode"
     )
     cudnn_benchmark: Switch = setting("auto", "cuDNN measures algorithms; auto: on a GPU when samples have one length")
-    channels_last: Switch = setting("auto", "channels_last convolutions; auto: on GPUs, where measured to be faster")
+    channels_last: Switch = setting("auto", "channels_last 2-D convolutions; auto: on GPUs in 16-bit precision")
     strategy: Strategy = Field(default="auto", json_schema_extra=_strategy_schema)
 
     @model_validator(mode="after")
@@ -154,9 +154,6 @@ class TrainingConfig(Section):
         "default", "torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs"
     )
     compile_loss: bool = setting(False, "also compile the task's loss(), for one of many small operations")
-    cuda_graphs: Switch = setting(
-        "off", "record and replay the kernels of a step on one GPU, for small models; auto: where it has few operations"
-    )
     activation_checkpointing: bool = setting(
         False, "keep only the inputs of each block, and compute the rest again in the backward pass"
     )
@@ -168,19 +165,6 @@ class TrainingConfig(Section):
     max_skipped_share: float = setting(
         0.5, "end the run when more than this share of the last 100 steps had no finite gradient", gt=0, le=1
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_engine(cls, values: Any) -> Any:
-        """Older configurations may have ``engine: native``."""
-        if not isinstance(values, dict) or "engine" not in values:
-            return values
-        if values["engine"] != "native":
-            raise ValueError(
-                "the setting training.engine is gone: remove it. A task trains in Lockstep's own loop, "
-                "a LightningModule in Lightning's Trainer (`lockstep train FILE.py:MODULE` or `lockstep lightning fit`)"
-            )
-        return {name: value for name, value in values.items() if name != "engine"}
 
     @field_validator("lanes")
     @classmethod
@@ -281,7 +265,7 @@ class DataConfig(Section):
     replacement: bool | None = setting(None, "whether a weighted epoch may have a sample several times; unset: yes")
     epoch_samples: int | None = setting(None, "samples of an epoch; unset: as many as the training set has", ge=1)
     device: Literal["auto", "host", "gpu"] = setting(
-        "auto", "where lockstep.ArrayDataset is; auto: on the GPU if it fills at most a fifth of it and is not slower"
+        "auto", "where lockstep.ArrayDataset is; auto: on the GPU if it fills at most a fifth of its free memory"
     )
     bucketing: Switch = setting("auto", "order samples by length: less padding; auto: when the task gives lengths")
     bucket_window: int | None = setting(None, "samples sorted by length together; unset: up to 4096", ge=1)

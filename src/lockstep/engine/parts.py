@@ -25,7 +25,7 @@ from lockstep.events import Note
 
 
 class Parts(NamedTuple):
-    """What takes the steps of one rank, whose plan has what was measured on the devices.
+    """What takes the steps of one rank.
 
     ``draws``: the random functions that the forward pass has called, a set that may still grow. ``notes``: shown at
     the start.
@@ -68,10 +68,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if plan.strategy.divides:
         divided = divide(rank, task, model, datasets)
     else:
-        model, rank = on_device(model, rank, task, datasets)
-        found = [rank.plan.decisions[key] for key in plan.to_measure]
-        remarks += [f"The {each.title}: {each.shown} ({each.reason})." for each in found]
-        plan = rank.plan
+        model = on_device(model, rank)
     update = build_update(rank, task, model, divided, validates=datasets.val is not None)
     remarks += [] if divided is None else divided.remarks
     if snapshot is not None:
@@ -80,7 +77,6 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if divided is None and not traces:  # a trace compares them itself
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
     watched = Watched(task, model, off) if traces or off else None
-    update.records = bool(plan.value("cuda_graphs"))
     strategy = build_strategy(rank, watched or task, model, update.precision, divided)
     strategy.draws.everything |= state.draws_seeded
     callbacks = Callbacks(task)

@@ -40,7 +40,6 @@ from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError, LockstepError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.planning.plan import DATA_DEVICE
 
 #: Share of a GPU's free memory that training data may take with data.device: auto.
 RESIDENT_SHARE = 0.2
@@ -152,7 +151,7 @@ def fits_device(source: Source, device: torch.device, plan: Plan) -> bool:
 
 def kept_on(source: Source, device: torch.device, plan: Plan) -> tuple[Source, str | None]:
     """``source`` with its arrays on a GPU, and a note; as it is where they are to stay in host memory."""
-    where = plan.value(DATA_DEVICE, "host")
+    where = plan.value("data_device", "host")
     stays = device.type != "cuda" or where == "host" or not source.is_at_hand
     if stays or (where == "auto" and not fits_device(source, device, plan)):
         return source, None

@@ -259,14 +259,12 @@ def resume_point(
             return None
         plan, start = plan_of(run_dir), run_dir.config().debug.start_position
         where: dict[str, Any] = {"step": 0, "epoch": 0, "position": start, "samples_seen": 0}
-        where |= {"global_batch": plan.batch.global_batch, "order": plan.order, "measured": plan.measured}
+        where |= {"global_batch": plan.batch.global_batch, "order": plan.order}
         return ResumePoint(**where, hold=hold)
-    manifest, measured = store.manifest(step), None
-    with contextlib.suppress(RunFolderError):  # without its plan, the choices are measured again
-        measured = plan_of(run_dir).measured
+    manifest = store.manifest(step)
     with restoring(store.path_of(step)):
         where = {name: manifest[name] for name in ("epoch", "position", "samples_seen", "global_batch")}
-        where |= {"fingerprint": manifest.get("fingerprint"), "measured": measured}
+        where |= {"fingerprint": manifest.get("fingerprint")}
         order = OrderPlan.model_validate(manifest.get("order", {}))
         return ResumePoint(step=step, order=order, **where, hold=hold, accept_data=accept_data)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -46,7 +45,6 @@ Decisions = dict[str, Decision]
 TITLES = {
     "averaging": "averaged weights",
     "channels_last": "layout of convolutions",
-    "cuda_graphs": "CUDA graphs",
     "data_device": "training data",
     "layer_decay": "rates by depth",
     "lr": "learning rate",
@@ -68,26 +66,3 @@ def decide(key: str, *rules: tuple[object, Value, str], shown: Mapping[Value, st
 
 def by_key(decisions: Iterable[Decision]) -> Decisions:
     return {decision.key: decision for decision in decisions}
-
-
-#: Titles of 0.1 whose key is another word, and the fields that held the value of a decision then.
-_OLD_KEYS = {"learning rate": "lr", "loader": "workers"}
-_OLD_FIELDS = {"steps": "total_steps", "checkpoints": "sharded_checkpoints"}
-
-
-def upgraded(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan.json in today's form. That of 0.1 has decisions as a list ``choices`` by title, and notes as texts.
-
-    Raises ``AttributeError``, ``KeyError`` or ``TypeError`` where it is damaged.
-    """
-    plan = dict(plan)
-    if "choices" not in plan:
-        return plan
-    found = {}
-    for old in plan.pop("choices"):
-        key = _OLD_KEYS.get(old["name"], old["name"].replace(" ", "_"))
-        is_field = key in ("steps", "threads", "sync_batchnorm", "reproducibility", "checkpoints")
-        value = plan.get(_OLD_FIELDS.get(key, key), old["value"]) if is_field else old["value"]
-        found[key] = {"key": key, "title": old["name"], "value": value, "reason": old["reason"], "shown": old["value"]}
-    notes = [{"key": "", "text": note, "level": "info"} for note in plan.get("notes", ())]
-    return {**plan, "decisions": found, "notes": notes}

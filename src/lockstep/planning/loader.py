@@ -11,7 +11,7 @@ from lockstep.config.sections import TrainingConfig
 from lockstep.errors import ConfigError, many
 from lockstep.planning.decision import Decision, decide
 from lockstep.planning.notes import refuse
-from lockstep.planning.plan import MEASURED, LoaderFacts, LoaderPlan, Plan, TaskFacts
+from lockstep.planning.plan import LoaderFacts, LoaderPlan, Plan, TaskFacts
 
 #: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
 HEADROOM = 1.2
@@ -170,7 +170,7 @@ def of_session(plan: Plan, schedule: str) -> Plan:
 
     ``schedule``: what sets the learning rates.
     """
-    unused = ("warmup", "monitor", "weight_decay", *MEASURED)
+    unused = ("warmup", "monitor", "weight_decay", "channels_last", "data_device")
     decisions = {key: decision for key, decision in plan.decisions.items() if key not in unused}
     decisions["lr"] = replace(decisions["lr"], reason="the loop's own optimizer (its first parameter group)")
     decisions["schedule"] = decide("schedule", (True, "loop", schedule))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from pydantic import model_validator
-
 from lockstep.errors import many
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan, OrderPlan, SamplingFacts
-from lockstep.planning.decision import Decision, Frozen, upgraded
+from lockstep.planning.decision import Decision, Frozen
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
 
-#: Keys of the decisions that are measured on the devices when a run starts.
-LAYOUT, DATA_DEVICE = MEASURED = "channels_last", "data_device"
 #: Whether the lowest or the highest value of a metric is the best.
 Mode = Literal["min", "max"]
 
@@ -82,18 +78,10 @@ class TaskFacts(Frozen):
         return self.sampling is not None and self.sampling.stream
 
 
-class Measured(Frozen):
-    """Choices that an earlier attempt has measured, and on which devices; ``gpu``: the first one's model."""
-
-    devices: tuple[str, ...]
-    gpu: str
-    decisions: dict[str, Decision]
-
-
 class ResumePoint(Frozen):
     """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
 
-    ``accept_data``: resume on other data than that of ``fingerprint``. ``measured`` stays on the same devices.
+    ``accept_data``: resume on other data than that of ``fingerprint``.
     """
 
     step: int
@@ -105,7 +93,6 @@ class ResumePoint(Frozen):
     hold: bool = True
     fingerprint: str | None = None
     accept_data: bool = False
-    measured: Measured | None = None
 
 
 class LoaderPlan(Frozen):
@@ -143,11 +130,6 @@ class Plan(Frozen):
     decisions: dict[str, Decision]
     notes: tuple[Note, ...]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_any_version(cls, values: Any) -> Any:
-        return upgraded(values) if isinstance(values, dict) else values
-
     def value(self, key: str, default: Any = None) -> Any:
         """Of a decision that only some plans have."""
         return self.decisions[key].value if key in self.decisions else default
@@ -183,21 +165,6 @@ class Plan(Frozen):
     def filled_to(self) -> int:
         """Samples that smaller batches are filled up to, for compiled code; 0: they are not."""
         return int(self.value("compiled") or 0)
-
-    @property
-    def to_measure(self) -> tuple[str, ...]:
-        return tuple(key for key in MEASURED if self.value(key, "") is None)
-
-    @property
-    def measured(self) -> Measured:
-        """The measured choices that are settled."""
-        found = {key: self.decisions[key] for key in MEASURED if self.value(key) is not None}
-        placed = self.placement
-        return Measured(devices=tuple(placed["devices"]), gpu=placed.get("gpu", ""), decisions=found)
-
-    def settled(self, *decisions: Decision) -> Plan:
-        """The plan with these decisions, in the places of those with their keys."""
-        return self.model_copy(update={"decisions": self.decisions | {each.key: each for each in decisions}})
 
     @property
     def world_size(self) -> int:

@@ -6,21 +6,18 @@ import re
 from dataclasses import dataclass
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
-from lockstep.errors import UnsupportedError, many
+from lockstep.errors import many
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, order_notes, resolve_batch, resolve_order
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
 from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
 from lockstep.planning.notes import module_notes, refuse_contradictions, run_notes
-from lockstep.planning.plan import DATA_DEVICE, LAYOUT, Measured, Mode, Plan, ResumePoint, TaskFacts
+from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
 from lockstep.planning.schedule import resolve_course
 from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
 SMALL_STEP = 5e7
-#: Operations of a step below which a GPU waits for Python: a millisecond at 10 TFLOP/s, and starting the hundreds of
-#: kernels of a small model takes longer.
-LAUNCH_BOUND = 1e10
 #: Time of a step in exact mode against fast, as measured by ``benchmarks/exact_cost.py`` with 8 lanes on CPU cores.
 EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 times on one"
 #: To gather 0.4 GB of weights and optimizer state stops all ranks for 0.3 s, 0.9 GB for 1.8 s (two gloo ranks,
@@ -28,9 +25,8 @@ EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 
 SHARDED_FROM_BYTES = 500_000_000
 #: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
 FIRST_BUCKET_BYTES = 2**20
-#: Where ``auto`` measures.
-MEASURED_ON: tuple[str, ...] = ("gpu",)
-_PENDING = "auto: measured before the first step"
+#: Precisions whose convolutions take 16-bit numbers.
+HALF = ("16-mixed", "bf16-mixed", "bf16-true")
 
 
 @dataclass(frozen=True)
@@ -104,14 +100,14 @@ def make_plan(
     loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=local_ranks, pin_memory=given.on_gpu)
     judged = facts.val_samples > 0 or module is not None  # a module evaluates on its own data
     monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
-    measured = _measured(given, resume.measured if resume else None)
+    layout = _memory_layout(given)
     numbers = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
     decisions = [
         *_placed(placement),
         *_kernels(given),
-        *measured.values(),
-        *_cuda_graphs(given, batch),
-        *_reduction(given, by_rows=LAYOUT not in measured or measured[LAYOUT].value is False),
+        *layout,
+        *_data_device(given),
+        *_reduction(given, by_rows=not any(decision.value for decision in layout)),
         *sized.values(),
         ordered,
         *course.decisions,
@@ -185,86 +181,41 @@ def _kernels(given: Given) -> list[Decision]:
     ]
 
 
-def _measured(given: Given, before: Measured | None) -> Decisions:
-    """The layout of convolutions, and where arrays are: as set, by rule, or measured on the devices at the start.
-
-    The value is ``None`` until the ranks have agreed on one (``engine/measured.py``). A run keeps it on the same
-    devices: ``before`` is what an earlier attempt has measured.
-    """
-    config, placement, facts, training = given.config, given.placement, given.facts, given.config.training
-    setting, measurable, found = config.hardware.channels_last, placement.accelerator in MEASURED_ON, list[Decision]()
-    if facts.loader is not None:  # a LightningModule's steps and data are its own
-        return {}
-    if facts.convolutions:
-        by_row = f"{placement.strategy} distributes weights row by row"
-        layout = decide(
-            LAYOUT,
-            (placement.spec.divides or placement.spec.scatters, False, by_row),
-            (setting != "auto", setting == "on", "as set"),
-            (given.exact, False, "exact mode: as the model has it"),
-            (training.compile, False, "auto: torch.compile chooses layouts itself"),
-            (not measurable, False, "auto: as the model has it; measured on GPUs only"),
-            (facts.streams, False, "auto: as the model has it; a stream has no batch to measure with"),
-            (True, None, _PENDING),
-            shown={None: "to be measured", True: "channels_last", False: "as the model has it"},
-        )
-        found.append(layout)
-    if measurable and facts.array_bytes:
-        # Values are the same either way. Compiled code would be compiled for the measurement.
-        ruled = given.exact or training.compile or config.debug.trace != "off"
-        arrays = decide(
-            DATA_DEVICE,
-            (config.data.device != "auto", config.data.device, "as set"),
-            (ruled, "auto", "on the GPU if they fill at most a fifth of its memory"),
-            (True, None, _PENDING),
-            shown={None: "to be measured"},
-        )
-        found.append(arrays)
-    here = before is not None and (before.devices, before.gpu) == (placement.devices, placement.gpu)
-    known = before.decisions if before is not None and here else {}
-    return by_key(known.get(choice.key, choice) if choice.value is None else choice for choice in found)
-
-
-def _cuda_graphs(given: Given, batch: BatchPlan) -> list[Decision]:
-    """On a GPU: whether the kernels of a step are recorded and replayed."""
-    training, debug, placement, facts = given.config.training, given.config.debug, given.placement, given.facts
-    setting, looks_inside = training.cuda_graphs, debug.trace != "off" or debug.switch_off or debug.detect_anomaly
-    if not given.on_gpu and setting == "off":
+def _memory_layout(given: Given) -> list[Decision]:
+    """Whether the weights of 2-D convolutions are channels_last; none for a model without them."""
+    config, placement = given.config, given.placement
+    if not given.facts.convolutions or given.facts.loader is not None:  # a LightningModule's model is its own
         return []
-    unfit = decide(
-        "",
-        (not given.on_gpu, "the CPU", "it has no CUDA graphs"),
-        (facts.loader is not None, "a LightningModule", "Lightning's Trainer takes the steps"),
-        (len(placement.devices) > 1, "several devices", "their gradients are reduced while the backward runs"),
-        (given.exact, "reproducibility: exact", "lanes are computed one by one"),
-        (placement.precision == "16-mixed", "precision 16-mixed", "the scale of the loss changes between steps"),
-        (training.compile, "training.compile", "its compile_mode reduce-overhead makes graphs of compiled code"),
-        (batch.accumulate > 1, "accumulation", "gradients of a graph are written to the same memory again"),
-        (facts.lengths is not None, "samples of different lengths", "each shape would need a graph"),
-        (looks_inside, "debug settings", "they look into each step"),
-        (True, None, ""),
-    )
-    if setting == "on" and unfit.value and given.on_gpu:
-        raise UnsupportedError(
-            f"training.cuda_graphs=on is incompatible with {unfit.value}",
-            why=unfit.reason,
-            fix="leave one of them out, or set training.cuda_graphs to auto or off",
-        )
-    flops = 6 * facts.multiply_adds * batch.batch_size
-    small = 0 < flops < LAUNCH_BOUND
-    size = f"a step has {flops / 1e9:.2g} GFLOP" if flops else "the operations of a step are not known"
-    start = "Python needs to start its kernels"
-    enough = (
-        f"fewer than a GPU does in the time that {start}" if small else f"for which a GPU needs longer than {start}"
-    )
-    waits = f"off; {size}, so it may wait for Python: try training.cuda_graphs=auto (not yet run on a GPU)"
+    setting = config.hardware.channels_last
     return [
         decide(
-            "cuda_graphs",
-            (unfit.value, False, f"{unfit.value}: {unfit.reason}"),
-            (setting == "off", False, waits if small else f"off; {size}"),
-            (setting == "on", True, f"as set: {size}, {enough}"),
-            (True, small, f"auto: {size}, {enough}"),
+            "channels_last",
+            (
+                placement.spec.divides or placement.spec.scatters,
+                False,
+                f"{placement.strategy} distributes weights row by row",
+            ),
+            (setting != "auto", setting == "on", "as set"),
+            (given.exact, False, "exact mode: as the model has it"),
+            (config.training.compile, False, "auto: torch.compile chooses layouts itself"),
+            (not given.on_gpu, False, "auto: as the model has it on a CPU"),
+            (placement.precision in HALF, True, f"auto: {placement.precision} convolutions on a GPU use tensor cores"),
+            (True, False, "auto: as the model has it in 32-bit precision"),
+            shown={True: "channels_last", False: "as the model has it"},
+        )
+    ]
+
+
+def _data_device(given: Given) -> list[Decision]:
+    """Where arrays in memory are during training; none for other data, and on a CPU."""
+    if not given.on_gpu or not given.facts.array_bytes or given.facts.loader is not None:
+        return []
+    setting = given.config.data.device
+    return [
+        decide(
+            "data_device",
+            (setting != "auto", setting, "as set"),
+            (True, "auto", "on the GPU if they fill at most a fifth of its free memory"),
         )
     ]
 

@@ -30,7 +30,6 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
 from lockstep.errors import ConfigError, RunFolderError, StorageError
-from lockstep.planning.decision import upgraded
 from lockstep.rundir import files
 from lockstep.rundir.files import JsonLines, absolute, damaged, names_in, read_json, read_jsonl, write_json
 from lockstep.rundir.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
@@ -374,7 +373,6 @@ class RunDir:
     def plan(self) -> dict[str, Any]:
         plan = _mapping(read_json(self.plan_file), self.plan_file)
         try:
-            plan = upgraded(plan)
             names, decisions = ("key", "title", "shown", "reason"), plan.get("decisions", {}).values()
             if all(isinstance(decision[name], str) for decision in decisions for name in names):
                 return plan

@@ -43,20 +43,8 @@ class Stepper:
         self._unused: list[nn.Parameter] = []
         self._averages: list[Tensor] = []
 
-    @property
-    def lists(self) -> Any:
-        """What the kernels read besides gradients: another object when that has changed."""
-        return self._lists
-
-    def takes_rates(self) -> bool:
-        """Whether a step takes its learning rates from tensors: where the kernels are called directly."""
-        return self._is_plain and not needs_own_step(self._optimizer) and self._gradients() is not None
-
-    def __call__(self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None) -> None:
-        """Take the step; where ``found_inf`` (shape ()) is 1, nothing changes: for optimizers with fused kernels.
-
-        ``rates``: of the groups, each of shape (), in place of their ``lr``; see :meth:`takes_rates`.
-        """
+    def __call__(self, found_inf: Tensor | None = None) -> None:
+        """Take the step; where ``found_inf`` (shape ()) is 1, nothing changes: for optimizers with fused kernels."""
         optimizer = self._optimizer
         gradients = self._gradients() if self._is_plain and not needs_own_step(optimizer) else None
         if gradients is None:
@@ -67,10 +55,9 @@ class Stepper:
             take_step(optimizer)
             return
         with torch.no_grad():
-            for place, (group, lists) in enumerate(zip(optimizer.param_groups, self._lists, strict=True)):
-                if gradients[place]:
-                    rate = group["lr"] if rates is None else rates[place]
-                    _step(group, lists, gradients[place], found_inf, rate)
+            for group, lists, group_gradients in zip(optimizer.param_groups, self._lists, gradients, strict=True):
+                if group_gradients:
+                    _step(group, lists, group_gradients, found_inf)
 
     def _gradients(self) -> list[list[Tensor]] | None:
         """Of the parameters in the lists, which are made again where they have changed; ``None``: they cannot be made.
@@ -146,9 +133,7 @@ def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
     return _Lists(list(parameters), averages, squares, counts, torch.ones_like(counts), steps)
 
 
-def _step(
-    group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None, rate: float | Tensor
-) -> None:
+def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None) -> None:
     lists.counts.add_(lists.one)
     kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
     kernel(
@@ -159,7 +144,7 @@ def _step(
         [],
         lists.steps,
         amsgrad=False,
-        lr=rate,
+        lr=group["lr"],
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         weight_decay=group["weight_decay"],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product
-from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from lockstep.engine.optim import optimizers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import Stepper
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.recording import Recording
 from lockstep.engine.partition import Divided
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Scheduler, Task
@@ -84,25 +82,6 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-class _Recorded(NamedTuple):
-    """An update, and what it reads: gradients, learning rates of the groups, and the count of ``items``.
-
-    It holds for these ``lists`` of the stepper, and for numbers that are ``baked`` in.
-    """
-
-    recording: Recording
-    gradients: list[Tensor]
-    lists: Any
-    rates: list[Tensor]
-    items: Tensor
-    baked: Any
-
-
-def _are(these: list[Tensor], those: list[Tensor]) -> bool:
-    """Whether both have the same tensors, not only equal ones."""
-    return len(these) == len(those) and all(map(is_, these, those))
-
-
 class Update:
     """Applies one step. Gradients arrive as sums times ``precision.seed()``; they are multiplied once.
 
@@ -153,10 +132,6 @@ class Update:
         self._fused = takes_found_inf(optimizer)
         self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
         self._skipped = torch.zeros((), device=device)
-        #: Whether the update of gradients that keep their place in memory is recorded, and the recording.
-        self.records = False
-        self._recorded: _Recorded | None = None
-        self._gradients_before: list[Tensor] = []
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self._named = dict(model.named_parameters())
@@ -221,49 +196,8 @@ class Update:
         want_norm = want_norm or self.max_norm is not None or self._several
         if self._on_host:
             self._apply_on_host(gradients, float(count), divisor, want_norm)
-        elif not (self.records and self._replayed(gradients, count, divisor)):
-            self._apply_on_device(gradients, count, divisor, want_norm, None if counted is None else counted != 0)
-
-    def _replayed(self, gradients: list[Tensor], count: Tensor | float, divisor: float) -> bool:
-        """Replay the update, where it is the one that was recorded; else record one that can be replayed.
-
-        Gradients are those of a replayed backward pass where they are the same tensors as in the step before.
-        """
-        if not (self._fused and self.after_backward is None and self._step.takes_rates()):
-            return False
-        groups = self.optimizer.param_groups
-        baked = divisor, [{name: group[name] for name in group if name not in ("params", "lr")} for group in groups]
-        before, self._gradients_before = self._gradients_before, gradients
-        found = self._recorded
-        is_same = found is not None and found.lists is self._step.lists and found.baked == baked
-        if found is None or not is_same or not _are(found.gradients, gradients):
-            if not _are(before, gradients):
-                return False
-            try:
-                self._recorded = found = self._record(gradients, divisor, baked)
-            except Exception:
-                self.records = False  # as before, one kernel at a time
-                return False
-        for rate, group in zip(found.rates, groups, strict=True):
-            rate.fill_(group["lr"])
-        if isinstance(count, Tensor):
-            found.items.copy_(count)
         else:
-            found.items.fill_(count)
-        self.grad_norm = found.recording.replay()[0].clone()
-        return True
-
-    def _record(self, gradients: list[Tensor], divisor: float, baked: Any) -> _Recorded:
-        device = gradients[0].device
-        rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
-        count = torch.ones((), device=device)
-
-        def body() -> list[Tensor]:
-            self._apply_on_device(gradients, count, divisor, True, count != 0, rates)
-            assert isinstance(self.grad_norm, Tensor)
-            return [self.grad_norm]
-
-        return _Recorded(Recording(body, device), gradients, self._step.lists, rates, count, baked)
+            self._apply_on_device(gradients, count, divisor, want_norm, None if counted is None else counted != 0)
 
     def _gradients(self) -> list[Tensor]:
         gradients: list[Tensor]
@@ -301,9 +235,8 @@ class Update:
         divisor: float,
         want_norm: bool,
         counted: Tensor | None,
-        rates: list[Tensor] | None = None,
     ) -> None:
-        """``counted``: whether there were items, where the host does not know. ``rates``: of groups, on the device."""
+        """``counted``: whether there were items, where the host does not know."""
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self.precision.seed() * count)
         if want_norm:
@@ -316,7 +249,7 @@ class Update:
         self._found_inf.copy_(~torch.isfinite(factor))
         found = self._unscale(gradients, factor.float())
         if self._fused:
-            self._step(found, rates)
+            self._step(found)
         elif not found.item():
             self._step()
         self._skipped += found if counted is None else found * counted

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from importlib import import_module
 
 import torch
@@ -15,7 +13,6 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Divided, Undivided, blocks_of, checkpoint_activations, compiled
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Replica, Strategy
-from lockstep.engine.strategies.graphed import GraphedStrategy
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, refuse_modules
 from lockstep.planning import Plan
@@ -27,16 +24,12 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     return Strategy(replica)
 
 
-def on_device(model: nn.Module, rank: RankContext, task: Task, datasets: Datasets) -> tuple[nn.Module, RankContext]:
-    """A whole model on its device in the layout of the plan; the rank, whose plan has what was measured. Collective."""
+def on_device(model: nn.Module, rank: RankContext) -> nn.Module:
+    """Move a whole model to its device, in the memory layout of the plan."""
     model = model.to(rank.device)
     if rank.plan.value("channels_last"):
         convert_conv2d_weight_memory_format(model, torch.channels_last)
-    if rank.plan.to_measure:
-        from lockstep.engine.measured import settled
-
-        rank = replace(rank, plan=settled(rank, task, model, datasets))
-    return model, rank
+    return model
 
 
 def divide(rank: RankContext, task: Task, model: nn.Module, datasets: Datasets) -> Divided:
@@ -71,7 +64,5 @@ def build_strategy(
         replica = replica._replace(forward=compiled(bare(model), mode), compiled=True)
         if config.training.compile_loss:
             replica = replica._replace(loss_mode=mode)
-    if plan.value("cuda_graphs"):
-        return GraphedStrategy(replica, partial(rank.note, "cuda_graphs"))
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy
