@@ -305,8 +305,8 @@ FOLDER_INTRODUCTION = """\
 # Files of a run folder
 
 [The run folder](concepts/run-folder.md) explains who writes these files and when. The JSON schemas are generated from
-the models that Lockstep reads and writes with. A reader has to ignore keys that it does not know. A number that was not finite
-is `null`.
+the models that Lockstep reads and writes with. A reader has to ignore keys that it does not know. A number that was
+not finite is `null`.
 
 A change of a `run.json` by Lockstep sets the modification time of the folder that contains the run folder, as creating
 and deleting a run folder does: a reader that follows many runs, as the studio does, looks at them again when that time
