@@ -62,27 +62,14 @@ def test_three_stages_on_two_ranks_compute_what_one_device_does_and_go_on_there(
     assert_equal_runs(run, alone)
 
 
-def test_one_process_with_its_layers_on_two_devices_computes_the_same(alone: RunDir, tmp_path: Path) -> None:
-    settings = merge(SAME, merge(PIPELINE, {"pipeline": {"in_process": True}}))
-    run = train(TASK, tmp_path / "run", "cpu,cpu", settings)
-    assert run.plan()["placement"]["world_size"] == 1
-    assert_equal_runs(run, alone)
-
-
 @pytest.mark.parametrize(
-    ("precision", "in_process"),
-    [
-        ("bf16-mixed", False),
-        pytest.param("32", True, marks=pytest.mark.drill),
-        pytest.param("32", False, marks=pytest.mark.drill),
-        pytest.param("16-mixed", False, marks=pytest.mark.drill),
-    ],
+    "precision",
+    ["bf16-mixed", pytest.param("32", marks=pytest.mark.drill), pytest.param("16-mixed", marks=pytest.mark.drill)],
 )
-def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, precision: str, in_process: bool) -> None:
+def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, precision: str) -> None:
     settings = {
         "runs_dir": str(tmp_path),
         "hardware": {"selected_devices": "cpu,cpu", "strategy": "pipeline", "precision": precision},
-        "pipeline": {"in_process": in_process},
         "task": {"source": "synthetic", "synthetic_samples": 200, "synthetic_shape": (3, 32)},
         "training": {"batch_size": 16, "accumulate": 3},
     }
@@ -91,8 +78,7 @@ def test_verify_finds_har_with_dropout_equal_in_any_precision(tmp_path: Path, pr
     assert (report.outcome, report.causes) in {("identical", ()), ("equal", ())}
     # Losses that are reported are summed in another precision; the norm that clips, in the order of one device.
     assert report.as_configured["loss"].max() < 1e-6
-    if not in_process:
-        assert report.as_configured["weights"].max() == 0
+    assert report.as_configured["weights"].max() == 0
 
 
 class Torn(Staged):
@@ -145,7 +131,7 @@ def test_a_stage_on_each_of_three_ranks_computes_the_same(alone: RunDir, tmp_pat
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_one_clear_error(tmp_path: Path, task: str, devices: str, words: str) -> None:
-    settings = merge(SAME, merge(PIPELINE, {"pipeline": {"in_process": True}}))
+    settings = merge(SAME, PIPELINE)
     with pytest.raises(LockstepError, match=words):
         train(TASK.replace("Staged", task), tmp_path / "run", devices, settings)
 

@@ -77,8 +77,7 @@ def test_every_strategy_computes_on_two_gpus_what_one_computes(
 
 
 @several
-@pytest.mark.parametrize("in_process", [False, True], ids=["ranks", "one process"])
-def test_stages_on_two_gpus_compute_what_one_computes(tmp_path: Path, in_process: bool) -> None:
+def test_stages_on_two_gpus_compute_what_one_computes(tmp_path: Path) -> None:
     reference = train(STAGED, tmp_path / "alone", "gpu:0", SAME)
-    settings = {"hardware": {"strategy": "pipeline"}, "pipeline": {"in_process": in_process}}
+    settings = {"hardware": {"strategy": "pipeline"}}
     assert_equal_runs(train(STAGED, tmp_path / "run", "gpu:0,gpu:1", merge(SAME, settings)), reference)

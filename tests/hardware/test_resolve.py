@@ -140,14 +140,6 @@ def test_models_are_divided_among_the_ranks_that_are_selected(strategy: str) -> 
     assert any(note.key == "strategy_unused" for note in one.notes)
 
 
-def test_a_pipeline_in_one_process_is_one_rank_with_several_devices() -> None:
-    config = HardwareConfig(selected_devices=("gpu:0", "gpu:1"), strategy="pipeline")
-    found = resolve_placement(config, DistributedConfig(), World(), machine(2), in_process=True)
-    assert (found.strategy, found.backend, found.world_size) == ("pipeline", None, 1)
-    with pytest.raises(ConfigError, match="one process"):
-        resolve_placement(config, DistributedConfig(), ranks(2), machine(2), in_process=True)
-
-
 @pytest.mark.parametrize(
     ("strategy", "selection", "error", "text"),
     [

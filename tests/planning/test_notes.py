@@ -33,7 +33,7 @@ def test_settings_at_their_default_are_not_spoken_of(strategy: str) -> None:
         ("ddp", {"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload has no effect: the strategy is ddp, not fsdp."),
         ("fsdp", {"distributed": {"bucket_cap_mb": 50}}, "distributed.bucket_cap_mb has no effect"),
         ("dp", {"training": {"compile": True}}, "training.compile has no effect: dp copies the model"),
-        ("single", {"pipeline": {"in_process": True, "schedule": "gpipe"}}, "pipeline.schedule, pipeline.in_process"),
+        ("single", {"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule has no effect"),
         (
             "ddp",
             {"distributed": {"bucket_cap_mb": 50}, "training": {"reproducibility": "exact"}},
@@ -49,7 +49,6 @@ def test_a_pipeline_tells_how_long_its_devices_wait() -> None:
     assert "With 1 micro-batch a step, the 2 devices of a pipeline wait 50% of the time" in notes("pipeline", {})
     assert "3 micro-batches a step, the 2 devices of a pipeline wait 25%" in notes("pipeline", {}, 3)
     assert notes("pipeline", {}, 8) == ""
-    assert "take turns" in notes("pipeline", {"pipeline": {"in_process": True}})
 
 
 def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:

@@ -37,6 +37,7 @@ _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z
 REMOVED = {
     "telemetry.monitor": "use telemetry.system_metrics",
     "training.engine": "leave it out; `lockstep lightning fit` trains a LightningModule",
+    "pipeline.in_process": "leave it out: a pipeline has one process per device",
     "training.cuda_graphs": "use training.compile=true with training.compile_mode=reduce-overhead",
 }
 

@@ -294,7 +294,6 @@ class PipelineConfig(Section):
     schedule: Literal["gpipe", "1f1b"] = setting(
         "1f1b", "1f1b: alternates forward and backward passes, for fewer activations; gpipe: forward passes first"
     )
-    in_process: bool = setting(False, "one process, its layers on the selected devices, one after the other")
 
 
 class ValidationConfig(Section):

@@ -64,13 +64,10 @@ def resolve_placement(
     distributed: DistributedConfig,
     world: World,
     detected: Sequence[Device],
-    *,
-    in_process: bool = False,
 ) -> Placement:
     """Decide where a run computes.
 
     ``world``: whether somebody else started the ranks already, and how many. ``detected``: what this machine has.
-    ``in_process``: whether a pipeline is one process that holds all its devices.
 
     Raises:
         DeviceError: a selection that does not fit the machine or the ranks; a precision that a chosen device lacks.
@@ -90,12 +87,7 @@ def resolve_placement(
     accelerator: Accelerator = "cpu" if devices[0] == "cpu" else "gpu"
     notes = list(selection.notes)
     strategy, strategy_reason = _strategy(wanted, devices, given, notes)
-    alone = strategy.one_process or (strategy.state == "staged" and in_process)
-    if alone and not strategy.one_process and given:
-        raise ConfigError(
-            f"pipeline.in_process is one process, but {given.launcher} started {given.size}",
-            fix=f"set pipeline.in_process to false, or start without {given.launcher}",
-        )
+    alone = strategy.one_process
     backend, backend_reason = _backend(distributed.backend, alone, devices, notes)
     chosen = [find(device, detected) for device in dict.fromkeys(devices)]
     precision, precision_reason = _precision(config.precision, chosen)

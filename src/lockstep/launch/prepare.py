@@ -135,8 +135,7 @@ def plan_settled(task: Task, config: RunConfig, resume: ResumePoint | None) -> P
 
 def place(config: RunConfig, world: World) -> Placement:
     """The placement of a run on this machine."""
-    in_process = config.pipeline.in_process
-    return resolve_placement(config.hardware, config.distributed, world, detect_devices(), in_process=in_process)
+    return resolve_placement(config.hardware, config.distributed, world, detect_devices())
 
 
 def plan_for(

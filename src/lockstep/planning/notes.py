@@ -92,10 +92,7 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
             ["training.compile"], f"{spec.name} copies the model to its GPUs in every step, not compiled"
         )
     devices, parts = len(placement.devices) if placement.nodes == 1 else placement.world_size, batch.accumulate
-    if spec.state == "staged" and config.pipeline.in_process:
-        text = f"One process: the {devices} devices take turns, so it is as slow as one device."
-        yield Note("devices_in_turn", text)
-    elif spec.state == "staged" and parts < FILL * devices:
+    if spec.state == "staged" and parts < FILL * devices:
         # Section 2.3 of the same.
         share = (devices - 1) / (parts + devices - 1)
         yield Note(

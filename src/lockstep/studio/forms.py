@@ -286,8 +286,7 @@ def _answer(
 
 
 def _place(config: RunConfig, devices: Sequence[Device]) -> Placement:
-    in_process = config.pipeline.in_process
-    return resolve_placement(config.hardware, config.distributed, World(), devices, in_process=in_process)
+    return resolve_placement(config.hardware, config.distributed, World(), devices)
 
 
 def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -50,8 +50,7 @@ class Helper:
         """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
         built, whole = settle(task, config)
         found = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
-        in_process = whole.pipeline.in_process
-        placement = resolve_placement(whole.hardware, whole.distributed, World(), found, in_process=in_process)
+        placement = resolve_placement(whole.hardware, whole.distributed, World(), found)
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:

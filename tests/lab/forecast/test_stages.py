@@ -98,11 +98,10 @@ def test_fewer_micro_batches_at_once_need_less() -> None:
     assert held["1f1b"][1] < 0.4 * held["gpipe"][1]
 
 
-def test_a_global_batch_is_divided_into_micro_batches_and_one_process_has_one_at_a_time() -> None:
+def test_a_global_batch_is_divided_into_micro_batches() -> None:
     training = {"batch_size": 32, "global_batch_size": 200}
     config = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "training": training}
     assert Counting(Subject(Cut, config)).micro_batches(32) == 7
-    assert Counting(Subject(Cut, {**config, "pipeline": {"in_process": True}})).micro_batches(32) == 1
 
 
 def test_what_cannot_be_a_pipeline_is_refused() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
-from lockstep.engine.rank_context import rank_device
 from lockstep.engine.strategies.base import Flags, Reduced, Replica, StepSums, Strategy
 from lockstep.engine.strategies.stages import (
     Answer,
@@ -40,28 +38,22 @@ from lockstep.engine.strategies.stages import (
     cut,
     inputs_of,
     measure,
-    refuse_names,
     stages_of,
 )
 from lockstep.engine.task import Task
-from lockstep.hardware.world import World
 from lockstep.rundir.heartbeat import pulse
 
 
 def divide(whole: Undivided) -> Divided:
-    """Cut the model into a part for each rank or, in one process, for each device. Collective."""
-    task, model, config, plan, _, _, world, collectives = whole
-    names = plan.placement["devices"]
-    parts = world.size if world.size > 1 else len(names)
+    """Cut the model into a part for each rank. Collective."""
+    task, model, config, _, _, _, world, collectives = whole
     if config.training.activation_checkpointing:
         checkpoint_activations(model, blocks_of(task, model))
-    stages = stages_of(task, model, parts)
-    seconds = collectives.broadcast(measure(whole, stages) if collectives.is_main and len(stages) > parts else None)
-    bounds, remark = cut(stages, parts, seconds)
-    if world.size == 1:
-        devices = [rank_device([name], World()) for name in names]
-        places = [device for device, (a, b) in zip(devices, pairwise(bounds), strict=True) for _ in range(a, b)]
-        return PlacedModel(whole, stages, places, remark)
+    stages = stages_of(task, model, world.size)
+    seconds = collectives.broadcast(
+        measure(whole, stages) if collectives.is_main and len(stages) > world.size else None
+    )
+    bounds, remark = cut(stages, world.size, seconds)
     return PipelineModel(whole, stages[bounds[world.rank] : bounds[world.rank + 1]], remark)
 
 
@@ -308,57 +300,3 @@ def _states(generators: Sequence[torch.Generator]) -> Inputs:
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state.cpu())
-
-
-class PlacedModel(Divided):
-    """The stages of a model on several devices of one process (model parallel)."""
-
-    def __init__(self, whole: Undivided, stages: Sequence[nn.Module], places: list[torch.device], remark: str) -> None:
-        super().__init__(whole)
-        for stage, device in zip(stages, places, strict=True):
-            stage.to(device)
-        self.device, self.remarks = places[0], (remark,)
-        self._stages, self._places = stages, places
-
-    def strategy(self, task: Task, precision: Precision) -> Strategy:
-        chain, devices = _Chain(self._stages, self._places), tuple(dict.fromkeys(self._places))
-        return PlacedStrategy(self.replica(task, precision)._replace(forward=chain, devices=devices))
-
-
-class _Chain(nn.Module):
-    """Stages on their devices, as the one module that a task calls; the answer is on the first device.
-
-    Each device continues the random numbers of the one before.
-    """
-
-    def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self._places = places
-
-    def forward(self, *inputs: Tensor, **named: Any) -> Any:
-        refuse_names(named)
-        output: Any = inputs
-        before = self._places[0]
-        for stage, device in zip(self.stages, self._places, strict=True):
-            if device != before:
-                _set_states(_generators(device), _states(_generators(before)))
-                before = device
-            output = stage(*(tensor.to(device) for tensor in as_inputs(output)))
-        home = tuple(tensor.to(self._places[0]) for tensor in as_inputs(output))
-        return home[0] if isinstance(output, Tensor) else home
-
-
-class PlacedStrategy(Strategy):
-    """One process that holds several devices, each with some stages; they take turns."""
-
-    def evaluating(self, task: Task) -> Task:
-        return Through(task, self._ask_chain)
-
-    def _ask_chain(self, function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-        self._model.train(model.training)
-        return ask(function, self._model, batch)
-
-    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        loss: tuple[Tensor, Tensor | int] = ask(self._ask, self._model, batch)
-        return loss

@@ -261,10 +261,8 @@ class Counting:
         return found
 
     def micro_batches(self, size: int) -> int:
-        """Of a pipeline's step; one process has one of them at a time."""
+        """Count the micro-batches of a pipeline's step."""
         wanted = self.config.training.global_batch_size
-        if self.config.pipeline.in_process:
-            return 1
         return self.config.training.accumulate if wanted is None else -(-wanted // size)
 
 
@@ -360,7 +358,6 @@ def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list
             notes.append(f"{spec.name}: the gradients are in its buckets, which take no further memory")
         if spec.state == "staged":
             how = f"{many(counting.micro_batches(size), 'micro-batch')} a step ({config.pipeline.schedule})"
-            how = "one micro-batch at a time" if config.pipeline.in_process else how
             notes.append(f"pipeline: the fullest device; {how}")
             notes.append("messages: what a device has received, and what it has sent and keeps until the step's end")
             stages = len(counting.stages(size, counting.ranks))

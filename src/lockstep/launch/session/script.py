@@ -89,7 +89,7 @@ def _start(
                 why="its ranks are started once, on this machine",
                 fix="leave it out; for restarts or several nodes, start the script with torchrun",
             )
-    placement = resolve_placement(config.hardware, config.distributed, World(), detect_devices(), in_process=False)
+    placement = resolve_placement(config.hardware, config.distributed, World(), detect_devices())
     with contextlib.ExitStack() as claim:
         run = existing_run(config, resume)
         if run is not None:
