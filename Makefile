@@ -4,7 +4,11 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Made when the packages that training needs are installed, and when those of the tests and tools are, too.
+TRAINS := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
+# uv where it is there, else pip.
+INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(RUN),$(RUN) -m pip install --quiet --disable-pip-version-check) -c constraints.txt
 # What `make train` trains on; by default every GPU, or two ranks on the CPU where there is none.
 DEVICES ?=
 ARGS ?=
@@ -24,7 +28,7 @@ help: ## show this list
 	@echo "make test     set up, then lint and the whole test suite"
 	@echo "make check    lint, and the tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
-	@echo "make setup    make $(VENV) and install Lockstep with the tested versions"
+	@echo "make setup    make $(VENV) and install Lockstep with the tested versions, and the tools of its tests"
 	@echo "make lint     ruff (rules and format), mypy, words and spelling"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
@@ -32,17 +36,21 @@ help: ## show this list
 	@echo "make compat   the tests on each torch of COMPAT ($(COMPAT)), CPU builds, in .venv-torch-VERSION"
 	@echo "make clean    remove $(VENV), caches and builds; never a run"
 
-setup: $(STAMP) ## make .venv and install
+setup: $(STAMP) ## make .venv and install, with the packages of tests and tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(TRAINS): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON) here. fix: install Python 3.11 or newer, or say where it is: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Lockstep needs 3.11 or newer. fix: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module. fix: install it (Debian, Ubuntu: apt install python3-venv), or make PYTHON=/path/to/another/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e .
 	@touch $@
 
-train: setup ## train on what the machine has
+$(STAMP): $(TRAINS)
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+train: $(TRAINS) ## train on what the machine has
 	@devices="$(DEVICES)"; \
 	[ -n "$$devices" ] || devices=$$($(RUN) -c 'from lockstep.hardware import get_available_gpus as gpus; print("all" if gpus() else "cpu,cpu")') || exit; \
 	set -x; exec $(RUN) -m lockstep train har --devices "$$devices" $(ARGS)
