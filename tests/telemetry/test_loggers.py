@@ -186,7 +186,7 @@ def mlflow_run(store: Path) -> Any:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=store.as_uri())
-    experiment = client.get_experiment_by_name("lockstep")
+    experiment = client.get_experiment_by_name("segments")
     assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
     return client, found
@@ -194,7 +194,7 @@ def mlflow_run(store: Path) -> Any:
 
 def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = resolve({"training": {"epochs": 3}, "name": "first try"})
+    config = resolve({"training": {"epochs": 3}, "name": "first try", "telemetry": {"mlflow_experiment": "segments"}})
     for first, status in ((0, "failed"), (10, "completed")):  # two attempts of one run
         sink = MlflowSink(tmp_path, "run-1", config)
         for event in events(tmp_path, first=first, status=status):
