@@ -156,6 +156,43 @@ def test_replaced_buffers_and_parameters_unfrozen_later_are_averaged_without_a_s
         torch.testing.assert_close(dict(model.state_dict()), dict(reference.module.state_dict()))
 
 
+class Mask(nn.Module):
+    """Has infinite values in a buffer and a parameter, as attention masks have."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf"), 0.0]))
+        self.bias = nn.Parameter(torch.tensor([float("inf"), 1.0, 2.0]))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores + self.mask.clamp(min=-0.5) + self.bias.clamp(max=3.0)
+
+
+class Masked(Toy):
+    def model(self) -> nn.Module:
+        layers = nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3), Mask()
+        return nn.Sequential(*layers)
+
+
+def masked(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
+    return [
+        attempt(Masked, folder / name, rank, size, averaging=averaging, hardware={"strategy": strategy}, **RUN)[0]
+        for name, averaging, strategy in (("ema", EMA, "fsdp"), ("swa", SWA, "fsdp"), ("ddp", EMA, "ddp"))
+    ]
+
+
+def test_infinite_values_stay_and_statistics_are_averaged_on_divided_models(tmp_path: Path) -> None:
+    (ema, swa, ddp), _ = run_ranks(masked, 2, tmp_path)
+    for averaging, results in ((EMA, (ema, ddp)), (SWA, (swa,))):
+        alone, _ = attempt(Masked, tmp_path / "alone" / str(averaging["name"]), averaging=averaging, **RUN)
+        assert alone["4.mask"].tolist() == [0.0, float("-inf"), 0.0]
+        assert alone["4.bias"][0] == float("inf") and torch.isfinite(alone["4.bias"][1:]).all()
+        for saved in results:
+            torch.testing.assert_close(saved, alone, rtol=1e-4, atol=1e-5)
+
+
 def on_ranks(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
     exact = {**RUN, "training": {**RUN["training"], "reproducibility": "exact"}}
     sharded: dict[str, Any] = {"averaging": EMA, "hardware": {"strategy": "fsdp"}}

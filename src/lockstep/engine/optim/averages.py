@@ -49,6 +49,8 @@ class Averages:
                     prefix, _, key = name.rpartition(".")
                     self._buffers[name] = buffers_of(layers[prefix]), key
         self._averaged = self._copies() if config.name == "ema" else {}
+        #: Weights that may have values that are not finite, as a mask has: buffers, and parameters that have some.
+        self._may_be_infinite: list[str] | None = None
 
     def _weights(self) -> dict[str, Tensor]:
         weights: dict[str, Any] = {name: p for name, p in self._parameters.items() if p.requires_grad}
@@ -66,12 +68,18 @@ class Averages:
         weights, averaged = self._weights(), self._averaged
         for name in weights.keys() - averaged.keys():  # the first update of SWA, or unfrozen since
             averaged[name] = weights[name].detach().clone()
-        lists = [averaged[name] for name in weights], list(weights.values())
+        if self._may_be_infinite is None:
+            infinite = [name for name, weight in weights.items() if not bool(_local(weight).isfinite().all())]
+            self._may_be_infinite = list(dict.fromkeys((*self._buffers, *infinite)))
+        lists = [_local(averaged[name]) for name in weights], [_local(weight) for weight in weights.values()]
         if config.name == "swa":
             get_swa_multi_avg_fn()(*lists, torch.tensor(self._updates))
         else:
             early = (1 + self._updates) / (10 + self._updates) if config.warmup else 1.0
             get_ema_multi_avg_fn(min(config.decay, early))(*lists, self._updates)
+        for name in self._may_be_infinite:  # ∞ - ∞
+            average, weight = _local(averaged[name]), _local(weights[name])
+            average.copy_(torch.where(average.isfinite(), average, weight))
         self._updates += 1
 
     @torch.no_grad()
@@ -129,3 +137,8 @@ class Averages:
 
     def _named(self) -> dict[str, Tensor]:
         return {**self._parameters, **dict(self._model.named_buffers())}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a divided tensor, sharing its memory; operations on lists do not mix both kinds."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
