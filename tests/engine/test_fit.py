@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import Callback, Datasets, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.step import Update
 from lockstep.engine.task import Context
 from lockstep.errors import CheckpointError, ConfigError, DataError, TaskError
 from lockstep.events import Note
@@ -540,3 +542,68 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
     assert RunDir.open(tmp_path / "mistyped").steps() == [], "before the first step"
     with pytest.raises(DataError, match="'a b' is not a name for a validation set"):
         lockstep.plan(BadName())
+
+
+class Drawing(Toy):
+    """Draws in its loss, and has statistics; without clipping, in double precision."""
+
+    dtype = torch.float32
+
+    def model(self) -> nn.Module:
+        layers = nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
+        return nn.Sequential(*layers).to(self.dtype)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return super().loss(model, (batch[0].to(self.dtype), batch[1]))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        return model(batch[0].to(self.dtype)), batch[1]
+
+
+class InDouble(Drawing):
+    dtype = torch.float64
+
+
+LOOKS: list[dict[str, Any]] = [
+    {"telemetry": {"log_interval": 1}},
+    {"telemetry": {"log_interval": 7, "record_samples": True, "csv": True, "system_metrics": True}},
+    {"telemetry": {"log_interval": 50, "profile": "3:5"}},
+    {"telemetry": {"log_interval": 50}, "debug": {"trace": "on"}},
+    {"telemetry": {"log_interval": 50}, "validation": {"every_steps": 3, "sanity_steps": 0}},
+    {"telemetry": {"log_interval": 50}, "validation": {"every_epochs": 2, "batch_size": 5, "sanity_steps": 3}},
+    {"telemetry": {"log_interval": 50}, "checkpoint": {"every_steps": 2}},
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "training", "optimizer"),
+    [(Drawing, {}, {"name": "adamw"}), (InDouble, {"max_grad_norm": None}, {"name": "sgd", "lr": 0.3})],
+    ids=["clipped", "double"],
+)
+def test_settings_that_only_look_change_no_bit(
+    tmp_path: Path, task: type[Task], training: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    run: dict[str, Any] = {"training": {"epochs": 2, "global_batch_size": 24, **training}, "optimizer": optimizer}
+    expected, _ = attempt(task, tmp_path / "none", telemetry={"log_interval": 50}, **run)
+    for number, look in enumerate(LOOKS):
+        weights, _ = attempt(task, tmp_path / str(number), **run, **look)
+        assert all(torch.equal(weights[name], value) for name, value in expected.items()), look
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+def test_a_norm_that_is_only_logged_skips_no_step(on_host: bool) -> None:
+    """Gradients are finite, and their norm is not."""
+    results = []
+    for want_norm in (False, True):
+        model = nn.Linear(3, 1)
+        update = Update(
+            *(model, torch.optim.SGD(model.parameters(), lr=1e-30), None, Precision("32", torch.device("cpu"), 1.0)),
+            max_norm=None,
+        )
+        update._on_host = on_host
+        for parameter in model.parameters():
+            parameter.data.zero_()
+            parameter.grad = torch.full_like(parameter, 3e38)
+        update.apply(0, 1, 1.0, want_norm=want_norm)
+        results.append((update.skipped, model.weight.detach().clone()))
+    assert results[0][0] == results[1][0] == 0 and torch.equal(results[0][1], results[1][1])

@@ -53,7 +53,16 @@ fused_adamw_: Any = getattr(torch, "_fused_adamw_", None)
 
 
 def amp_unscale_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """Multiply by ``factor``; set ``found_inf`` to 1 where a gradient is not finite. Both: float32 of shape ()."""
+    """Multiply by ``factor``; set ``found_inf`` to 1 where a gradient is not finite. Both are of shape ().
+
+    ``found_inf`` is in float32; the ``factor`` is rounded to it for all gradients but those in float64.
+    """
+    wide = [gradient for gradient in gradients if gradient.dtype == torch.float64]
+    if wide:
+        _amp_unscale_(wide, found_inf, torch.ones_like(found_inf))
+        foreach_mul_(wide, factor.to(found_inf.device))
+        gradients = [gradient for gradient in gradients if gradient.dtype != torch.float64]
+    factor = factor.float()
     without = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16 and gradient.is_cuda]
     if without:
         unscale_bfloat16_(without, found_inf, factor)

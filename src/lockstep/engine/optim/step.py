@@ -130,7 +130,7 @@ class Update:
         self._unusual = bool(optimizers.sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = takes_found_inf(optimizer)
-        self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros(())
+        self._found_inf, self._factor = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64)
         self._skipped = torch.zeros((), device=device)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -145,6 +145,11 @@ class Update:
         self.waits_for: torch.cuda.Event | None = None
         #: Called with reduced and divided gradients, before they are clipped.
         self.after_backward: Callable[[], None] | None = None
+
+    @property
+    def _needs_norm(self) -> bool:
+        """Whether the update depends on the norm, which is otherwise only logged, and then changes nothing."""
+        return self.max_norm is not None or self._several
 
     @property
     def skipped(self) -> int:
@@ -193,7 +198,6 @@ class Update:
             count, divisor = 1.0 / self.precision.seed_value(), 1.0
             self.after_backward()
             gradients = self._gradients()
-        want_norm = want_norm or self.max_norm is not None or self._several
         if self._on_host:
             self._apply_on_host(gradients, float(count), divisor, want_norm)
         else:
@@ -209,8 +213,9 @@ class Update:
 
     def _apply_on_host(self, gradients: list[Tensor], count: float, divisor: float, want_norm: bool) -> None:
         factor = divisor / (self.precision.seed_value() * count)
-        if want_norm:
-            self.grad_norm = norm = self._norm(gradients).item() * factor
+        norm = self._norm(gradients).item() * factor if want_norm or self._needs_norm else None
+        self.grad_norm = self.grad_norm if norm is None else norm
+        if norm is not None and self._needs_norm:
             found = not math.isfinite(norm)
             if self.max_norm is not None and not found:
                 factor *= min(1.0, self.max_norm / (norm + 1e-6))
@@ -239,15 +244,15 @@ class Update:
         """``counted``: whether there were items, where the host does not know."""
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (self.precision.seed() * count)
-        if want_norm:
+        if want_norm or self._needs_norm:
             norm = self._norm(gradients) * factor
             self.grad_norm = norm if counted is None else torch.where(counted, norm, 0.0)
             if self.max_norm is not None:
                 factor = factor * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-            factor = torch.where(torch.isfinite(norm), factor, torch.nan)
+                factor = torch.where(torch.isfinite(norm), factor, torch.nan)
         # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
         self._found_inf.copy_(~torch.isfinite(factor))
-        found = self._unscale(gradients, factor.float())
+        found = self._unscale(gradients, factor)
         if self._fused:
             self._step(found)
         elif not found.item():
