@@ -121,3 +121,105 @@ def test_a_wrong_part_is_one_error(tmp_path: Path, change: dict[str, Any], words
     parts: dict[str, Any] = {"model": net(), "loss": F.cross_entropy, "train": dataset(40, 1)}
     with pytest.raises(TaskError, match=words):
         lockstep.fit(**{**parts, **change}, devices="cpu", save_dir=tmp_path / "run")
+
+
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+LENGTHS = torch.tensor([4, 2, 3])
+
+
+def partly_ignored(samples: int, seed: int) -> TensorDataset:
+    inputs, labels = arrays(samples, seed)
+    labels[torch.arange(samples) % 3 == 0] = -100
+    return TensorDataset(inputs, labels)
+
+
+def several_targets(samples: int, seed: int) -> TensorDataset:
+    inputs, labels = arrays(samples, seed)
+    labels = torch.stack([labels, torch.where(inputs[:, 0] > 0, labels, -100)], 1)
+    return TensorDataset(inputs, labels)
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    mask = target == 1
+    return (output.square().mean(1) * mask).sum() / mask.sum()
+
+
+#: Data, and a loss that is a mean over something else than rows, or not the mean that it looks like.
+MEANS: dict[str, tuple[Any, Any]] = {
+    "class weights": (dataset, nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
+    "weights and smoothing": (partly_ignored, nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)),
+    "ignored targets": (partly_ignored, F.cross_entropy),
+    "several targets": (several_targets, lambda o, t: F.cross_entropy(o[:, :, None].expand(-1, -1, 2), t)),
+    "nll": (partly_ignored, lambda o, t: F.nll_loss(o.log_softmax(1), t, weight=CLASS_WEIGHTS)),
+    "batchmean": (
+        dataset,
+        lambda o, t: F.kl_div(o.log_softmax(1), F.one_hot(t, 3) * 0.8 + 0.1, reduction="batchmean"),
+    ),
+    "ctc": (
+        dataset,
+        lambda o, t: F.ctc_loss(
+            *(o[None].expand(9, -1, -1).log_softmax(2), t[:, None].expand(-1, 4) % 2 + 1, 0 * t + 9, LENGTHS[t])
+        ),
+    ),
+    "masked mean": (dataset, masked_mean),
+    "mask as index": (dataset, lambda o, t: F.mse_loss(o[t == 1], torch.ones_like(o[t == 1]))),
+    "cosine": (dataset, lambda o, t: F.cosine_embedding_loss(o, o.roll(1, 1), t.clamp(max=1) * 2 - 1)),
+    "triplet": (dataset, lambda o, t: F.triplet_margin_loss(o, o.roll(1, 1), o.roll(2, 1))),
+}
+
+
+def test_means_over_something_else_than_rows_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    for name, (data, loss) in MEANS.items():
+        model, plain, train, val = net(), net(), data(40, 1), data(30, 2)
+        loss(plain(train.tensors[0]), train.tensors[1]).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.5).step()
+        run = lockstep.fit(
+            model=model,
+            loss=loss,
+            train=train,
+            val=val,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+            config={"scheduler.name": "constant", "training.max_grad_norm": None},
+            devices="cpu",
+            epochs=1,
+            batch_size=8,
+            grad_accum_steps=5,
+            save_dir=tmp_path / name,
+        )
+        torch.testing.assert_close(weights(model), weights(plain), msg=lambda text, name=name: f"{name}: {text}")
+        expected = loss(plain(val.tensors[0]), val.tensors[1]).item()
+        assert run.metrics["val_loss"] == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_weighted_mean_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    models = {devices: net() for devices in ("cpu", "cpu,cpu")}
+    data, loss = MEANS["weights and smoothing"]
+    for devices, model in models.items():
+        lockstep.fit(
+            model=model,
+            loss=loss,
+            train=data(40, 1),
+            devices=devices,
+            epochs=1,
+            global_batch_size=16,
+            save_dir=tmp_path / devices,
+        )
+    torch.testing.assert_close(weights(models["cpu"]), weights(models["cpu,cpu"]))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: F.cross_entropy(o, t, weight=CLASS_WEIGHTS) + F.mse_loss(o, F.one_hot(t, 3).float()),
+        lambda o, t: F.mse_loss(o, F.one_hot(t, 3).float()).sqrt(),
+        lambda o, t: 1 - (o.sigmoid() * F.one_hot(t, 3)).sum() / (o.sigmoid().sum() + len(t)),
+        lambda o, t: F.cross_entropy(o @ o.T, torch.arange(len(o))),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS),
+        lambda model, batch: F.mse_loss(model(batch[0]), F.one_hot(batch[1], 3).float(), reduction="sum"),
+    ],
+)
+def test_what_no_count_makes_a_sum_over_rows_is_refused(tmp_path: Path, loss: Any) -> None:
+    with pytest.raises(TaskError) as caught:
+        lockstep.fit(model=net(), loss=loss, train=dataset(40, 1), devices="cpu", save_dir=tmp_path / "run")
+    assert "lockstep.Loss(total" in caught.value.fix

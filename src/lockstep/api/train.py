@@ -149,8 +149,10 @@ def fit(
 
     **The loss** is called as ``loss(output, target)``. The last element of a batch is the target, and the output is
     ``model(*others)``. If its first parameter is named ``model``, it is called as ``loss(model, batch)`` instead. It
-    returns the mean over the batch's samples (as torch's losses do), one value per sample, or a
-    :class:`lockstep.Loss`: a sum and a count, for a mean over something else, such as tokens.
+    returns a mean (as torch's losses do), one value per sample, or a :class:`lockstep.Loss`: a sum and a count. Class
+    weights, ignored targets, masks and other numbers that a mean of ``(output, target)`` is divided by are counted. A
+    loss that is not made of the losses of samples, or calls the model and divides by something else than samples, is
+    refused: state sum and count.
 
     All parts are sent to the ranks by value; functions may be local or lambdas. For data sets that do not fit into
     memory several times, or for anything that has no argument here, write a :class:`lockstep.Task`.

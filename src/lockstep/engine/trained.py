@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,43 +122,73 @@ _REDUCTIONS: dict[int, _Kind] = {1: "mean", 2: "sum"}
 _DEPTH = 100
 
 
+class Term(NamedTuple):
+    """A term of a loss: how it was reduced, and what its sum was divided by; ``None``: by nothing, or unknown.
+
+    ``is_weighed``: divided by a sum of weights, or by a number that the loss computed.
+    """
+
+    kind: _Kind
+    items: Tensor | float | None = None
+    is_weighed: bool = False
+
+
 def is_mean(total: Tensor, count: float) -> bool:
     """Whether the graph of ``total`` shows a mean over the ``count`` items that it should sum."""
-    if count <= 1 or total.grad_fn is None:
+    if count <= 1:
         return False
-    terms = _terms(total.grad_fn, count)
+    kinds = [term.kind for term in terms_of(total, count)]
     # A sum over items of each one's mean has as many terms as items.
-    return len(terms) < count and "mean" in terms and "sum" not in terms
+    return len(kinds) < count and "mean" in kinds and "sum" not in kinds
 
 
-def _terms(node: Any, count: float, depth: int = 0) -> list[_Kind]:
-    """How each term of the sum that ``node`` computes was reduced; terms without a gradient do not matter."""
+def terms_of(total: Tensor, count: float) -> list[Term]:
+    """The terms of ``total``, a loss of ``count`` items, by its graph; terms without a gradient do not matter."""
+    return [] if total.grad_fn is None else _terms(total.grad_fn, count)
+
+
+def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
+    """The terms of the sum that ``node`` computes."""
     name = node.name().partition("Backward")[0]
     inputs = [before for before, _ in node.next_functions if before is not None]
     if depth > _DEPTH:
-        return ["sum"]
+        return [Term("sum")]
     reduction = saved(node, "reduction")
     if reduction is not None:
-        return [_REDUCTIONS.get(reduction, "unknown")]
+        kind = _REDUCTIONS.get(reduction, "unknown")
+        return [Term(kind, *(_divisor(node) if kind == "mean" else ()))]
     if name in ("Add", "Sub"):
-        return [kind for one in inputs for kind in _terms(one, count, depth + 1)]
+        return [term for one in inputs for term in _terms(one, count, depth + 1)]
     if name == "Mean":
         summed = saved(inputs[0], "dim") if inputs[0].name().startswith("Sum") else None
         per_item = isinstance(summed, tuple) and 0 in summed
-        over_items = math.prod(saved(node, "self_sym_sizes")) >= count and not per_item
-        return ["mean" if over_items else "unknown"]
-    if name == "Sum":
-        return ["sum"]
+        items = math.prod(saved(node, "self_sym_sizes"))
+        return [Term("mean" if items >= count and not per_item else "unknown", items)]
+    if name == "Sum":  # over columns, of means over rows, or over rows
+        return [Term("unknown" if inputs[0].name().startswith("Mean") else "sum")]
     if len(inputs) != 1 or name not in ("Mul", "Div", *_KEEP):
-        return ["unknown"]
-    kinds = _terms(inputs[0], count, depth + 1)
+        return [Term("unknown")]
+    terms = _terms(inputs[0], count, depth + 1)
     if name in _KEEP:
-        return kinds
+        return terms
     factor = _constant(node)
-    if name == "Div" and factor == count and kinds == ["sum"]:
-        return ["mean"]
+    if name == "Div" and factor is not None and [term.kind for term in terms] == ["sum"]:
+        return [Term("mean" if factor == count else "unknown", float(factor), is_weighed=True)]
     shrinks = factor is not None and (abs(factor) <= 1 if name == "Mul" else abs(factor) >= 1)
-    return kinds if shrinks and "sum" not in kinds else ["unknown"]
+    if shrinks and all(term.kind != "sum" for term in terms):
+        return terms
+    return [term._replace(kind="unknown") for term in terms]
+
+
+def _divisor(node: Any) -> tuple[Tensor | float | None, bool]:
+    """What a loss of torch's with ``reduction="mean"`` divides by, and whether it is a sum of weights."""
+    values, target, ignored = saved(node, "self"), saved(node, "target"), saved(node, "ignore_index")
+    if ignored is None:
+        return (values.numel() if isinstance(values, Tensor) else None), False
+    counted = target != (ignored + 2**63) % 2**64 - 2**63  # kept as a number without a sign
+    weight = saved(node, "weight")
+    # In single precision: the sum that torch has saved is of the type of the values.
+    return (counted.sum() if weight is None else weight.float()[target[counted]].sum()), True
 
 
 def _constant(node: Any) -> float | None:

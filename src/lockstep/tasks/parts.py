@@ -9,12 +9,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.data.arrays import is_loader
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError
+from lockstep.tasks.criterion import Counted, described
 
 
 class TaskFromParts(Task):
@@ -36,7 +37,7 @@ class TaskFromParts(Task):
                 raise is_loader(f"{name} is a DataLoader, not a data set", dataset, fix)
         self._model, self._given_loss, self._datasets = model, loss, datasets
         self._metrics, self._optimizer, self._collate = metrics, optimizer, collate
-        self._criterion = loss
+        self._criterion, self._counted = loss, Counted()
         called = loss.forward if isinstance(loss, nn.Module) else loss
         try:
             self._takes_model = next(iter(inspect.signature(called).parameters), None) == "model"
@@ -48,6 +49,7 @@ class TaskFromParts(Task):
 
     def model(self) -> nn.Module:
         self._criterion = copy.deepcopy(self._given_loss)  # it is moved and trained, as the model is
+        self._counted = Counted()
         return copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -56,9 +58,8 @@ class TaskFromParts(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         if self._takes_model:
-            return self._sum(self._criterion(model, batch), batch)
-        output, target = _forward(model, batch)
-        return self._sum(self._criterion(output, target), target)
+            return self._counted.of_batch(self._criterion, model, batch)
+        return self._counted.of_output(self._criterion, *_forward(model, batch))
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         return _forward(model, batch) if self._metrics is not None else ()
@@ -68,7 +69,7 @@ class TaskFromParts(Task):
             return super().validate(model, batch)
         output, target = _forward(model, batch)
         rows = (output, target) if self._metrics is not None else ()
-        return self._sum(self._criterion(output, target), target), rows
+        return self._counted.of_output(self._criterion, output, target), rows
 
     def metrics(self) -> Any:
         given = self._metrics
@@ -88,38 +89,13 @@ class TaskFromParts(Task):
     def collate(self, samples: Sequence[Any]) -> Any:
         return super().collate(samples) if self._collate is None else self._collate(samples)
 
-    def _sum(self, value: Any, batch: Any) -> Loss:
-        if isinstance(value, tuple):
-            return Loss(*value)
-        samples = _samples(batch)
-        if samples is None or not isinstance(value, Tensor) or (value.dim() and value.numel() != samples):
-            raise TaskError(
-                f"the loss returned {_described(value)} for a batch of {samples or 'an unknown number of'} samples",
-                fix="return the mean over the samples, a value per sample, or lockstep.Loss(sum, count)",
-            )
-        if value.dim():
-            return Loss(value.sum(), samples)
-        return Loss(value if getattr(self._criterion, "reduction", "mean") == "sum" else value * samples, samples)
-
 
 def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Output and target of a batch of inputs and targets. Raises :class:`TaskError`."""
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise TaskError(
-            f"the batch is {_described(batch)}, not inputs and a target",
+            f"the batch is {described(batch)}, not inputs and a target",
             why="loss(output, target) and metrics need a tuple whose last element is the target",
             fix="let the data set return (inputs, target), or define `def loss(model, batch): …` and leave metrics out",
         )
     return model(*batch[:-1]), batch[-1]
-
-
-def _samples(batch: Any) -> int | None:
-    """Rows of the first tensor in ``batch``; ``None`` without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else None
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return next((rows for rows in map(_samples, values) if rows is not None), None)
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
