@@ -607,3 +607,31 @@ def test_a_norm_that_is_only_logged_skips_no_step(on_host: bool) -> None:
         update.apply(0, 1, 1.0, want_norm=want_norm)
         results.append((update.skipped, model.weight.detach().clone()))
     assert results[0][0] == results[1][0] == 0 and torch.equal(results[0][1], results[1][1])
+
+
+class OneCycle(Toy):
+    made_for = 26
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.made_for)
+
+
+class RunsOut(Toy):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        rates = [1.0] * 5
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
+
+
+def test_a_scheduler_with_too_few_steps_is_refused_before_the_first_one(tmp_path: Path) -> None:
+    run = trained(tmp_path / "whole", task=OneCycle())
+    assert run.status() == "completed"
+    short = OneCycle()
+    short.made_for = 25
+    with pytest.raises(TaskError, match="25 optimizer steps, the run has 26"):
+        trained(tmp_path / "short", task=short)
+    assert not RunDir.open(tmp_path / "short").steps()
+    with pytest.raises(TaskError, match="26 optimizer steps, the run has 39"):
+        resume(run, task=OneCycle, overrides={"training": {"epochs": 3}})
+    with pytest.raises(TaskError, match="LambdaLR failed in its step 5") as caught:
+        trained(tmp_path / "lambda", task=RunsOut())
+    assert "IndexError" in caught.value.why

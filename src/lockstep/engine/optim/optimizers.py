@@ -6,6 +6,7 @@ And its parameter groups: what a checkpoint keeps of them, and how it fits an op
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
@@ -24,6 +25,7 @@ from lockstep.engine.partition import blocks_of
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import bare
 from lockstep.errors import ConfigError, TaskError, UnsupportedError, many
+from lockstep.planning import Schedule
 
 Names = list[list[str]]
 Settings = list[dict[str, Any]]
@@ -372,3 +374,30 @@ def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
         )
     note_step(optimizer)
     return found
+
+
+def check_steps(scheduler: Scheduler, schedule: Schedule) -> None:
+    """Raise :class:`TaskError` where a scheduler made for a number of steps, as ``OneCycleLR``, is for too few."""
+    limit = getattr(scheduler.scheduler, "total_steps", None)
+    epochs = math.ceil(schedule.total_steps / schedule.steps_per_epoch)
+    steps = {"step": schedule.total_steps, "epoch": epochs}.get(scheduler.interval, 0)
+    if isinstance(limit, int) and steps > limit:
+        unit = "optimizer step" if scheduler.interval == "step" else "epoch"
+        raise TaskError(
+            f"the scheduler {type(scheduler.scheduler).__name__} is made for {many(limit, unit)}, the run has {steps}",
+            why="it raises an error when it is stepped more often",
+            fix=f"make it in Task.scheduler() with total_steps={steps}, or train for fewer steps (training.max_steps, "
+            "training.epochs); a resumed run has the number of its checkpoint",
+        )
+
+
+def advance(scheduler: Scheduler, *value: float) -> None:
+    """Step a scheduler. Raises :class:`TaskError` where it cannot, as one that has no steps left."""
+    try:
+        scheduler.scheduler.step(*value)
+    except Exception as error:
+        raise TaskError(
+            f"the scheduler {type(scheduler.scheduler).__name__} failed in its step {scheduler.scheduler.last_epoch}",
+            why=f"{type(error).__name__}: {error}",
+            fix=f"make it for all steps of the run; it steps by {scheduler.interval}",
+        ) from error

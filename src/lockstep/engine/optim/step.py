@@ -139,6 +139,7 @@ class Update:
         self._groups = len(optimizer.param_groups)
         #: Of the first group that has a rate, which is ``lr``.
         self._shown = next((n for n, group in enumerate(optimizer.param_groups) if group["initial_lr"]), 0)
+        self._check_scheduler()
         self._set_lr(0)
         self.grad_norm: Tensor | float | None = None
         #: The weights may not change before it: a checkpoint is being copied.
@@ -174,6 +175,10 @@ class Update:
         if self._scheduler is not None:
             self._advance("step")
 
+    def _check_scheduler(self) -> None:
+        if self._scheduler is not None and self._schedule is not None:
+            optimizers.check_steps(self._scheduler, self._schedule)
+
     def end_epoch(self) -> None:
         self._advance("epoch")
 
@@ -186,7 +191,7 @@ class Update:
     def _advance(self, interval: str, *value: Any) -> None:
         """Step a scheduler of the task's that steps by ``interval``."""
         if self._scheduler is not None and self._scheduler.interval == interval:
-            self._scheduler.scheduler.step(*value)
+            optimizers.advance(self._scheduler, *value)
 
     def _apply(self, count: Tensor | float, divisor: float, want_norm: bool) -> None:
         counted = count if isinstance(count, Tensor) else None
@@ -331,6 +336,7 @@ class Update:
         scheduler, plateau, keep = state.get("scheduler"), state.get("plateau"), tuple[str, ...]()
         if scheduler is not None and self._scheduler is not None:
             self._scheduler.scheduler.load_state_dict(scheduler)
+            self._check_scheduler()  # its number of steps is that of the checkpoint now
             keep = ("lr", "initial_lr")
         self.averages.restore(state.get("averages"))
         if self._plateau is not None and plateau is not None:
