@@ -347,8 +347,7 @@ class Refused(Toy):
     ("returned", "words"),
     [
         (lambda total, count: total / count, "the task's loss is not a sum and a count"),
-        (lambda total, count: (total.repeat(2), count), "the task's loss total is not a scalar tensor"),
-        (lambda total, count: (total.item(), count), "the task's loss total is not a scalar tensor"),
+        (lambda total, count: (total.item(), count), "the task's loss total is not a tensor"),
         (lambda total, count: (total / count, count), "the task's loss total is a mean, and its count is"),
         (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
         (lambda total, count: (total, -count), "the task's loss count is -"),
@@ -635,3 +634,33 @@ def test_a_scheduler_with_too_few_steps_is_refused_before_the_first_one(tmp_path
     with pytest.raises(TaskError, match="LambdaLR failed in its step 5") as caught:
         trained(tmp_path / "lambda", task=RunsOut())
     assert "IndexError" in caught.value.why
+
+
+class Half(Toy):
+    """Its losses are in half precision: each is in range, their sum over a global batch is not."""
+
+    returns_values = True
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        values = (4e3 + nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")).half()
+        return Loss(values if self.returns_values else values.sum(), len(values))
+
+
+def test_values_in_half_precision_are_summed_in_single_and_a_sum_out_of_range_is_named(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"training": {"epochs": 1, "batch_size": 20, "max_grad_norm": None}}
+    weights, events = attempt(Half, tmp_path / "values", **run)
+    row = RunDir.open(tmp_path / "values").epochs()[-1]
+    assert 4e3 <= row["train_loss"] < 4.01e3 and 4e3 <= row["val_loss"] < 4.01e3
+    assert not any(isinstance(event, Note) and event.key == "loss_out_of_range" for event in events)
+    split: dict[str, Any] = {"training": {**run["training"], "batch_size": 5, "accumulate": 4}}
+    again, _ = attempt(Half, tmp_path / "split", **split)
+    for name, value in weights.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-3, atol=1e-4)
+
+    class Summed(Half):
+        returns_values = False
+
+    skipped = {"training": {**run["training"], "max_skipped_share": 1.0}}
+    _, events = attempt(Summed, tmp_path / "sums", **skipped)
+    notes = [event for event in events if isinstance(event, Note) and event.key == "loss_out_of_range"]
+    assert len(notes) == 1 and "Loss(values, count)" in notes[0].text

@@ -189,6 +189,8 @@ class Fit:
             update = trace.after_update
             hooks.append(("trace the update", _always, lambda s: update(s.window.requests, s.loss_total, s.loss_count)))
         hooks.append(("sum the loss", _always, lambda step: losses.add(step.loss_total, step.loss_count)))
+        strategy = self.parts.strategy
+        hooks.append(("name a sum out of range", lambda step: strategy.sums_in_half, self._out_of_range()))
         if rank.config.averaging.name != "none":
             averages = self.parts.update.averages
             hooks.append(("average the weights", _always, lambda step: averages.update(step.step)))
@@ -225,6 +227,23 @@ class Fit:
         def report(step: StepResult) -> None:
             nonlocal known
             known = report_skipped(self.parts.rank, known)
+
+        return report
+
+    def _out_of_range(self) -> Callable[[StepResult], None]:
+        """Notes the first total of a task that sums in half precision, where it is infinite."""
+        is_noted = False
+
+        def report(step: StepResult) -> None:
+            nonlocal is_noted
+            if not is_noted and math.isinf(step.loss_total):
+                is_noted = True
+                text = (
+                    f"The total of the loss is infinite in step {step.step}: the task sums it in half precision, whose "
+                    "largest number is 65,504 in float16. Return one value per item, Loss(values, count): they are "
+                    "summed in single precision."
+                )
+                self.parts.rank.note("loss_out_of_range", text, "warning")
 
         return report
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Loss(NamedTuple):
     """A *sum* of losses and the number of items it sums, not a mean.
 
-    ``total`` is a scalar tensor with a gradient; ``count`` a number or a scalar tensor. Sums can be
-    added over ranks and micro-batches without weighting mistakes; means cannot.
+    ``total`` is a tensor with a gradient: the sum, or one value per item, which are summed in single precision. In half
+    precision sums soon leave the range of numbers, so return values there. ``count`` is a number or a scalar tensor.
+    Sums can be added over ranks and micro-batches without weighting mistakes; means cannot.
     """
 
     total: Tensor

@@ -200,19 +200,24 @@ def _constant(node: Any) -> float | None:
 
 
 def check_loss(loss: Any) -> Loss:
-    """What a task returned, as a :class:`Loss`; a :class:`TaskError` if it is a vector, a number, or not a pair."""
+    """What a task returned, as a :class:`Loss` with a scalar total. Raises :class:`TaskError`: a number, or no pair."""
     fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
     total, count = loss
-    if not isinstance(total, Tensor) or total.numel() != 1 or total.dim() != 0:
-        why = f"its shape is {tuple(total.shape)}" if isinstance(total, Tensor) else f"it is a {type(total).__name__}"
+    if not isinstance(total, Tensor):
+        why = f"it is a {type(total).__name__}"
         if isinstance(total, int | float):
             why, fix = f"{why}, which has no gradient, as after .item()", "return the tensor itself as the total"
-        raise TaskError("the task's loss total is not a scalar tensor", why=why, fix=fix)
+        raise TaskError("the task's loss total is not a tensor", why=why, fix=fix)
     if isinstance(count, Tensor) and count.numel() != 1:
         raise TaskError("the task's loss count is not one number", why=f"its shape is {tuple(count.shape)}", fix=fix)
-    return Loss(total, count)
+    return Loss(summed(total) if total.dim() else total, count)
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum of one value per item, in single precision at least: sums in half precision soon leave its range."""
+    return (values.float() if values.itemsize < 4 else values).sum()
 
 
 def refuse_mean(loss: Loss) -> None:
@@ -245,9 +250,12 @@ class CheckedLoss:
         if not self._is_checked:
             refuse_mean(check_loss(loss))
             self._is_checked = True
-        if isinstance(loss[1], Tensor) and loss[1].dim():
-            return Loss(loss[0], loss[1].reshape(()))
-        return loss
+        total, count = loss
+        if total.dim():
+            total = summed(total)
+        if isinstance(count, Tensor) and count.dim():
+            count = count.reshape(())
+        return Loss(total, count)
 
 
 def without_count(total: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor | int]:

@@ -80,11 +80,12 @@ def _given(value: Any, batch: Any) -> Loss | None:
             f"the loss returned {described(value)} for a batch of {samples or 'an unknown number of'} samples",
             fix="return the mean over the samples, a value per sample, or lockstep.Loss(sum, count)",
         )
-    return Loss(value.sum(), samples) if value.dim() else None
+    return Loss(value, samples) if value.dim() else None
 
 
 def _sum(value: Tensor, rows: int, form: _Form) -> Loss:
     """The sum and the count that ``value`` stands for."""
+    value = value.float() if value.itemsize < 4 else value
     if form == "sum":
         return Loss(value, rows)
     if form == "rows":

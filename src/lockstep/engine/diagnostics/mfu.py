@@ -10,7 +10,7 @@ from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.inspection import on_meta, trial_of
 from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare
+from lockstep.engine.trained import bare, check_loss
 from lockstep.hardware.peaks import peak_flops
 from lockstep.planning import Plan
 
@@ -45,7 +45,7 @@ def flops_of_sample(task: Task, source: Source, plan: Plan) -> tuple[float | Non
             model = on_meta(trial).train()
             batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
             with counter:
-                trial.loss(bare(model), to_device(batch, torch.device("meta"))).total.backward()
+                check_loss(trial.loss(bare(model), to_device(batch, torch.device("meta")))).total.backward()
     except Exception as error:  # the task may need values
         return None, f"operations cannot be counted without values ({type(error).__name__})"
     total = counter.get_total_flops()

@@ -141,4 +141,6 @@ class Averages:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a divided tensor, sharing its memory; operations on lists do not mix both kinds."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    whole: Any = tensor.detach()
+    part: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    return part

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -394,7 +394,7 @@ def check_steps(scheduler: Scheduler, schedule: Schedule) -> None:
 def advance(scheduler: Scheduler, *value: float) -> None:
     """Step a scheduler. Raises :class:`TaskError` where it cannot, as one that has no steps left."""
     try:
-        scheduler.scheduler.step(*value)
+        cast(Any, scheduler.scheduler).step(*value)
     except Exception as error:
         raise TaskError(
             f"the scheduler {type(scheduler.scheduler).__name__} failed in its step {scheduler.scheduler.last_epoch}",

@@ -391,7 +391,6 @@ def backward(
 
     ``inputs``: the parameters that get gradients, ``None``: all; ``how``: as of ``torch.autograd.backward``.
     """
-    total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
     seed = precision.seed().to(total.dtype)
     seed = seed if counts else torch.zeros_like(seed)
     if inputs is None and not any(how.values()) and type(total) is Tensor:
@@ -429,6 +428,7 @@ def checked_loss(total: Any, count: Any, weight: Any, samples: int | None) -> tu
             why=f"its shape is {tuple(items.shape)}",
             fix="count=mask.sum(), for example",
         )
+    total = total.float() if total.itemsize < 4 else total  # before a mean is multiplied
     items = items.detach().reshape(()) if isinstance(items, Tensor) else float(items)
     if samples is not None:
         _refuse_wrong_count(total, float(items), samples, is_sum=weight is None)

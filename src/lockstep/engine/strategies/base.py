@@ -189,8 +189,10 @@ class Strategy:
         module: what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
         divided_by: the strategy that has given each rank a part of the parameters, so that reading all is collective.
         draws: sets the random generators for each sample or micro-batch.
+        sums_in_half: whether the task has summed a loss in half precision.
     """
 
+    sums_in_half = False
     divided_by: str | None = None
     #: The mode of :class:`Buffers`.
     _merges: Literal["alone", "ranks", "exact"] = "alone"
@@ -307,10 +309,14 @@ class Strategy:
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """The loss of a batch that is there, with what it draws."""
         if self._precision.is_full:
-            return self._loss(batch)
-        with self._precision.autocast():
             total, count = self._loss(batch)
-        return total.float(), count
+        else:
+            with self._precision.autocast():
+                total, count = self._loss(batch)
+        if total.itemsize < 4:
+            self.sums_in_half = True
+            total = total.float()
+        return total, count
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         return self._ask(self._model, batch)

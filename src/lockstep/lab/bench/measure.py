@@ -23,7 +23,7 @@ from lockstep.data.reader import Unreadable
 from lockstep.data.requests import Request
 from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.rank_context import rank_device
-from lockstep.engine.trained import bare, build_model
+from lockstep.engine.trained import bare, build_model, check_loss
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.detect import usable_memory
 from lockstep.hardware.monitor import SystemSource
@@ -205,7 +205,7 @@ def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            site.task.loss(bare(model), batch).total.backward()
+            check_loss(site.task.loss(bare(model), batch)).total.backward()
     except Exception as error:  # whatever the task's operators raise under a dispatch mode
         return None, f"torch's counter failed: {type(error).__name__}"
     total = counter.get_total_flops()

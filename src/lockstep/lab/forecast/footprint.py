@@ -36,7 +36,7 @@ from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import seeded
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare, build_model
+from lockstep.engine.trained import bare, build_model, check_loss
 from lockstep.errors import LockstepError, TaskError, UnsupportedError, many
 from lockstep.hardware.detect import usable_memory
 
@@ -212,7 +212,7 @@ def count_step(
                         ledger.add(parameter.grad, "gradients")
                 ledger.reset()
                 with precision.autocast():
-                    total = task.loss(bare(model), batch).total.float()
+                    total = check_loss(task.loss(bare(model), batch)).total.float()
                 forward = len(ledger.work)
                 total.backward()
                 del total
