@@ -328,7 +328,8 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
-    with_batchnorm, with_scalar, transposed, alone_on_its_node, frozen_later = divided.refusals
+    with_batchnorm, with_scalar, transposed, views, alone_on_its_node, frozen_later = divided.refusals
+    assert "weight and view" in views
     assert "BatchNorm1d '1'" in with_batchnorm and "parameter scale, of shape ()" in with_scalar
     assert "parameter weight, of shape (3, 2)" in transposed
     assert "hybrid needs several ranks on each node" in alone_on_its_node
@@ -356,12 +357,15 @@ def refusals(world: World) -> list[str]:
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     transposed = nn.Linear(2, 3)
     transposed.weight = nn.Parameter(torch.randn(2, 3).T)
+    views = nn.Linear(2, 3)
+    views.view = nn.Parameter(views.weight.data[1:])
     told = []
     config, hybrid = FsdpConfig(activation_checkpointing=True), FsdpConfig(sharding="hybrid")
     for model, wanted, where in (
         (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), config, world),
         (scalar, config, world),
         (transposed, config, world),
+        (views, config, world),
         (nn.Linear(2, 2), hybrid, replace(world, local_rank=0, local_size=1, node_rank=world.rank)),
     ):
         with pytest.raises(UnsupportedError) as caught:

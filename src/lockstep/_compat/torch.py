@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer, optimizer
 
 from lockstep._compat import missing
@@ -129,6 +130,14 @@ class _ScriptedBuffers(UserDict[str, Any]):
     def __setitem__(self, name: str, value: Tensor | None) -> None:
         self.data[name] = value
         setattr(self.layer, name, value)
+
+
+def unshared(buffer: Tensor) -> Tensor:
+    """``buffer``, or a copy of one in which elements share memory, as ``expand()`` makes it, which cannot be loaded."""
+    if is_lazy(buffer) or buffer.is_meta or buffer.layout != torch.strided:
+        return buffer
+    repeats = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return buffer.clone(memory_format=torch.contiguous_format) if buffer.numel() and repeats else buffer
 
 
 def is_spectral_norm(layer: nn.Module, attribute: str) -> bool:
@@ -274,12 +283,25 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+#: Types that every backend sends; others travel as bytes.
+_SENT_TYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
 def broadcast_module(model: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks, as DDP does. Collective."""
     from torch.distributed.utils import _sync_module_states
 
     assert dist.group.WORLD is not None
-    _sync_module_states(model, dist.group.WORLD, 250 * 2**20, 0, [])  # 250 MB at a time
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype not in _SENT_TYPES}
+    _sync_module_states(model, dist.group.WORLD, 250 * 2**20, 0, others)  # 250 MB at a time
+    for tensor in others.values():
+        sent = tensor.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(sent, 0)
+        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 def check_shapes(parameters: list[Tensor]) -> None:

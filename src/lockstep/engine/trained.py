@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import compiled_in_place, saved
+from lockstep._compat.torch import buffers_of, compiled_in_place, saved, unshared
 from lockstep.engine.task import Callback, Context, Loss, Task
 from lockstep.errors import TaskError, UnsupportedError
 
@@ -70,7 +70,19 @@ def build_model(task: Task) -> nn.Module:
                 fix="return the module inside; select devices with --devices, and a strategy with --strategy",
             )
     model, extras = compiled_in_place(model), {name: compiled_in_place(extra) for name, extra in extras.items()}
-    return Trained(model, extras) if extras else model
+    trained = Trained(model, extras) if extras else model
+    separate_elements(trained)
+    return trained
+
+
+def separate_elements(model: nn.Module) -> None:
+    """Give buffers that ``expand()`` has made memory for each element, as a move to another device does."""
+    separate: dict[int, Tensor] = {}
+    for layer in model.modules():
+        buffers = buffers_of(layer)
+        for name, buffer in buffers.items():
+            if buffer is not None and unshared(buffer) is not buffer:
+                buffers[name] = separate.setdefault(id(buffer), unshared(buffer))
 
 
 def bare(module: nn.Module) -> nn.Module:

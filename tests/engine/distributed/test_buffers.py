@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
+from lockstep._compat.torch import broadcast_module
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
@@ -19,10 +22,13 @@ from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
 from lockstep.engine.strategies.exact import ExactStrategy
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.trained import build_model
 from lockstep.errors import UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning.batch import resolve_batch
+from tests.attempts import attempt
 from tests.gloo import run_ranks
+from tests.toys import Toy
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -363,3 +369,59 @@ def test_a_wrong_declaration_is_refused_at_the_start_on_one_device_too(kind: str
     steps, what, _ = refused(0, 1, Counter(**reduction), kind=kind)
     assert steps == 0
     assert next(iter(reduction)) in what
+
+
+RARE = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Rare(Toy):
+    """Buffers and frozen parameters of types that gloo does not send, and a buffer made by ``expand()``."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        rank = torch.tensor(int(os.environ.get("RANK", "0")))
+        for number, dtype in enumerate(RARE):
+            model.register_buffer(f"buffer{number}", (torch.tensor([[3, 5], [7, 1]]) + rank).to(dtype).T)
+            model.register_buffer(f"scalar{number}", (rank + 2).to(dtype))
+        model.frozen = nn.Parameter((torch.tensor([9, 4]) + rank).to(torch.int16), requires_grad=False)
+        model.register_buffer("expanded", (torch.tensor([[1.5], [2.5]]) + rank).expand(2, 4))
+        return model
+
+
+RUN: dict[str, Any] = {"training": {"epochs": 1, "global_batch_size": 16}}
+
+
+def in_double(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without types that torch cannot unpickle."""
+    return {name: value.double() for name, value in weights.items()}
+
+
+def rare(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
+    first, _ = attempt(Rare, folder / "ddp", rank, size, **RUN, distributed={"bucket_cap_mb": 1})
+    resumed, _ = attempt(Rare, folder / "ddp", rank, size, resume=True, training={"epochs": 2})
+    return [in_double(first), in_double(resumed)]
+
+
+def test_types_that_are_not_sent_and_expanded_buffers_train_on_ranks_and_resume(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"training": {"epochs": 2, "global_batch_size": 16}}
+    first, _ = attempt(Rare, tmp_path / "alone", **RUN)
+    alone, _ = attempt(Rare, tmp_path / "alone", resume=True, **run)
+    for name in ("expanded", "frozen", "buffer0", "buffer5"):
+        assert torch.equal(first[name], alone[name])
+    assert alone["expanded"].tolist() == [[1.5] * 4, [2.5] * 4]
+    for results in run_ranks(rare, 2, tmp_path):
+        for found, expected in zip(results, (first, alone), strict=True):
+            torch.testing.assert_close(found, in_double(expected), rtol=1e-4, atol=1e-5)
+
+
+def broadcast(rank: int, size: int) -> dict[str, Tensor]:
+    os.environ["RANK"] = str(rank)
+    model = build_model(Rare())
+    broadcast_module(model)
+    return in_double(model.state_dict())
+
+
+def test_every_rank_gets_the_values_of_rank_0() -> None:
+    main, other = run_ranks(broadcast, 2)
+    assert all(torch.equal(value, other[name]) for name, value in main.items())
+    assert main["scalar1"] == 2 and main["buffer1"].tolist() == [[3, 7], [5, 1]]

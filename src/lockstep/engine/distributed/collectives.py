@@ -60,20 +60,23 @@ class Collectives:
         if self.group is None:
             return value
         self._refuse_gradient(value)
-        box = [value if self.rank == source else None]
         with self._call(f"broadcast from {source}"):
-            dist.broadcast_object_list(box, src=source, group=self.group)
-        return box[0]  # type: ignore[return-value]
+            header, message = _packed(value) if self.rank == source else (torch.empty(2, dtype=torch.int64), Tensor())
+            dist.broadcast(header, source, group=self.group)
+            if self.rank != source:
+                message = torch.empty(int(header[1]), dtype=torch.uint8)
+            dist.broadcast(message, source, group=self.group)
+        return value if self.rank == source else _unpacked(header, message)
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
         if self.group is None:
             return [value]
         self._refuse_gradient(value)
-        values: list[Any] = [None] * self.size
+        packed: list[Any] = [None] * self.size
         with self._call("all_gather"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            dist.all_gather_object(packed, _packed(value), group=self.group)
+        return [_unpacked(*message) for message in packed]
 
     def gather(self, value: T, target: int = 0) -> list[T] | None:
         """Every rank's value, by rank, on ``target``; ``None`` elsewhere. Tensors on the CPU are not pickled."""
@@ -90,11 +93,9 @@ class Collectives:
     def _received(self, source: int) -> Any:
         header = torch.empty(2, dtype=torch.int64)
         dist.recv(header, source, group=self.group)
-        number, length = header.tolist()
-        message = torch.empty(length, dtype=torch.uint8)
+        message = torch.empty(int(header[1]), dtype=torch.uint8)
         dist.recv(message, source, group=self.group)
-        *tensors, rest = message[8 * number :].split(message[: 8 * number].view(torch.int64).tolist())
-        return pickle.loads(rest.numpy().tobytes(), buffers=tensors)
+        return _unpacked(header, message)
 
     def sum(self, *values: V) -> tuple[V, ...]:
         """Element-wise sums over ranks, in float64, of numbers, or of tensors whose shapes all ranks share."""
@@ -204,6 +205,13 @@ def _packed(value: object) -> tuple[Tensor, Tensor]:
     parts = [torch.from_numpy(np.asarray(buffer)) for buffer in (*buffers, file.getbuffer())]
     message = torch.cat([torch.tensor([part.numel() for part in parts]).view(torch.uint8), *parts])
     return torch.tensor([len(parts), message.numel()]), message
+
+
+def _unpacked(header: Tensor, message: Tensor) -> Any:
+    """The value of which these are the parts."""
+    sizes = 8 * int(header[0])
+    *tensors, rest = message[sizes:].split(message[:sizes].view(torch.int64).tolist())
+    return pickle.loads(rest.numpy().tobytes(), buffers=tensors)
 
 
 class Call(NamedTuple):

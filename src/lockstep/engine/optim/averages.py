@@ -45,7 +45,7 @@ class Averages:
         if config.name != "none":
             saved, layers = model.state_dict().keys(), dict(model.named_modules())
             for name, buffer in model.named_buffers():
-                if name in saved and buffer.is_floating_point():
+                if name in saved and buffer.is_floating_point() and buffer.itemsize > 1:  # no arithmetic in 8 bits
                     prefix, _, key = name.rpartition(".")
                     self._buffers[name] = buffers_of(layers[prefix]), key
         self._averaged = self._copies() if config.name == "ema" else {}

@@ -31,7 +31,7 @@ from lockstep.engine.optim.precision import autocast, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Task
-from lockstep.engine.trained import Trained
+from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Prepared:
                 fix="step it in the loop, and give it to session.checkpoint(scheduler=...) instead of prepare()",
             )
         if kind == "model":
+            separate_elements(thing)
             thing, self._container = cast(thing.to(self._device), self._precision), None
             if self._several:
                 check_shapes(list(thing.parameters()))

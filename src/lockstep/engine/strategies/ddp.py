@@ -145,18 +145,20 @@ class DdpStrategy(RanksStrategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self._sums = StepSums(replica.device)
+        check_shapes(list(self._trained))
+        broadcast_module(replica.module)
         self._wrap()
         self._by_hand = False
 
-    def _wrap(self, **more: Any) -> None:
-        self._ddp = DistributedDataParallel(Asked(self._model, self.module), **self._settings, **more)
+    def _wrap(self) -> None:
+        self._ddp = DistributedDataParallel(Asked(self._model, self.module), init_sync=False, **self._settings)
 
     def _adapt(self) -> None:
         self._sums.announce_change()
         super()._adapt()
         del self._ddp  # and the hooks that it has on parameters
         gc.collect()
-        self._wrap(init_sync=False)
+        self._wrap()
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._sums.begin(flags)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
@@ -83,6 +83,7 @@ class ShardedModel(Divided):
                     "transposed view do not lie one behind the other",
                     fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
                 )
+        _refuse_views(model)
         mesh = _mesh(config.fsdp, device, world)
         self.group = mesh.get_group("shard")
         blocks = blocks_of(task, model)
@@ -211,6 +212,18 @@ def _mesh(config: FsdpConfig, device: torch.device, world: World) -> DeviceMesh:
         )
     shape = (world.nodes, world.local_size)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _refuse_views(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` where two parameters share memory: divided, they would be two of them."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in model.named_parameters() if p.numel())
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if start < stop:
+            raise UnsupportedError(
+                f"strategy fsdp cannot divide the parameters {first} and {second}, which are views of one storage",
+                why="each rank would have rows of two copies of it, which are trained apart",
+                fix="register one parameter and take views of it in forward(), or use --strategy ddp",
+            )
 
 
 def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> MixedPrecisionPolicy:
