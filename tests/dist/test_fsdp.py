@@ -328,8 +328,9 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
-    with_batchnorm, with_scalar, transposed, views, alone_on_its_node, frozen_later = divided.refusals
+    with_batchnorm, with_scalar, transposed, views, short, alone_on_its_node, frozen_later = divided.refusals
     assert "weight and view" in views
+    assert "parameter frozen, of torch.int16" in short
     assert "BatchNorm1d '1'" in with_batchnorm and "parameter scale, of shape ()" in with_scalar
     assert "parameter weight, of shape (3, 2)" in transposed
     assert "hybrid needs several ranks on each node" in alone_on_its_node
@@ -359,6 +360,8 @@ def refusals(world: World) -> list[str]:
     transposed.weight = nn.Parameter(torch.randn(2, 3).T)
     views = nn.Linear(2, 3)
     views.view = nn.Parameter(views.weight.data[1:])
+    short = nn.Linear(2, 3)
+    short.frozen = nn.Parameter(torch.ones(3, dtype=torch.int16), requires_grad=False)
     told = []
     config, hybrid = FsdpConfig(activation_checkpointing=True), FsdpConfig(sharding="hybrid")
     for model, wanted, where in (
@@ -366,6 +369,7 @@ def refusals(world: World) -> list[str]:
         (scalar, config, world),
         (transposed, config, world),
         (views, config, world),
+        (short, config, world),
         (nn.Linear(2, 2), hybrid, replace(world, local_rank=0, local_size=1, node_rank=world.rank)),
     ):
         with pytest.raises(UnsupportedError) as caught:

@@ -543,7 +543,7 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
         lockstep.plan(BadName())
 
 
-class Drawing(Toy):
+class Dropping(Toy):
     """Draws in its loss, and has statistics; without clipping, in double precision."""
 
     dtype = torch.float32
@@ -559,7 +559,7 @@ class Drawing(Toy):
         return model(batch[0].to(self.dtype)), batch[1]
 
 
-class InDouble(Drawing):
+class InDouble(Dropping):
     dtype = torch.float64
 
 
@@ -576,7 +576,7 @@ LOOKS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("task", "training", "optimizer"),
-    [(Drawing, {}, {"name": "adamw"}), (InDouble, {"max_grad_norm": None}, {"name": "sgd", "lr": 0.3})],
+    [(Dropping, {}, {"name": "adamw"}), (InDouble, {"max_grad_norm": None}, {"name": "sgd", "lr": 0.3})],
     ids=["clipped", "double"],
 )
 def test_settings_that_only_look_change_no_bit(

@@ -284,7 +284,7 @@ def default_store() -> Any:
 
 
 #: Types that every backend sends; others travel as bytes.
-_SENT_TYPES = {
+SENT_TYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
@@ -296,7 +296,7 @@ def broadcast_module(model: nn.Module) -> None:
 
     assert dist.group.WORLD is not None
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    others = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype not in _SENT_TYPES}
+    others = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype not in SENT_TYPES}
     _sync_module_states(model, dist.group.WORLD, 250 * 2**20, 0, others)  # 250 MB at a time
     for tensor in others.values():
         sent = tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep._compat.torch import NormBase, foreach_norm, fsdp_reduce_scatter
+from lockstep._compat.torch import SENT_TYPES, NormBase, foreach_norm, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
@@ -82,6 +82,12 @@ class ShardedModel(Divided):
                     why="parameters are divided by rows: a scalar has none, and those of a channels_last weight or a "
                     "transposed view do not lie one behind the other",
                     fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
+                )
+            if parameter.dtype not in SENT_TYPES and (device.type == "cpu" or not parameter.is_floating_point()):
+                raise UnsupportedError(
+                    f"strategy fsdp cannot divide the parameter {name}, of {parameter.dtype}",
+                    why="ranks do not send numbers of this type",
+                    fix="register it as a buffer, or use --strategy ddp",
                 )
         _refuse_views(model)
         mesh = _mesh(config.fsdp, device, world)
