@@ -92,7 +92,9 @@ def _sum(value: Tensor, rows: int, form: _Form) -> Loss:
         return Loss(value * rows, rows)
     items = next((term.items for term in terms_of(value, rows)[form : form + 1]), None)
     if items is None:
-        raise _not_of_rows("in this batch the graph of the loss does not show what its mean was divided by")
+        raise _not_of_rows(
+            "the graph of the loss does not show what its mean was divided by, as under training.compile_loss"
+        )
     if isinstance(items, Tensor):  # where torch's losses count nothing, they are 0 / 0, with gradients of 0
         value = torch.where(items > 0, value, 0.0)
     return Loss(value * items, items)  # type: ignore[arg-type]
