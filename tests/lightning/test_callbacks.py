@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.errors import ConfigError
 from lockstep.lightning.callbacks import (
@@ -165,6 +167,7 @@ def test_a_target_that_never_answers_ends_no_training(tmp_path: Path, caplog: py
     trainer = make_trainer(tmp_path, [JSONMetricsLogger(tmp_path / "run"), upload])
     trainer.fit(Probe())
     assert trainer.current_epoch == 3
+    assert upload.uploader is not None
     assert list(upload.uploader.failures) == ["metrics.json"]
     assert "1 files are not at" in caplog.text
 
@@ -172,6 +175,65 @@ def test_a_target_that_never_answers_ends_no_training(tmp_path: Path, caplog: py
 def test_an_unknown_target_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere://bucket"):
         Upload(tmp_path, "nowhere://bucket/run")
+
+
+def every_callback(folder: Path, remote: str) -> list[Callback]:
+    recording = [RunStatus(folder), JSONMetricsLogger(folder), DeviceMonitor(folder), StopOnSignal(folder)]
+    return [*recording, LearningRate(), AgreedEarlyStopping("val_loss"), ConfigurationCheck(), Upload(target=remote)]
+
+
+class Refusing(Probe):
+    """A fit succeeds, and every other stage fails."""
+
+    def on_validation_epoch_start(self) -> None:
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            raise ValueError("the first error")
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_other_stages_than_fit_change_nothing_and_end_with_their_own_error(tmp_path: Path) -> None:
+    root, run, remote = tmp_path / "root", tmp_path / "run", tmp_path / "remote"
+    root.mkdir()
+    # A fit would refuse this target, since it lies in the trainer's folder.
+    trainer = make_trainer(root, every_callback(run, str(root / "remote")))
+    trainer.validate(Probe())
+    with pytest.raises(ValueError, match="the first error"):
+        trainer.validate(Refusing())
+    assert files(tmp_path) == {}
+    trainer = make_trainer(root, every_callback(run, str(remote)))
+    trainer.fit(Refusing())
+    (root / "later").touch()
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="the first error"):
+        trainer.validate(Refusing())
+    assert files(tmp_path) == before
+    assert RunDir.open(run).read().status == "completed"
+
+
+class Misplaced(Probe):
+    """Removes the run folder, then fails."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_epoch_end(self) -> None:
+        shutil.rmtree(self.folder)
+        raise ValueError("the first error")
+
+
+def test_a_clean_up_that_fails_is_logged_and_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="the first error") as failure:
+        make_trainer(tmp_path, [RunStatus(run)]).fit(Misplaced(run))
+    assert failure.value.__context__ is None
+    assert "RunStatus" in caplog.text
+    with pytest.raises(ConfigError) as refusal:  # before its uploader exists
+        make_trainer(tmp_path, [Upload(target=str(tmp_path / "remote"))]).fit(Probe())
+    assert refusal.value.__context__ is None
 
 
 def in_two_ranks(rank: int, ranks: int, folder: Path) -> dict[str, Any]:

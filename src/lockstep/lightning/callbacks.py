@@ -1,7 +1,12 @@
-"""Callbacks for any Lightning ``Trainer``; each works alone."""
+"""Callbacks for any Lightning ``Trainer``; each works alone.
+
+All but :class:`ConfigurationCheck` act in ``fit`` only: they may stay in the Trainer for ``validate``, ``test`` and
+``predict``.
+"""
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import time
@@ -13,6 +18,7 @@ from typing import Any, Literal, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -41,6 +47,23 @@ __all__ = [
 ]
 
 Row = dict[str, Any]
+_log = logging.getLogger(__name__)
+
+
+class FitCallback(Callback):
+    """Base of callbacks that end what they started when ``fit`` fails: subclasses define :meth:`fit_failed`."""
+
+    def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
+        """Clean up on every rank after ``exception``. An error in here is logged, so that it does not hide that one."""
+        raise NotImplementedError
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        try:
+            self.fit_failed(trainer, exception)
+        except Exception as error:
+            _log.warning(f"{type(self).__name__} could not clean up: {type(error).__name__}: {error}")
 
 
 class CompleteRows(Callback):
@@ -127,7 +150,7 @@ class JSONMetricsLogger(CompleteRows):
 JSONMetricLogger = JSONMetricsLogger
 
 
-class RunStatus(CompleteRows):
+class RunStatus(CompleteRows, FitCallback):
     """Keeps the run folder ``FOLDER``: status, best epoch, final metrics, error, and a heartbeat every second.
 
     The folder is made if it is missing or empty. Only rank 0 writes. With it, ``lockstep runs``, ``lockstep show``
@@ -183,7 +206,7 @@ class RunStatus(CompleteRows):
         stopped = any(isinstance(c, StopOnSignal) and c.stopped_by for c in trainer.callbacks)  # type: ignore[attr-defined]
         self._end("stopped" if stopped else "completed", final_metrics=scalars(trainer.callback_metrics))
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self._end("stopped")
         else:
@@ -237,7 +260,7 @@ class AgreedEarlyStopping(ReducedEarlyStopping):
         return mean
 
 
-class StopOnSignal(Callback):
+class StopOnSignal(FitCallback):
     """SIGINT or SIGTERM on any rank ends training on all ranks after the same batch, with a checkpoint.
 
     A second SIGINT raises :class:`KeyboardInterrupt`. Outside the main thread, where Python has no signals,
@@ -285,10 +308,10 @@ class StopOnSignal(Callback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._request.restore()
 
-    on_exception = on_train_end
+    fit_failed = on_train_end
 
 
-class DeviceMonitor(Callback):
+class DeviceMonitor(FitCallback):
     """Appends a line to ``FOLDER/system-<node>.jsonl`` every ``interval_s`` seconds; one writer a node.
 
     The lines are those of every run (:mod:`lockstep.hardware.monitor`), about the GPUs of this node's ranks.
@@ -311,7 +334,7 @@ class DeviceMonitor(Callback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._open.close()
 
-    on_exception = on_train_end
+    fit_failed = on_train_end
 
 
 class LearningRate(Callback):
@@ -369,7 +392,7 @@ class ConfigurationCheck(Callback):
         print("\n".join(lines), file=self._stream or sys.stdout, flush=True)
 
 
-class Upload(Callback):
+class Upload(FitCallback):
     """Copies ``local_dir`` to ``target`` every N epochs and at the end; only rank 0, in a background thread.
 
     Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is retried,
@@ -397,25 +420,28 @@ class Upload(Callback):
         if target is None:
             raise ConfigError("Upload has no target", fix="give a path or an address, such as s3://bucket/run")
         self._target, self._every, self._retry = target, every_n_epochs, retry
-        if local_dir is not None:
-            self.uploader = Uploader(local_dir, target, retry=retry)
+        self.uploader = None if local_dir is None else Uploader(local_dir, target, retry=retry)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(self, "uploader"):
+        if self.uploader is None and stage == "fit":
             root = Path(trainer.default_root_dir)
             local_dir = root.parent if (root.parent / "run.json").exists() else root
             self.uploader = Uploader(local_dir, self._target, retry=self._retry)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # At the start of the next one: an epoch's checkpoint is written after most callbacks have heard of its end.
-        if trainer.is_global_zero and trainer.current_epoch and trainer.current_epoch % self._every == 0:
+        due = trainer.current_epoch > 0 and trainer.current_epoch % self._every == 0
+        if trainer.is_global_zero and due and self.uploader is not None:
             self.uploader.request()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if trainer.is_global_zero:
-            self.uploader.close()
+    def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
+        self._finish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The last hook: no rank is in a collective call.
-        if trainer.is_global_zero and stage == "fit":
+        if stage == "fit":
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and self.uploader is not None:
             self.uploader.close()

@@ -12,7 +12,7 @@ from src.data.pytorch_dataset import DigitsDataset
 
 
 class ReconstructionPicture(L.Callback):
-    """Writes `reconstructions.png` into the trainer's folder after every validation, and logs it to TensorBoard.
+    """Writes `reconstructions.png` into the trainer's folder after every validation of a fit, and logs it to TensorBoard.
 
     Args:
         images: how many.
@@ -24,7 +24,7 @@ class ReconstructionPicture(L.Callback):
 
     def on_validation_end(self, trainer, pl_module):
         # Rank 0 draws alone, so nothing here may talk to the other ranks.
-        if not trainer.is_global_zero or trainer.sanity_checking:
+        if not trainer.is_global_zero or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         images = DigitsDataset("val").images[: self.images]
         with torch.no_grad():
