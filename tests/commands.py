@@ -80,7 +80,7 @@ def start(
     environ = {"PYTHONHASHSEED": "0", **env}
     imported = f"tests.{'lightning' if lightning else 'script' if script else 'command'}_process"
     # Others, such as unittest, look at the interpreter.
-    other = command[0] == "-m" and command[1] not in ("lockstep", "torch.distributed.run")
+    other = command[0] == "-m" and command[1] not in ("lockstep", "lightning_trainer", "torch.distributed.run")
     server = None if fresh or other else _server_for(imported, environ)
     if server is None:
         process = subprocess.Popen(
