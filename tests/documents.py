@@ -63,7 +63,7 @@ ELSEWHERE = {
 SHORTER = [
     (r"\s\[[A-Z][^]]*\]+", ""),  # what may be left out
     (r"\bTASK\b", "my_task.py:MyTask"),
-    (r"\bRUN RUN\b", "last my-run"),
+    (r"\bRUN RUN\b", "last run-5e6f7a8b"),
     (r"\bRUN_FOLDER\b", "run"),
     (r"\bRUN\b", "last"),
     (r"--seed S\b", "--seed 1"),
@@ -75,6 +75,10 @@ SHORTER = [
     (r"gpu:0,gpu:1,gpu:2,gpu:3|gpu:0,gpu:1|(?<=--devices )all", "cpu,cpu"),
     (r"gpu:0, gpu:1", "cpu, cpu"),
     (r"gpu:\d", "cpu"),
+    (
+        r"speech --config configs",
+        "speech --set task.train_manifest=train.jsonl --set task.val_manifest=val.jsonl --config configs",
+    ),
     (r"(--config \S+_gpu.yaml)(?!.*--devices)", r"\1 --devices cpu,cpu --precision 32"),
     (r"--multi-gpu \w+", r"\g<0> --devices cpu,cpu"),
     (r"--nproc[-_]per[-_]node=\d", "--nproc-per-node=2"),
@@ -89,9 +93,9 @@ SHORTER = [
     (r"lockstep bench (step|scaling)(?!.*--warm-up)", r"\g<0> --warm-up 1"),
     (r"lockstep bench (step|scaling)(?!.*--steps)", r"\g<0> --steps 2"),
     (r"lockstep bench scaling(?!.*--repeats)", r"\g<0> --repeats 1"),
+    (r"lockstep bench batch-size(?!.*--max-batch)", r"\g<0> --max-batch 64"),
     (r"lockstep bench loader", r"\g<0> --seconds 0.1 --workers 0,1"),
     (r"lockstep bench comm", r"\g<0> --max-mb 1"),
-    (r"lockstep bench lr", r"\g<0> --steps 4"),
     (r"lockstep forecast(?!.*--gpu )", r"\g<0> --steps 2 --repeats 1"),
     (r"(lockstep (?:verify|memory|forecast) .*?)har(?!.*(?:pipeline|exact))", r"\1my_task.py:MyTask"),
     (r"memory (\S+) --devices \S+(?!.*pipeline)", r"memory \1 --gpus 8"),
@@ -102,6 +106,7 @@ SHORTER = [
     (r"--gpus [\d,]+", "--gpus 8"),
     (r"--max-batch \d+", "--max-batch 64"),
     (r"(--steps|--repeats|--warm-up) \d+", r"\1 2"),
+    (r"lockstep bench lr", r"\g<0> --steps 10"),
     (r"--(precisions all|compile|memory \d+GB|interconnect \S+|batch-size \d+)", ""),
     (r"(--devices cpu )?--profile 10:15( --profile-ranks 0,1)?", "--profile 1:2"),
     (r"lightning(_trainer)? fit(?!.*--help)", r"\g<0> --trainer.max_epochs 2"),

@@ -12,6 +12,7 @@ import yaml
 
 from lockstep.cli.main import VERBS, app
 from lockstep.launch.failure.causes import KEYS
+from tests import documents
 from tests.gloo import ROOT
 
 GENERATED = {"cli.md", "configuration.md", "errors.md", "run-folder.md"}
@@ -25,21 +26,18 @@ COMMAND = re.compile(rf"(?:^|\s)(?:python -m |-m )?lockstep +((?:{VERB})\b[^#`|;
 PLACEHOLDERS = {"…", "TASK", "..."}
 
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """What follows ``lockstep`` in code, inline and in blocks; without placeholders."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    code = re.findall(r"```\w*\n(.*?)```", text, re.S) + re.findall(
-        r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
-    )
-    for piece in code:
-        for found in COMMAND.findall(piece):
-            words = [re.sub(r"^[A-Z]$", "1", word) for word in shlex.split(found) if word not in PLACEHOLDERS]
-            yield words[:-1] if words[-1].startswith("--") and found.rstrip().endswith("…") else words
+def commands(document: Path) -> Iterator[list[str]]:
+    """What follows ``lockstep`` in the commands of a document; without placeholders and what may be left out."""
+    for command in documents.commands(document):
+        for text in COMMAND.findall(re.sub(r"\s\[[^]']*\]+|\{\w+,.*", "", command.text)):
+            words = [re.sub(r"^[A-Z]$", "1", word) for word in shlex.split(text) if word not in PLACEHOLDERS]
+            has_no_value = command.is_mention or text.rstrip().endswith("…")
+            yield words[:-1] if words[-1].startswith("--") and has_no_value else words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_is_one(page: Path) -> None:
-    for words in commands(page):
+@pytest.mark.parametrize("document", documents.documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_is_one(document: Path) -> None:
+    for words in commands(document):
         if len(words) > 1:  # else the text speaks of a verb
             words = [word if word != "local-sgd" else "ddp" for word in words]  # the guide's own strategy
             app.parse_args(words, exit_on_error=False, print_error=False)  # raises where a verb or a flag is none

@@ -122,7 +122,7 @@ def run(command: str, folder: Path) -> str:
 def write_files(folder: Path) -> None:
     """Write the data that pages name."""
     draw = np.random.default_rng(0)
-    (folder / "two_gpu.yaml").write_text("training: {batch_size: 64}")
+    (folder / "base_config.yaml").write_text("training: {epochs: 2}")
     (folder / "my_file.py").write_text(MY_FILE)
     (folder / "cli_config.yaml").write_text(MY_CONFIG)
     (folder / "corpus.txt").write_text("One word after the other. " * 4000)

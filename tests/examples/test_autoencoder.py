@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,7 +31,7 @@ FOLDER = ROOT / "examples" / "autoencoder"
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     """``python ARGUMENTS``, with the example's modules, in a folder of the test's own."""
     environ = cli_environment(PYTHONPATH=f"{FOLDER}:{ROOT / 'src'}", **env)
-    return commands.start(*arguments, cwd=folder, env=environ, merged=True)
+    return commands.start(*arguments, cwd=folder, env=environ, merged=True, lightning=arguments[0] != "-c")
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -66,6 +67,16 @@ def test_the_command_line_reconstructs_the_digits(tmp_path: Path) -> None:
     uploaded = tmp_path / "output" / "uploaded"
     assert (uploaded / "metrics.json").read_bytes() == run.metrics_file.read_bytes()
     assert list(uploaded.glob("checkpoints/step-*/model.safetensors"))
+    before = {path: path.read_bytes() for path in tmp_path.glob("output/**/*") if path.is_file()}
+    for stage in ("validate", "test", "predict"):
+        finish(start(tmp_path, "-m", "lightning_trainer", stage, "-c", config, "--ckpt_path", "output/cli", *quiet[:2]))
+    predictions = run.path / "predictions.pt"
+    assert {path for path in tmp_path.glob("output/**/*") if path.is_file()} == {*before, predictions}
+    assert {path: path.read_bytes() for path in before} == before, "callbacks of the fit do nothing"
+    images = torch.from_numpy(load_digits("test").images)
+    reconstructions = torch.cat(torch.load(predictions))
+    assert reconstructions.shape[0] == len(images)
+    assert ((reconstructions.flatten() - images.flatten()) ** 2).mean() < 0.5 * images.var()
 
 
 def test_the_script_trains(tmp_path: Path) -> None:
