@@ -63,6 +63,21 @@ def test_a_task_made_in_a_function_is_remembered_or_asked_for_and_needs_no_super
         lockstep.plan(Local, devices="cpu")
 
 
+def test_a_global_batch_alone_is_one_micro_batch_of_each_device(tmp_path: Path) -> None:
+    shared = {"global_batch_size": 96, "lr_scaling": "linear", "lr": 1e-4, "max_steps": 1}
+    run = lockstep.train(Toy(), devices="cpu,cpu", save_dir=tmp_path / "run", **shared)
+    divided = lockstep.plan(Toy(), devices="cpu,cpu", batch_size=16, **shared)
+    assert (divided.batch.batch_size, divided.batch.accumulate) == (16, 3)
+    sizes = run.plan.batch
+    assert (sizes.global_batch, sizes.batch_size, sizes.accumulate) == (96, 48, 1)
+    assert run.plan.decisions["lr"].value == divided.decisions["lr"].value, "scaled against the task's batch size"
+    assert run.config.validation.batch_size == 16
+    sizes = run.resume(devices="cpu", max_steps=2).plan.batch
+    assert (sizes.global_batch, sizes.batch_size, sizes.accumulate) == (96, 96, 1)
+    resumed = lockstep.train(Toy(), devices="cpu", save_dir=run.run_dir, resume=True, **(shared | {"max_steps": 3}))
+    assert (resumed.plan.batch, resumed.plan.decisions["lr"]) == (sizes, run.plan.decisions["lr"])
+
+
 def test_no_task_is_an_error_that_names_what_to_give() -> None:
     for call in (lockstep.train, lockstep.plan, lockstep.verify):
         with pytest.raises(TaskError, match="no task was given") as caught:

@@ -108,6 +108,28 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         raise explain(error, RunConfig) from None
 
 
+def one_micro_batch(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """Let a device's share of a global batch be one micro-batch, where ``given`` sets no other size for it.
+
+    Args:
+        given: the settings that somebody chose, without defaults.
+        config: the complete configuration. What else depends on its ``training.batch_size`` stays as it is.
+    """
+    training = given.get("training") or {}
+    size = training.get("global_batch_size")
+    if size is None or training.get("batch_size") is not None:
+        return config
+    default = config.training.batch_size
+    return resolve(
+        config.model_dump(mode="json"),
+        {
+            "training": {"batch_size": size},
+            "optimizer": {"base_batch_size": config.optimizer.base_batch_size or default},
+            "validation": {"batch_size": config.validation.batch_size or default},
+        },
+    )
+
+
 def _refuse_removed(settings: Mapping[str, Any]) -> None:
     """Raise :class:`ConfigError` for a setting of :data:`REMOVED`."""
     for key, replacement in REMOVED.items():

@@ -133,7 +133,9 @@ class TrainingConfig(Section):
     epochs: int = setting(20, "passes over the training data", ge=1)
     max_steps: int | None = setting(None, "stop after N optimizer steps; unset: no limit", ge=1)
     max_time_s: float | None = setting(None, "stop, with a checkpoint, after N seconds", gt=0)
-    batch_size: int = setting(32, "samples per device and micro-batch", ge=1)
+    batch_size: int = setting(
+        32, "samples per device and micro-batch; where only global_batch_size is set, a device's share of it", ge=1
+    )
     global_batch_size: int | None = setting(
         None, "samples per step of all devices, and so of each. Unset: batch size x devices x accumulation", ge=1
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import class_paths, merge, nested, remember
+from lockstep.config.load import class_paths, merge, nested, one_micro_batch, remember
 from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
@@ -71,6 +71,8 @@ def settle(
     paths = {key: str(value.absolute()) for key, value in built.config if isinstance(value, Path)}
     section = {"name": _absolute(name), **built.config.model_dump(mode="json"), **paths}
     whole = resolve(nested(kind.defaults), {**given, "task": section})
+    if not isinstance(built, ModuleTask):  # whose loader has the size
+        whole = one_micro_batch(given, whole)
     if whole.data.data_dir is not None:
         data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
         whole = whole.model_copy(update={"data": data})

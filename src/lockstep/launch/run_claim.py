@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import named_in, require_known
+from lockstep.config.load import named_in, one_micro_batch, require_known
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
@@ -148,6 +148,7 @@ def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None 
     new = resolve(
         old.model_dump(mode="json"), kept, {} if devices is None else {"hardware": {"selected_devices": devices}}
     )
+    new = one_micro_batch(kept, new)
     fixed = {
         "task": (old.task, new.task),
         "training.seed": (old.training.seed, new.training.seed),

@@ -12,7 +12,7 @@ from src.data.pytorch_dataset import DigitsDataset
 
 
 class ReconstructionPicture(L.Callback):
-    """Writes `reconstructions.png` into the trainer's folder after every validation of a fit, and logs it to TensorBoard.
+    """Writes `reconstructions.png` into the trainer's folder after every validation in a fit; TensorBoard has it, too.
 
     Args:
         images: how many.
