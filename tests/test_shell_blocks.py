@@ -145,7 +145,7 @@ def write_files(folder: Path) -> None:
                 json.dumps({"audio_path": path.name, "text": f"{word} {words[number % 5]} {name}", "duration": 2})
             )
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    for name in ("recording.wav", "file.wav"):
+    for name in ("recording.wav", "file.wav", "other.flac"):  # read by its content
         _write_noise(folder / name, draw)
 
 

@@ -1,7 +1,9 @@
 """Gradient accumulation with DistributedDataParallel, by hand.
 
-python plain_pytorch.py [RESULT.pt]                          one process
-torchrun --nproc_per_node=2 plain_pytorch.py [RESULT.pt]     two ranks: the same losses and weights
+To run it::
+
+    python plain_pytorch.py [RESULT.pt]                          one process
+    torchrun --nproc_per_node=2 plain_pytorch.py [RESULT.pt]     two ranks: the same losses and weights
 """
 
 import os

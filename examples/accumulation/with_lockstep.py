@@ -1,7 +1,9 @@
 """The same training with Lockstep: the loss is a sum and a count, and the plan does the rest.
 
-python with_lockstep.py RUN_FOLDER              one process
-python with_lockstep.py RUN_FOLDER cpu,cpu      two ranks: the same losses and weights
+To run it::
+
+    python with_lockstep.py RUN_FOLDER              one process
+    python with_lockstep.py RUN_FOLDER cpu,cpu      two ranks: the same losses and weights
 """
 
 import sys
