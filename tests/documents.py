@@ -64,7 +64,6 @@ SHORTER = [
     (r"\s\[[A-Z][^]]*\]+", ""),  # what may be left out
     (r"\bTASK\b", "my_task.py:MyTask"),
     (r"\bRUN RUN\b", "last run-5e6f7a8b"),
-    (r"\bRUN_FOLDER\b", "run"),
     (r"\bRUN\b", "last"),
     (r"--seed S\b", "--seed 1"),
     (r"(evaluate|predict|export) last", r"\1 run-5e6f7a8b"),  # on cli.md the last run is a script's

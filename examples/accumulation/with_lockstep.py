@@ -2,8 +2,8 @@
 
 To run it::
 
-    python with_lockstep.py RUN_FOLDER              one process
-    python with_lockstep.py RUN_FOLDER cpu,cpu      two ranks: the same losses and weights
+    python with_lockstep.py run-1              one process
+    python with_lockstep.py run-2 cpu,cpu      two ranks: the same losses and weights
 """
 
 import sys
