@@ -182,7 +182,7 @@ def folder_for(document: str, prepared: Path, copy: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("document", "whole"),
     [

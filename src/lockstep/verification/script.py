@@ -1,4 +1,4 @@
-"""``lockstep verify script.py --devices cpu,cpu``: the same steps of a loop with a session on one device and several."""
+"""``lockstep verify script.py --devices cpu,cpu``: the steps of a loop with a session on one device and on several."""
 
 from __future__ import annotations
 
