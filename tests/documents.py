@@ -67,6 +67,7 @@ SHORTER = [
     (r"\bRUN\b", "last"),
     (r"--seed S\b", "--seed 1"),
     (r"(evaluate|predict|export) last", r"\1 run-5e6f7a8b"),  # on cli.md the last run is a script's
+    (r"evaluate run-5e6f7a8b --data", "evaluate speech-1 --data"),
     (r"generate last", "generate text-1"),
     (r"transcribe last", "transcribe speech-1"),
     (r"--ckpt_path runs/run-1a2b3c4d", "--ckpt_path runs/lightning-1"),
