@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig
+from lockstep.errors import ConfigError
 from lockstep.planning.resolve import (
     FIRST_BUCKET_BYTES,
     SHARDED_FROM_BYTES,
@@ -54,7 +55,7 @@ def test_losses_and_errors_are_better_the_lower_they_are(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["val_cancer_auc", "val_answer_f1", "val_flower_accuracy", "val/acc", "val_BinaryAccuracy", "val_f1_per_class",
-     "val_fiddle", "val_AUROC"],
+     "val_AUROC", "val_miou", "val_score"],
 )  # fmt: skip
 def test_scores_are_better_the_higher_they_are(name: str) -> None:
     assert natural_mode(name) == "max"
@@ -69,18 +70,28 @@ def test_scores_are_better_the_higher_they_are(name: str) -> None:
         ({"monitor": "val_nll"}, "val_nll (min)", "by its name, lower is better"),
         ({"monitor": "val_cancer_auc"}, "val_cancer_auc (max)", "by its name, higher is better"),
         ({"monitor": "val_loss", "mode": "max"}, "val_loss (max)", "as configured"),
+        ({"monitor": "val_preserved"}, "val_preserved (min)", "by its metric's higher_is_better, lower is better"),
+        ({"monitor": "val_clean_distance"}, "val_clean_distance (max)", "by its metric's higher_is_better, higher"),
+        ({"monitor": "val_fiddle", "mode": "max"}, "val_fiddle (max)", "as configured"),
     ],
 )
 def test_the_plan_shows_metric_and_direction(settings: dict[str, Any], value: str, reason: str) -> None:
-    monitor, mode, decision = resolve_monitor(CheckpointConfig(**settings), ("val_bleu", "max"), judged=True)
+    modes: dict[str, Any] = {"preserved": "min", "distance": "max", "accuracy": "min"}
+    monitor, mode, decision = resolve_monitor(CheckpointConfig(**settings), ("val_bleu", "max"), modes, judged=True)
     assert decision.value == monitor
     assert decision.shown == f"{monitor} ({mode})" == value
     assert reason in decision.reason
 
 
 def test_without_validation_nothing_is_the_best() -> None:
-    decision = resolve_monitor(CheckpointConfig(), ("val_loss", "min"), judged=False)[2]
+    decision = resolve_monitor(CheckpointConfig(), ("val_loss", "min"), {}, judged=False)[2]
     assert (decision.value, decision.shown) == (None, "none")
+
+
+def test_a_metric_whose_direction_nothing_states_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_monitor(CheckpointConfig(monitor="val_fiddle"), ("val_loss", "min"), {}, judged=True)
+    assert "checkpoint.mode" in caught.value.fix
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,9 @@ class CheckpointConfig(Section):
     every_s: float | None = setting(None, "save when N seconds have passed since the last save", gt=0)
     keep_last: int = setting(2, "how many of the latest checkpoints to keep; the best is always kept", ge=1)
     monitor: str | None = setting(None, "metric that selects the best checkpoint, e.g. val_loss; unset: the task's")
-    mode: Literal["min", "max"] | None = setting(None, "unset: min for losses and error rates, else max")
+    mode: Literal["min", "max"] | None = setting(
+        None, "unset: as the metric's higher_is_better says, else by a known name: min for losses, max for scores"
+    )
     sharded: Switch = setting(
         "auto", "fsdp: each rank writes its part of the state; auto: if weights and optimizer are 0.5 GB or more"
     )

@@ -26,10 +26,11 @@ from lockstep.data.loader import make_loader
 from lockstep.data.requests import InOrder, Request, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_device, to_host
+from lockstep.engine.metrics import make_metrics, values_of
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.base import SeededDraws
-from lockstep.engine.task import Metrics, Task
+from lockstep.engine.task import Task
 from lockstep.engine.trained import Callbacks, bare, check_loss
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
@@ -131,22 +132,30 @@ def evaluate(
     """
     collectives = evaluator.collectives
     with evaluator.walk(model, dataset, collate_of(task), most=chunks) as batches:
-        metrics: Any = _own_metrics(task) if collectives.is_main else None
+        metrics: Any = make_metrics(task) if collectives.is_main else None
         merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
         states = None
         if collectives.broadcast(not merges and _States.are_those_of(metrics)):
-            states = _States(_own_metrics(task) if metrics is None else metrics)
-        take = states.add if states else merged.append if merges else lambda rows: _update(metrics, rows)
+            states = _States(make_metrics(task) if metrics is None else metrics)
+        draw, chunk_number = SeededDraws(evaluator.seed, (), everything=True, purpose="metrics"), 0
+
+        def update(rows: Iterable[Any]) -> None:
+            """With draws of this chunk alone: what was drawn before depends on the number of ranks."""
+            draw(evaluator.step, chunk_number)
+            _update(metrics, rows)
+
+        take = states.add if states else merged.append if merges else update
         waiting, total, count = list[_Chunk | None](), 0.0, 0.0
 
         def send() -> None:
             """To rank 0, which gets them in index order. Collective."""
-            nonlocal total, count
+            nonlocal total, count, chunk_number
             for chunk in chain.from_iterable(zip(*collectives.gather(waiting) or (), strict=True)):
                 if chunk is not None:
                     total, count = total + chunk[0], count + chunk[1]
                     with _without_sync():
                         take(chunk[2])
+                        chunk_number += 1
             waiting.clear()
 
         # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
@@ -164,15 +173,13 @@ def evaluate(
         if merges and metrics is not None:
             rows = task.merge(merged)
             with _without_sync():
-                _update(metrics, rows)
+                update(rows)
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
+            draw(evaluator.step, len(dataset))  # no chunk has this number
             with _without_sync():
-                values = metrics.compute()
-            # A single metric has its class's name, as in a MetricCollection.
-            values = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
-            result = {"loss": total / count if count else math.nan, **{k: _number(v) for k, v in values.items()}}
+                result = {"loss": total / count if count else math.nan, **values_of(metrics)}
         return collectives.broadcast(result) or {}
 
 
@@ -224,15 +231,6 @@ def train_mode(model: nn.Module) -> None:
     model.train()
     for module in kept:
         module.eval()
-
-
-def _own_metrics(task: Task) -> Metrics:
-    metrics = task.metrics()
-    if isinstance(metrics, dict):
-        from lockstep._compat.torchmetrics import MetricCollection
-
-        return MetricCollection(metrics)
-    return metrics
 
 
 def _update(metrics: Any, rows: Iterable[Any]) -> None:
@@ -377,14 +375,6 @@ def _has_rows(column: Any, size: int) -> bool:
     if isinstance(column, (Tensor, np.ndarray)):
         return column.ndim > 0 and len(column) == size
     return isinstance(column, (list, tuple)) and len(column) == size
-
-
-def _number(value: Any) -> Any:
-    """A number, or nested lists, from what a metric computes."""
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        values = value.numel() if isinstance(value, Tensor) else value.size
-        value = value.item() if values == 1 else value.tolist()
-    return float(value) if isinstance(value, bool) else value
 
 
 # Predictions.

@@ -22,6 +22,7 @@ from lockstep.config import RunConfig
 from lockstep.data.reader import Reader
 from lockstep.data.sampling import check_lengths, hash_lengths
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
+from lockstep.engine.metrics import directions_of, groups_remark, make_metrics
 from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
 from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
@@ -66,6 +67,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     after = _open_files()
     with generators_kept():
         whole_batches = Reader(datasets.train, collate_of(task), 0).gives_whole_batches
+    evaluates = datasets.val is not None or datasets.test is not None
+    modes, metrics_remark = _metric_facts(trial) if evaluates else ({}, None)
     sampling = None if datasets.weights is None else datasets.weights.facts
     is_stream = sampling is not None and sampling.stream
     opens_files = bool(after.keys() - before.keys())
@@ -87,6 +90,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         optimizer_lr=lr,
         own_schedule=scheduled,
         monitor=_monitor_of(task),
+        metric_modes=modes,
+        metrics_remark=metrics_remark,
         fingerprint=text + (f":{lengths}" if lengths else ""),
         unstable=unstable,
         read_file=next((key[1] for key, position in before.items() if after.get(key, position) != position), None),
@@ -190,6 +195,23 @@ def _monitor_of(task: Task) -> tuple[str, Mode]:
             fix=f"monitor = ({name!r}, 'min') or ({name!r}, 'max')",
         )
     return name, "min" if mode == "min" else "max"
+
+
+def _metric_facts(task: Task) -> tuple[dict[str, Mode], str | None]:
+    """Whether the lowest or the highest value of a metric is the best, by name, where it says so; a remark on them.
+
+    Raises:
+        TaskError: metrics that cannot be used, or one with the name of the loss.
+    """
+    try:
+        with generators_kept():
+            metrics = make_metrics(task)
+    except LockstepError:
+        raise
+    except Exception:  # a rank raises it again, and reports the user's line
+        return {}, None
+    modes: dict[str, Mode] = {name: "max" if higher else "min" for name, higher in directions_of(metrics).items()}
+    return modes, groups_remark(metrics)
 
 
 def multiply_adds(model: nn.Module, dataset: Any) -> int:

@@ -38,6 +38,8 @@ def run_notes(
     yield from _data_notes(facts, resume, workers)
     yield from strategy_notes(config, placement, batch)
     yield from optimizer_notes(config, facts)
+    if facts.metrics_remark is not None:
+        yield Note("compute_groups", facts.metrics_remark, "warning")
     if facts.has_batchnorm and placement.spec.scatters:
         yield Note(
             "batchnorm_split",

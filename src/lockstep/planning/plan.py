@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
+from pydantic import Field
+
 from lockstep.errors import many
 from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan, OrderPlan, SamplingFacts
@@ -41,8 +43,8 @@ class TaskFacts(Frozen):
 
     Of the model: ``vectors``: parameters of norms and biases. ``joint_bytes``: of gradients that one message can carry.
     ``multiply_adds``: of a sample's forward pass; 0: not known. ``optimizer_lr``: of the task's own optimizer.
-    ``own_schedule``: the task makes a scheduler. ``monitor``: its metric of evaluations. ``pads``: it can fill up a
-    smaller batch.
+    ``own_schedule``: the task makes a scheduler. ``monitor``: its metric of evaluations. ``metric_modes``: of the
+    metrics that state it, by name; ``metrics_remark``: on how they are made. ``pads``: it can fill up a smaller batch.
     """
 
     name: str
@@ -62,6 +64,8 @@ class TaskFacts(Frozen):
     optimizer_lr: float | None = None
     own_schedule: bool = False
     monitor: tuple[str, Mode] = ("val_loss", "min")
+    metric_modes: dict[str, Mode] = Field(default_factory=dict)
+    metrics_remark: str | None = None
     fingerprint: str = ""
     unstable: tuple[str, ...] = ()
     read_file: str | None = None

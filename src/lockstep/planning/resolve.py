@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
-from lockstep.errors import many
+from lockstep.errors import ConfigError, many
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, order_notes, resolve_batch, resolve_order
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
@@ -99,7 +100,7 @@ def make_plan(
     local_ranks = given.local_ranks
     loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=local_ranks, pin_memory=given.on_gpu)
     judged = facts.val_samples > 0 or module is not None  # a module evaluates on its own data
-    monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, judged=judged)
+    monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, facts.metric_modes, judged=judged)
     layout = _memory_layout(given)
     numbers = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
     decisions = [
@@ -375,29 +376,59 @@ def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer
 
 #: Words of a metric's name that is better the lower it is.
 _LOWER_IS_BETTER = {
-    "bce", "brier", "cer", "cost", "deviance", "distance", "divergence", "ece", "eer", "entropy", "fid", "kl", "kld",
-    "losses", "mase", "mcd", "mer", "perplexity", "ppl", "regret", "ter", "wer", "wil",
+    "bce", "bpb", "bpc", "bpd", "brier", "cer", "cost", "crps", "deviance", "distance", "divergence", "ece", "eer",
+    "entropy", "fid", "kl", "kld", "losses", "lpips", "mase", "mcd", "mer", "perplexity", "ppl", "regret", "ter", "wer",
+    "wil",
 }  # fmt: skip
 #: And what such words end with: ``rmse``, ``smape``.
 _LOWER_ENDINGS = ("loss", "error", "errors", "mae", "mape", "mse", "msle", "nll")
+#: Words of a metric's name that is better the higher it is.
+_HIGHER_IS_BETTER = {
+    "acc", "ap", "bleu", "chrf", "cider", "corr", "correlation", "dice", "em", "f", "fbeta", "hit", "hits", "jaccard",
+    "kappa", "map", "mcc", "meteor", "mos", "mrr", "ndcg", "pesq", "precision", "psnr", "r", "recall", "return",
+    "reward", "rewards", "rouge", "sdr", "sensitivity", "similarity", "snr", "specificity", "ssim", "stoi", "success",
+}  # fmt: skip
+_HIGHER_ENDINGS = ("accuracy", "auc", "auprc", "auroc", "iou", "score")
 
 
-def natural_mode(monitor: str) -> Mode:
-    """``min`` for losses, errors and their rates, else ``max``; by the words of the name, as ``val_cer`` has two."""
-    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", monitor)]
-    named = _LOWER_IS_BETTER.intersection(words)
-    return "min" if named or any(w.startswith("error") or w.endswith(_LOWER_ENDINGS) for w in words) else "max"
+def natural_mode(monitor: str) -> Mode | None:
+    """``min`` for losses, errors and their rates, ``max`` for scores, by the words of the name; ``None``: not known."""
+    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", monitor)}
+    if words & _LOWER_IS_BETTER or any(w.startswith("error") or w.endswith(_LOWER_ENDINGS) for w in words):
+        return "min"
+    return "max" if words & _HIGHER_IS_BETTER or any(w.endswith(_HIGHER_ENDINGS) for w in words) else None
 
 
-def resolve_monitor(config: CheckpointConfig, own: tuple[str, Mode], *, judged: bool) -> tuple[str, Mode, Decision]:
-    """The metric and the mode of a run; ``own``: those of the task; ``judged``: there is data to evaluate on."""
+def resolve_monitor(
+    config: CheckpointConfig, own: tuple[str, Mode], modes: Mapping[str, Mode], *, judged: bool
+) -> tuple[str, Mode, Decision]:
+    """The metric and the mode of a run.
+
+    Args:
+        own: those of the task.
+        modes: of metrics that state it, by name.
+        judged: there is data to evaluate on.
+
+    Raises:
+        ConfigError: the configured metric has a name that does not say which value is the best, and no other does.
+    """
     monitor = config.monitor or own[0]
-    by_name = config.mode is None and monitor != own[0]
-    mode = config.mode or (natural_mode(monitor) if by_name else own[1])
+    stated = modes.get(monitor.removeprefix("val_")) or next(
+        (mode for name, mode in modes.items() if monitor.endswith(f"_{name}")), None
+    )
+    inferred = stated or natural_mode(monitor)
+    by_task = own[1] if monitor == own[0] else None
+    mode = config.mode or by_task or inferred
+    if mode is None:
+        raise ConfigError(
+            f"nothing says whether the lowest or the highest {monitor} is the best (checkpoint.monitor)",
+            why="its metric has no higher_is_better, and its name is none that is known",
+            fix="set checkpoint.mode=min or checkpoint.mode=max",
+        )
     reason = "as configured" if config.monitor or config.mode else "the task's own"
-    if by_name:
-        better = "lower" if mode == "min" else "higher"
-        reason += f"; by its name, {better} is better (checkpoint.mode says otherwise)"
+    if not config.mode and not by_task:
+        source = "by its metric's higher_is_better" if stated else "by its name"
+        reason += f"; {source}, {'lower' if mode == 'min' else 'higher'} is better (checkpoint.mode says otherwise)"
     none = "no validation data: no checkpoint is marked best"
     rules = (not judged, None, none), (True, monitor, reason)
     return monitor, mode, decide("monitor", *rules, shown={monitor: f"{monitor} ({mode})"})

@@ -77,9 +77,7 @@ class TaskFromParts(Task):
             return super().metrics()
         from torchmetrics import Metric, MetricCollection
 
-        if isinstance(given, Metric | MetricCollection | dict):
-            return MetricCollection(copy.deepcopy(given))
-        return given()
+        return copy.deepcopy(given) if isinstance(given, Metric | MetricCollection | dict) else given()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         if self._optimizer is None:

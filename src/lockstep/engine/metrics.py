@@ -1,0 +1,126 @@
+"""The metrics of a task: made for an evaluation, examined before it, and their values as rows and tables take them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lockstep.engine.task import Metrics, Task
+from lockstep.errors import TaskError
+
+
+def make_metrics(task: Task) -> Metrics:
+    """Make the metrics of ``task`` for one evaluation; a dict becomes a collection in which each has its own states.
+
+    Raises:
+        TaskError: neither a dict nor an object with ``update`` and ``compute``, or a metric with the name of the loss.
+    """
+    metrics = task.metrics()
+    if isinstance(metrics, dict | nn.ModuleDict):
+        _check_names(metrics)
+    if isinstance(metrics, dict):
+        from lockstep._compat.torchmetrics import MetricCollection
+
+        # Compute groups would join metrics whose states are equal after the first rows, such as top-1 and top-2
+        # accuracy of a single sample.
+        return MetricCollection(metrics, compute_groups=False)
+    if isinstance(metrics, type) or not (hasattr(metrics, "update") and hasattr(metrics, "compute")):
+        returned = f"the class {metrics.__name__}" if isinstance(metrics, type) else f"a {type(metrics).__name__}"
+        raise TaskError(
+            f"the task's metrics() returned {returned}",
+            why="rows go to its update(), and values come from its compute()",
+            fix='return a dict of torchmetrics, such as {"accuracy": MulticlassAccuracy(10)}, or leave metrics() out',
+        )
+    return metrics
+
+
+def directions_of(metrics: Any) -> dict[str, bool]:
+    """Whether higher is better, by name: of those among ``metrics`` whose torchmetrics class states it."""
+    if "torchmetrics" not in sys.modules:
+        return {}
+    from lockstep._compat.torchmetrics import metrics_by_name
+
+    stated = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics_by_name(metrics).items()}
+    return {name: higher for name, higher in stated.items() if isinstance(higher, bool)}
+
+
+def groups_remark(metrics: Any) -> str | None:
+    """Describe the metrics of a user's ``MetricCollection`` that torchmetrics may take for one another, if any."""
+    if "torchmetrics" not in sys.modules:
+        return None
+    from lockstep._compat.torchmetrics import grouped_by_chance
+
+    pairs = grouped_by_chance(metrics)
+    if not pairs:
+        return None
+    return (
+        f"The MetricCollection of Task.metrics() has compute_groups=True: if the states of {' and '.join(pairs[0])} "
+        "are equal after the first batch, torchmetrics updates only one of them from then on, and both get its value. "
+        "Pass compute_groups=False, or return a dict."
+    )
+
+
+def values_of(metrics: Any) -> dict[str, Any]:
+    """Compute ``metrics``: a number, or a table as nested lists, by name.
+
+    A single metric is named after its class, as in a ``MetricCollection``. The numbers of a pair, such as a recall and
+    its threshold, are named by their places; those of a mapping by its keys.
+
+    Raises:
+        TaskError: a value of the name ``loss``, which is that of the task's loss, or one that JSON cannot hold.
+    """
+    values = metrics.compute()
+    named = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
+    _check_names(named)
+    result = dict(pair for name, value in named.items() for pair in _flat(str(name), value))
+    for name, value in result.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise TaskError(
+                f"the metric {name} has a value of type {type(named.get(name, value)).__name__}",
+                why="a run keeps numbers, texts, and tensors or nested lists of them",
+                fix="return one of these from its compute()",
+            ) from None
+    return result
+
+
+def _check_names(names: Iterable[str]) -> None:
+    if "loss" in set(names):
+        raise TaskError(
+            "a metric of the task is called 'loss'",
+            why="it would replace the mean of Task.loss() in rows, val_loss, by which the best checkpoint is chosen",
+            fix="give it another name in metrics()",
+        )
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flat(f"{name}_{key}", part)
+    elif isinstance(value, tuple) and value and all(map(_is_single, value)):
+        for place, part in enumerate(value):
+            yield f"{name}_{place}", _plain(part)
+    else:
+        yield name, _plain(value)
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, float | int) or (isinstance(value, Tensor | np.generic | np.ndarray) and _size(value) == 1)
+
+
+def _size(value: Any) -> int:
+    return int(value.numel() if isinstance(value, Tensor) else value.size)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.item() if _size(value) == 1 else value.tolist()
+    return float(value) if isinstance(value, bool) else value
