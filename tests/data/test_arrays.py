@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,60 @@ def test_a_pandas_frame_is_its_rows_and_is_gathered_where_it_has_numbers() -> No
     assert batch["text"] == ["i", "a", "d"]
     assert balanced_weights(labels_of(rows)).tolist() == [1 / 3] * 9
     assert len(list(rows)) == 9
+
+
+class Framed(OfFrame):
+    """The frame with another column."""
+
+    def __init__(self, column: Any) -> None:
+        super().__init__()
+        self.column = column
+
+    def datasets(self) -> Datasets:
+        datasets = super().datasets()
+        return Datasets(datasets.train.assign(extra=self.column), datasets.val)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "missing"),
+        ("<NA>", "missing"),
+        (datetime(2026, 1, 2), "a time"),
+        (Decimal("1.5"), "a decimal"),
+        ({1, 2}, "of type set"),
+    ],
+)
+def test_a_value_that_no_batch_can_have_is_named_with_its_column_and_row(value: Any, words: str) -> None:
+    import pandas
+
+    column = pandas.Series(["text"] * 50 + [pandas.NA if value == "<NA>" else value] * 10, index=[5] * 60)
+    with pytest.raises(DataError, match=rf"'extra' of sample 50 is .*{words}"):
+        lockstep.plan(Framed(column.to_numpy(dtype=object)))
+    samples = [{"x": 1.0, "extra": [1]}, {"x": 2.0, "extra": [pandas.NA if value == "<NA>" else value]}]
+    with pytest.raises(SampleError, match=rf"'extra'\[0\] of sample 1 is .*{words}"):
+        Reader(samples, default_collate, 1).batch(0, np.array([0, 1]), 0)
+
+
+def test_missing_texts_and_dates_of_a_frame_are_named() -> None:
+    import pandas
+
+    for column in (pandas.Series(["a"] * 59 + [None], dtype="str"), pandas.date_range("2026-01-01", periods=60)):
+        with pytest.raises(DataError, match="'extra' of sample"):
+            lockstep.plan(Framed(np.asarray(column)))
+    lockstep.plan(Framed(["a"] * 60))
+    lockstep.plan(Framed([[1, 2]] * 60))
+
+
+def test_a_column_name_twice_is_refused() -> None:
+    import pandas
+
+    frame = pandas.DataFrame([[1.0, 2.0, 3]], columns=["x", "x", "label"])
+    with pytest.raises(DataError, match="'x' is in the DataFrame more than once"):
+        by_row(frame)
+    arrow = pytest.importorskip("pyarrow")
+    with pytest.raises(DataError, match="'x' is in the Table more than once"):
+        by_row(arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["x", "x"]))
 
 
 def test_frames_of_other_libraries_and_series_are_rows() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset
@@ -114,8 +117,25 @@ def test_shares_without_a_small_denominator_are_rounded_and_sum_to_one() -> None
         ({"a": [1]}, {"a": 0}, "all shares"),
         ({"a": [1]}, {"a": -1}, "share of 'a'"),
         ({"a": [1]}, {"a": float("nan")}, "share of 'a'"),
+        ({"a": [1]}, {"a": "1"}, "share of 'a'"),
+        ({"a": [1], "b": [2]}, {"a": 10_000_000, "b": 50}, "share of 'b' in a mixture is 5e-06"),
     ],
 )
 def test_wrong_mixtures_are_refused(parts: Any, shares: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         Mixture(parts, shares)
+
+
+def test_a_stage_begins_at_a_whole_number_of_samples() -> None:
+    with pytest.raises(DataError, match=r"begins at 10\.5"):
+        Mixture({"a": [1]}, {"a": 1}, {10.5: {"a": 1}})  # type: ignore[dict-item]
+    assert [*Mixture({"a": [1]}, {"a": 1}, {np.int64(10): {"a": 1}, 2e1: {"a": 1}}).stages] == [0, 10, 20]  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [np.float32, np.float64, torch.tensor, lambda x: torch.tensor(x, dtype=torch.float64), np.array, Decimal, Fraction],
+)
+def test_shares_are_numbers_of_any_kind(number: Any) -> None:
+    parts = {"a": Sized(3), "b": Sized(3)}
+    assert Mixture(parts, {"a": number(0.25), "b": number(0.75)}).stages == {0: (Fraction(1, 4), Fraction(3, 4))}

@@ -152,6 +152,13 @@ def test_two_packed_sources_of_text_train_alike_on_one_rank_and_several(
         ([[]], {}, "no tokens to pack"),
         (["text"], {}, "not a sequence of tokens but str"),
         ([[1, 2]], {"lengths": [3, 3]}, "do not fit 1 sequences"),
+        ([[1, 2]], {"lengths": [2.5]}, "do not fit 1 sequences"),
+        ([[1.5, 2.0]], {}, "whole numbers"),
+        ([[1.5, 2.0]], {"lengths": [2]}, "whole numbers"),
+        ([np.zeros((2, 3), np.int64)], {}, r"shape \[2, 3\] and type int64"),
+        ([torch.zeros(3)], {}, r"type torch.float32"),
+        ([[[1], [2, 3]]], {}, "whole numbers"),
+        ([[1, 2]], {"pad": 0.5}, "padding"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(sequences: Any, given: Any, words: str) -> None:

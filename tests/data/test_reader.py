@@ -304,9 +304,9 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
 
 def test_a_sample_that_is_no_tensor_is_answered_with_what_makes_a_batch() -> None:
     reader = Reader([object()] * 3, default_collate, 3)
-    with pytest.raises(SampleError, match="could not be made into a batch") as caught:
+    with pytest.raises(SampleError, match="of type object") as caught:
         reader.batch(0, np.array([1, 2]), 0)
-    assert "return tensors, arrays or numbers" in caught.value.fix
+    assert "Task.collate" in caught.value.fix
 
 
 class Buffer(Drawing):

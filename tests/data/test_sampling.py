@@ -75,6 +75,33 @@ def test_without_replacement_heavy_samples_come_first() -> None:
         lockstep.plan(Weighing(weights=weights), {"data": {"replacement": False, "epoch_samples": 6}})
 
 
+@pytest.mark.parametrize("tiny", [5e-324, 1e-310, 1e-300])
+def test_the_smallest_weights_are_drawn_in_proportion_and_those_of_zero_never(tiny: float) -> None:
+    weights = np.array([0.0, 1.0, tiny, 0.0, 2 * tiny, tiny])
+    drawn = [order_of(weights, 6, replacement=False).slice(epoch, 0, 4).tolist() for epoch in range(2_000)]
+    assert all(sorted(epoch) == [1, 2, 4, 5] and epoch[0] == 1 for epoch in drawn)
+    assert_in_proportion(np.bincount([epoch[1] for epoch in drawn], minlength=6), weights * (weights < 0.5))
+    alone = order_of(weights * (weights < 0.5), 6, positions=20_000).slice(0, 0, 20_000)
+    assert_in_proportion(np.bincount(alone, minlength=6), weights * (weights < 0.5))
+
+
+def test_weights_of_any_dtype_are_their_numbers() -> None:
+    numbers = [0.5, 1.0, 2.0]
+    expected = order_of(numbers, 3, positions=100).slice(0, 0, 100)
+    for weights in (torch.tensor(numbers, dtype=torch.bfloat16), torch.tensor(numbers).half(), np.float32(numbers)):
+        assert np.array_equal(order_of(weights, 3, positions=100).slice(0, 0, 100), expected)
+    with pytest.raises(DataError, match="complex"):
+        order_of(np.array([1j, 1, 1]), 3)
+
+
+def test_samples_without_a_label_are_no_class() -> None:
+    dataset = TensorDataset(torch.zeros(100, 1), torch.tensor([0] * 60 + [1] * 10 + [-100] * 30))
+    sampling = resolve_sampling(dataset, None, DataConfig(sampling="balanced"))
+    assert sampling is not None and "30 samples" in sampling.facts.kind
+    drawn = sampling.order(10_000, 1).slice(0, 0, 10_000)
+    assert_in_proportion(np.bincount(dataset.tensors[1][drawn].numpy() + 100, minlength=102)[100:], np.ones(2))
+
+
 @given(st.floats(2**-54, 1, exclude_max=True))
 def test_the_logarithm_is_one(value: float) -> None:
     assert logarithm(np.array([value]))[0] == pytest.approx(np.log(value), rel=1e-14)

@@ -181,7 +181,7 @@ def test_tokens_are_mapped_and_row_10_to_the_9_is_at_hand(tmp_path: Path) -> Non
 
 
 def test_folders_are_classes(tmp_path: Path) -> None:
-    for name in ("cat", "ant"):
+    for name in ("cat", "ant", ".ipynb_checkpoints", "__MACOSX"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.txt").write_text(name)
     folders = ClassFolders(tmp_path, Path.read_text, suffix=".txt")

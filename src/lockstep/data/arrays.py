@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from inspect import signature
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
+from lockstep.data.collation import find_misfit
 from lockstep.errors import DataError, TaskError, many
 
 #: The label, or target, of what does not count in a loss: ``ignore_index`` of torch's.
@@ -103,6 +105,22 @@ class FrameRows:
             raise IndexError(f"row {index} of {self._samples}")
         return {name: column[index] for name, column in self._columns.items()}
 
+    def check_values(self) -> None:
+        """Raise :class:`DataError` for a column with a value that ``default_collate`` cannot take."""
+        for name, column in self._columns.items():
+            kinds = set(map(type, column)) if column.dtype.kind not in "biufcSU" else set()
+            if kinds <= {bool, int, float} or kinds <= {str}:
+                continue
+            for row, value in enumerate(column):
+                is_missing = str in kinds and isinstance(value, float) and value != value  # as pandas has texts
+                misfit = find_misfit(None if is_missing else value, row, f"the column {name!r}")
+                if misfit is not None:
+                    raise DataError(
+                        misfit.text,
+                        why=f"a batch has tensors and texts, and the column is of type {column.dtype}",
+                        fix=f"{misfit.fix}; or leave the column out, or write Task.collate (or pass collate=)",
+                    )
+
     def gathered(self, indices: Positions) -> dict[Any, Tensor]:
         """The batch that ``default_collate`` makes of the samples ``indices``."""
         where = torch.from_numpy(indices)
@@ -130,6 +148,12 @@ def by_row(dataset: Any) -> Any:
         DataError: something else with a length and items: a text, or a group of arrays. TaskError: a loader.
     """
     package, name = type(dataset).__module__.partition(".")[0], type(dataset).__name__
+    if (package, name) in (("pandas", "DataFrame"), ("pyarrow", "Table")):
+        columns = dataset.columns if package == "pandas" else dataset.column_names
+        twice = next((column for column, count in Counter(columns).items() if count > 1), None)
+        if twice is not None:
+            what = f"the column {twice!r} is in the {name} more than once"
+            raise DataError(what, why="a sample has one value for each name", fix="rename one of them, or leave it out")
     if package in ("pandas", "polars") and name == "Series":
         return dataset.to_numpy()
     if package == "pandas" and name == "DataFrame":

@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor, bfloat16
 from torch.utils.data import ConcatDataset
 
 from lockstep.data.arrays import by_row
@@ -66,7 +69,7 @@ class Mixture(ConcatDataset[Any]):
     An epoch has as many samples as all parts together, unless ``data.epoch_samples`` says otherwise.
 
     Raises:
-        DataError: an empty part, or shares that are not those of the parts, negative, or all 0.
+        DataError: an empty part, or shares that are not those of the parts, negative, all 0, or too small for a period.
     """
 
     def __init__(self, parts: Mapping[str, Any], shares: Shares, stages: Mapping[int, Shares] | None = None) -> None:
@@ -83,9 +86,11 @@ class Mixture(ConcatDataset[Any]):
         #: The exact shares of each stage, by its first position.
         self.stages = {0: _fractions(shares, self.names)}
         for start, later in sorted((stages or {}).items()):
-            if start <= 0:
-                raise DataError(f"a stage of a mixture begins at {start}", fix="give the samples before it, from 1")
-            self.stages[start] = _fractions(later, self.names)
+            if start <= 0 or start % 1:
+                raise DataError(
+                    f"a stage of a mixture begins at {start!r}", fix="give the samples before it, a whole number from 1"
+                )
+            self.stages[int(start)] = _fractions(later, self.names)
 
     @property
     def joined(self) -> ConcatDataset[Any]:
@@ -158,21 +163,37 @@ def _fractions(shares: Shares, names: tuple[str, ...]) -> tuple[Fraction, ...]:
     if set(shares) != set(names):
         what = f"the shares of a mixture are those of {', '.join(shares) or 'nothing'}"
         raise DataError(what, why=f"its parts are {', '.join(names)}", fix="give each part one share, and no other")
-    for name, share in shares.items():
-        if not (isinstance(share, int | float | Fraction) and 0 <= share < float("inf")):
-            raise DataError(f"the share of {name!r} in a mixture is {share}", fix="give a finite number from 0")
-    total = sum(Fraction(str(share)) for share in shares.values())
+    numbers = {name: _number(name, share) for name, share in shares.items()}
+    total = sum(numbers.values())
     if not total:
         raise DataError("all shares of a mixture are 0", why="nothing can be drawn", fix="give one of them more")
-    exact = [Fraction(str(shares[name])) / total for name in names]
+    exact = [numbers[name] / total for name in names]
     if lcm(*(share.denominator for share in exact)) <= PERIOD:
         return tuple(exact)
+    for name, share in zip(names, exact, strict=True):
+        if 0 < share * PERIOD < 1:
+            raise DataError(
+                f"the share of {name!r} in a mixture is {float(share):.3g}",
+                why=f"the smallest that is not rounded to nothing is 1 of {PERIOD:,} samples",
+                fix="give it at least that, or 0, which leaves it out",
+            )
     # The largest remainders are rounded up, so that the sum stays 1.
     counts = [int(share * PERIOD) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place] * PERIOD)
     for place in by_remainder[: PERIOD - sum(counts)]:
         counts[place] += 1
     return tuple(Fraction(count, PERIOD) for count in counts)
+
+
+def _number(name: str, share: Any) -> Fraction:
+    """The share as it is written: 0.1 is a tenth, in any type of number."""
+    if isinstance(share, Tensor) and share.dim() == 0:
+        share = (share.float() if share.dtype == bfloat16 else share).detach().cpu().numpy()
+    if isinstance(share, np.ndarray) and share.ndim == 0:
+        share = share[()]
+    if not isinstance(share, Real | Decimal) or not 0 <= float(share) < float("inf"):
+        raise DataError(f"the share of {name!r} in a mixture is {share!r}", fix="give a finite number from 0")
+    return Fraction(str(share))
 
 
 def _period(shares: tuple[Fraction, ...]) -> tuple[Indices, Indices, Indices]:

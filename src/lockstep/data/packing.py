@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.data.sampling import check_shares
@@ -47,17 +48,22 @@ class Packed:
     ) -> None:
         if window < 1 or open_windows < 1:
             raise DataError(f"windows of {window} tokens, {open_windows} of them open", fix="give two numbers from 1")
+        if pad % 1:
+            raise DataError(f"the padding is {pad!r}", why="it is a token", fix="give a whole number")
         check_shares(dataset, within="Packed")
         self.dataset, self.window, self.pad, self._take = dataset, window, pad, tokens
         given = getattr(dataset, "lengths", None) if lengths is None else lengths
         if given is None:
             given = [len(self._tokens(index)) for index in range(len(dataset))]
-        self._lengths = np.asarray(given, dtype=np.int64)
-        if self._lengths.shape != (len(dataset),) or (self._lengths < 0).any():
-            what = f"lengths of shape {self._lengths.shape} do not fit {len(dataset)} sequences"
-            raise DataError(what, fix="give one number from 0 for each")
+        numbers = np.asarray(given)
+        self._lengths = numbers.astype(np.int64)
+        if numbers.shape != (len(dataset),) or (self._lengths < 0).any() or (self._lengths != numbers).any():
+            what = f"lengths of shape {numbers.shape} and type {numbers.dtype} do not fit {len(dataset)} sequences"
+            raise DataError(what, fix="give one whole number from 0 for each")
         self._documents, self._starts, self._sizes, self._first = packed(self._lengths, window, open_windows)
-        if not len(self):
+        if len(self):
+            self._tokens(int(self._documents[0]))
+        else:
             why = f"{len(dataset)} sequences have none"
             raise DataError("there are no tokens to pack", why=why, fix="check the data")
 
@@ -101,18 +107,33 @@ class Packed:
         columns = {"tokens": tokens, "documents": documents, "positions": positions}
         return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
 
-    def _tokens(self, index: int) -> Any:
+    def _tokens(self, index: int) -> NDArray[Any]:
         sample = self.dataset[index]
         found = self._take(sample) if callable(self._take) else sample if self._take is None else sample[self._take]
         known = getattr(self, "_lengths", None)
+        fix = "give Packed(…, tokens=…) what takes them from it"
         if not hasattr(found, "__len__") or isinstance(found, str | dict):
             what = f"sample {index} is not a sequence of tokens but {type(found).__name__}"
-            fix = "give Packed(…, tokens=…) what takes them from it"
             raise DataError(what, why="only numbers can be packed", fix=fix)
-        if known is not None and len(found) != known[index]:
-            what = f"sequence {index} has {len(found)} tokens, not {known[index]}"
+        tokens = as_tokens(found)
+        if tokens is None:
+            shape = f" of shape {list(found.shape)} and type {found.dtype}" if hasattr(found, "shape") else ""
+            what = f"sample {index} is a {type(found).__name__}{shape}, not a sequence of whole numbers"
+            raise DataError(what, why="a token is a whole number, and a sequence has one dimension", fix=fix)
+        if known is not None and len(tokens) != known[index]:
+            what = f"sequence {index} has {len(tokens)} tokens, not {known[index]}"
             raise DataError(what, why="the windows were packed for the other length", fix="give the right lengths")
-        return found
+        return tokens
+
+
+def as_tokens(sequence: Any) -> NDArray[Any] | None:
+    """``sequence`` as a one-dimensional array of whole numbers; ``None``: it is none."""
+    try:
+        tokens = np.asarray(sequence)
+    except (TypeError, ValueError):  # rows of different lengths, or a dtype that NumPy lacks
+        return None
+    is_whole = tokens.dtype.kind in "iu" or tokens.size == 0
+    return tokens if is_whole and tokens.ndim == 1 else None
 
 
 def packed(lengths: Ints, window: int, open_windows: int) -> tuple[Ints, Ints, Ints, Ints]:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.data.arrays import draws_keyed, gather_of, is_hugging_face, leaf_of, leaves
+from lockstep.data.collation import collated, find_misfit
 from lockstep.data.order import derive_key, mixed, sample_rng, words_of
 from lockstep.errors import DataError, LockstepError, SampleError
 
@@ -456,26 +457,12 @@ class Reader:
             if none:
                 what, fix = f"sample {none[0]} of {name} is None", "leave it out with select()"
             elif items is not None:
+                pairs = zip(items, numbers, strict=False) if self._collate is collated else ()
+                misfit = next(filter(None, starmap(find_misfit, pairs)), None)
                 fix = "return tensors, arrays or numbers" if isinstance(error, TypeError) else "make their shapes equal"
+                what, fix = misfit or (what, fix)
                 fix += " in the data set, or write Task.collate (or pass collate=)"
             raise SampleError(what, why=_told(error), fix=fix) from error
-
-
-def collated(samples: Sequence[Any]) -> Any:
-    """What ``default_collate`` makes of ``samples``; lists of numbers, as JSON has them, in a third of its time."""
-    first = samples[0]
-    if type(first) is dict and list in set(map(type, first.values())):
-        return {key: collated([sample[key] for sample in samples]) for key in first}
-    if type(first) in (int, float) and set(map(type, samples)) == {type(first)}:
-        with contextlib.suppress(OverflowError):
-            return torch.from_numpy(np.fromiter(samples, type(first), len(samples)))
-    if type(first) is list and set(map(type, samples)) == {list}:
-        kinds = set(map(type, chain.from_iterable(samples)))
-        if len(kinds) == 1 and kinds <= {float, int, bool} and len(set(map(len, samples))) == 1:
-            with contextlib.suppress(OverflowError):  # an integer of more than 64 bits
-                rows: NDArray[Any] = np.fromiter(chain.from_iterable(samples), kinds.pop()).reshape(len(samples), -1)
-                return list(torch.from_numpy(np.ascontiguousarray(rows.T)).unbind())
-    return default_collate(list(samples))
 
 
 def sample_error(dataset: Any, index: int, error: Exception) -> SampleError:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler
 
 from lockstep.config.sections import DataConfig
-from lockstep.data.arrays import LABELS, is_hugging_face, leaves
+from lockstep.data.arrays import LABELS, NO_LABEL, is_hugging_face, leaves
 from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, shuffled, words_of
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, many
 from lockstep.planning.batch import SamplingFacts, check_sizes
 
 Indices = NDArray[np.int64]
@@ -176,7 +176,7 @@ class WeightedOrder(BlockOrder):
     """Samples drawn with probabilities in proportion to their weights.
 
     With replacement, position p takes the sample at which the sum of the weights first exceeds a hash of p: O(log n).
-    Without, an epoch is sorted by log(u)/w, with u a hash of the sample (Efraimidis and Spirakis, "Weighted random
+    Without, an epoch is sorted by -log(u)/w, with u a hash of the sample (Efraimidis and Spirakis, "Weighted random
     sampling with a reservoir", Information Processing Letters 97, 2006). ``weights(epoch)`` has the shape [samples of
     the data set].
     """
@@ -188,7 +188,10 @@ class WeightedOrder(BlockOrder):
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
         if self._known is None or self._known[0] != epoch:
             weights = self._weights(epoch)
-            self._known = epoch, np.cumsum(weights) if self.repeats else self._sorted(weights, epoch)
+            if self.repeats:
+                # By a power of two, which rounds nothing: sums of the smallest numbers have too few bits to draw by.
+                weights = np.cumsum(np.ldexp(weights, -np.frexp(weights.max())[1]))
+            self._known = epoch, weights if self.repeats else self._sorted(weights, epoch)
         known = self._known[1]
         if not self.repeats:
             return cast(Indices, known[start:stop].astype(np.int64))
@@ -208,7 +211,9 @@ class WeightedOrder(BlockOrder):
                 fix="set data.replacement=true, or data.epoch_samples to at most that number",
             )
         drawn = uniform(places.astype(np.uint64), derive_key("without", self.seed, epoch))
-        times[places] = -logarithm(drawn) / weights[places]
+        # As logarithms, since a quotient by the smallest weights is infinite, as those of weight 0 are.
+        waits = np.maximum(-logarithm(drawn), np.finfo(np.float64).tiny)
+        times[places] = logarithm(waits) - logarithm(weights[places])
         return np.argsort(times, kind="stable")
 
 
@@ -269,7 +274,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
     Raises:
         ConfigError: settings that lack what they need. DataError: weights or labels that cannot be used.
     """
-    given, name = weights, config.sampling
+    given, name, unlabelled = weights, config.sampling, 0
     whole = natural(dataset)
     if callable(getattr(dataset, "sampling", None)) and (weights is not None or name not in ("auto", "uniform")):
         raise ConfigError(
@@ -284,7 +289,8 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
             fix="return Datasets(train=…, weights=…), or set data.sampling=balanced for weights from labels",
         )
     if name == "balanced":
-        given = balanced_weights(labels_of(dataset))
+        labels = labels_of(dataset)
+        given, unlabelled = balanced_weights(labels), int(np.count_nonzero(labels == NO_LABEL))
     if given is None or name == "uniform":
         return whole
     samples, positions, replacement = len(dataset), None, config.replacement
@@ -294,6 +300,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
         given = given.weights
     replacement = replacement is not False
     kind = ("balanced by class" if name == "balanced" else "weighted") + (" by epoch" if callable(given) else "")
+    kind += f", without {many(unlabelled, 'sample')} of label {NO_LABEL}" if unlabelled else ""
     kind += ", with replacement" if replacement else ", without replacement"
     if not callable(given):
         given = check_weights(given, samples)
@@ -317,7 +324,13 @@ def check_weights(given: Any, samples: int, where: str = "") -> Floats:
     """One weight for each sample, as an array. Raises :class:`DataError`: they cannot be weights."""
     fix = "give one finite number from 0 for each training sample, and not only zeros"
     try:
-        weights = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given, dtype=np.float64)
+        if isinstance(given, Tensor):  # NumPy has no bfloat16
+            given = given.detach().cpu()
+            given = given.double() if given.is_floating_point() else given
+        weights = np.asarray(given)
+        if weights.dtype.kind == "c":
+            raise DataError(f"the weights{where} are complex numbers", fix=fix)
+        weights = weights.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"the weights{where} are not numbers", why=str(error), fix=fix) from None
     if weights.shape != (samples,):
@@ -331,9 +344,10 @@ def check_weights(given: Any, samples: int, where: str = "") -> Floats:
 
 
 def balanced_weights(labels: NDArray[Any]) -> Floats:
-    """Weights with which every class is drawn equally often."""
+    """Weights with which every class is drawn equally often; samples without a label (-100) are left out."""
     _, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    return 1.0 / counts[place]
+    weights: Floats = np.where(labels == NO_LABEL, 0.0, 1.0 / counts[place])
+    return weights
 
 
 def labels_of(dataset: Any) -> NDArray[Any]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import default_collate
 
 from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
@@ -31,6 +32,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import (
     array_bytes,
     check_dataset,
+    check_frames,
     collate_of,
     examined,
     read_sample,
@@ -54,6 +56,8 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     splits = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
     for split, dataset in (splits | named).items():
         check_dataset(dataset, split)
+        if collate_of(task) is default_collate:
+            check_frames(dataset)
     trial, given = trial_of(task), task.lengths()
     model = on_meta(trial)
     lr, scheduled = optimizer_facts(trial, model, task)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, is_stream, leaf_of, leaves
+from lockstep.data.arrays import ArrayDataset, FrameRows, by_row, draws_keyed, is_stream, leaf_of, leaves
 from lockstep.data.loader import Settled, make_loader
 from lockstep.data.order import Order
 from lockstep.data.reader import TRIED, Collate, Indices, sample_error
@@ -267,6 +267,13 @@ def remarks_of(dataset: Any) -> tuple[str, ...]:
     """What the plan should say of the data sets behind ``dataset``: their ``remark``."""
     found = (getattr(leaf, "remark", None) for leaf in leaves(dataset))
     return tuple(remark for remark in found if isinstance(remark, str))
+
+
+def check_frames(dataset: Any) -> None:
+    """Raise :class:`DataError` where a frame behind ``dataset`` has a value that no batch can have."""
+    for leaf in leaves(dataset):
+        if isinstance(leaf, FrameRows):
+            leaf.check_values()
 
 
 def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:

@@ -182,6 +182,11 @@ def _expanded(file: str | Path) -> list[str]:
     return list(chain.from_iterable(map(_expanded, each)))
 
 
+def class_folders(root: Path) -> list[Path]:
+    """The folders in ``root``, sorted; without hidden ones, and without what a Mac adds to an archive."""
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != "__MACOSX")
+
+
 def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """The files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without what is hidden."""
     names, looked_at = list[str](), 0

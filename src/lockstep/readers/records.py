@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DataError
-from lockstep.readers.files import Files, FileSamples, Ints, OpenFile, indexed, inside
+from lockstep.readers.files import Files, FileSamples, Ints, OpenFile, class_folders, indexed, inside
 
 _BLOCK = 2**24
 #: How gzip, bzip2, xz and zstd files begin.
@@ -291,12 +291,12 @@ class TokenFile(FileSamples):
 class ClassFolders:
     """Files in one folder a class; sample ``i`` is what ``load`` makes of a path, and the number of its class.
 
-    ``classes`` are the names of the folders, sorted; ``targets`` the number of each file's.
+    ``classes`` are the names of the folders, sorted, without hidden ones; ``targets`` the number of each file's.
     """
 
     def __init__(self, folder: str | Path, load: Callable[[Path], Any], *, suffix: str = "") -> None:
         root = Path(folder)
-        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        self.classes = [path.name for path in class_folders(root)] if root.is_dir() else []
         self.load, self.paths, self.targets = load, list[Path](), list[int]()
         for number, name in enumerate(self.classes):
             files = sorted(map(Path, inside(str(root / name), (suffix,))))

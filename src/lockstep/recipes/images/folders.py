@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import DataError, StorageError, UnsupportedError, many
-from lockstep.readers.files import cache_folder, inside
+from lockstep.readers.files import cache_folder, class_folders, inside
 from lockstep.recipes.autoencoder.task import load_digits
 from lockstep.rundir.files import make_folder
 
@@ -22,8 +22,6 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SPLITS = ("train", "val", "test")
 #: Other usual names of them, in any case.
 _ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
-#: What a Mac adds to an archive.
-_NO_CLASS = "__MACOSX"
 Pixels = NDArray[np.float32]
 
 
@@ -68,7 +66,7 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", fix="check task.data: a folder with a folder for each class")
     roots = _splits(folder)
-    found = {name: {folder.name: _images_in(folder) for folder in _folders(root)} for name, root in roots.items()}
+    found = {name: {folder.name: _images_in(folder) for folder in class_folders(root)} for name, root in roots.items()}
     empty = sorted(name for name, files in found["train"].items() if not files)
     classes = tuple(sorted(found["train"].keys() - set(empty)))
     if len(classes) < 2:
@@ -98,17 +96,13 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     }
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != _NO_CLASS)
-
-
 def _splits(folder: Path) -> dict[str, Path]:
     """The folder of each split; that of ``train`` is ``folder`` where there are none. Raises :class:`DataError`."""
     found: dict[str, Path] = {}
-    names = {place: _ALSO.get(place.name.lower(), place.name.lower()) for place in _folders(folder)}
+    names = {place: _ALSO.get(place.name.lower(), place.name.lower()) for place in class_folders(folder)}
     has_classes = any(name not in SPLITS for name in names.values())
     for place, name in names.items():
-        if name not in SPLITS or (has_classes and not _folders(place)):
+        if name not in SPLITS or (has_classes and not class_folders(place)):
             continue  # a class, perhaps of pictures of trains
         if name in found:
             fix = "remove or rename one of them"

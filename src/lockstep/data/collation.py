@@ -1,0 +1,70 @@
+"""Samples to a batch as ``default_collate`` does it, and the value that keeps it from doing so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import default_collate
+
+
+def collated(samples: Sequence[Any]) -> Any:
+    """What ``default_collate`` makes of ``samples``; lists of numbers, as JSON has them, in a third of its time."""
+    first = samples[0]
+    if type(first) is dict and list in set(map(type, first.values())):
+        return {key: collated([sample[key] for sample in samples]) for key in first}
+    if type(first) in (int, float) and set(map(type, samples)) == {type(first)}:
+        with contextlib.suppress(OverflowError):
+            return torch.from_numpy(np.fromiter(samples, type(first), len(samples)))
+    if type(first) is list and set(map(type, samples)) == {list}:
+        kinds = set(map(type, chain.from_iterable(samples)))
+        if len(kinds) == 1 and kinds <= {float, int, bool} and len(set(map(len, samples))) == 1:
+            with contextlib.suppress(OverflowError):  # an integer of more than 64 bits
+                rows: NDArray[Any] = np.fromiter(chain.from_iterable(samples), kinds.pop()).reshape(len(samples), -1)
+                return list(torch.from_numpy(np.ascontiguousarray(rows.T)).unbind())
+    return default_collate(list(samples))
+
+
+class Misfit(NamedTuple):
+    """A value that cannot be in a batch: what it is, in which sample, and what to do."""
+
+    text: str
+    fix: str
+
+
+def find_misfit(sample: Any, number: int, field: str = "") -> Misfit | None:
+    """Find the first value of ``sample`` that ``default_collate`` cannot take.
+
+    Args:
+        number: that of the sample, for the text.
+        field: the field of it that ``sample`` is.
+    """
+    if isinstance(sample, Mapping | list | tuple):
+        parts = sample.items() if isinstance(sample, Mapping) else enumerate(sample)
+        inner = (find_misfit(part, number, f"{field}[{key!r}]" if field else f"{key!r}") for key, part in parts)
+        return next((misfit for misfit in inner if misfit is not None), None)
+    reason = _reason_against(sample)
+    name = f"{field} of sample {number}" if field else f"sample {number}"
+    return None if reason is None else Misfit(f"{name} is {reason[0]}", reason[1])
+
+
+def _reason_against(value: Any) -> tuple[str, str] | None:
+    """Describe a value that no batch can have, and what to do about it; ``None``: a batch can have it."""
+    if isinstance(value, Tensor | str | bytes | bool | int | float):
+        return None
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
+        return None
+    text, name = f"{value!r:.60}", type(value).__name__
+    if value is None or name in ("NAType", "NaTType"):
+        return f"{text}, a missing value", "fill it in, or leave the sample out with select()"
+    if name in ("Timestamp", "datetime", "date", "Timedelta", "timedelta", "datetime64", "timedelta64"):
+        return f"{text}, a time", "convert it to a number, such as seconds since a date"
+    if name == "Decimal":
+        return f"{text}, a decimal", "convert it, for example with float()"
+    return f"{text}, of type {name}", "convert it to a number, an array or a tensor"
