@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lockstep
 from lockstep.engine import evaluate as engine
@@ -184,3 +185,51 @@ def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path, monkeyp
     monkeypatch.delattr("lockstep.launch.finished.predict.compute")
     with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
         predict(run, "val", tmp_path / "a.csv", task=Silent, devices="cpu,cpu")
+
+
+class Largest:
+    """The largest difference; its rows are gathered on rank 0."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def update(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.largest = max(self.largest, float((first - second).abs().max()))
+
+    def compute(self) -> dict[str, float]:
+        return {"error": self.largest}
+
+
+class OfColumns(Toy):
+    """Predicts a column of a matrix, some of them not finite, from rows of a file or of a frame."""
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, ...]:
+        scores = super().evaluate(model, batch)[0]
+        return scores[:, 0], scores[:, 1]
+
+    def metrics(self) -> Any:
+        return Largest()
+
+    def predict(self, model: Any, batch: Any) -> Any:
+        values = batch["value"]
+        return {"value": values, "root": (values - 3).sqrt(), "both": torch.stack([values, values / 0], 1)}
+
+    def prediction_data(self, path: Path) -> Any:
+        import pandas
+
+        return pandas.read_csv(path)
+
+
+def test_a_frame_is_predicted_and_its_numbers_are_json(tmp_path: Path) -> None:
+    """On three ranks, of which the last has a chunk of one row."""
+    run = lockstep.train(
+        OfColumns(), devices="cpu,cpu,cpu", epochs=1, batch_size=16, validation={"batch_size": 26},
+        checkpoint={"monitor": "val_error"}, save_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert run.metrics["val_error"] > 0, "the last of 53 samples is a chunk, of which only a column is sent"
+    (tmp_path / "rows.csv").write_text("value\n" + "\n".join(map(str, [0.0, 1.0, 4.0, 7.0])))
+    found = predict(RunDir(run.run_dir), tmp_path / "rows.csv", tmp_path / "out.jsonl", task=OfColumns())
+    assert found["rows"] == 4
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["root"] for row in rows] == [None, None, 1.0, 2.0]
+    assert [row["both"] for row in rows] == [[0.0, None], [1.0, None], [4.0, None], [7.0, None]]

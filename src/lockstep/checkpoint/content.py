@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import MODEL, TRAINER, Digest, Manifest, is_frozen, shard
+from lockstep.data.arrays import as_bytes
 from lockstep.errors import CheckpointError
 
 #: Keys and indices from the top of a state to a part of it.
@@ -141,8 +142,7 @@ def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        packed = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
-        file.write(packed.reshape(-1).view(torch.uint8).numpy())
+        file.write(as_bytes(tensors[name]).numpy())
     return aliases
 
 

@@ -203,6 +203,13 @@ def as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:
         ) from None
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor``, of any strides, in one dimension; shares memory where it is contiguous."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # A tensor of one row is contiguous whatever its strides, and another type needs a stride of 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def draws_keyed(dataset: Any) -> bool:
     """Whether ``dataset`` has our ``sample(index, rng)``, and no other method of that name, as replay buffers have."""
     method = getattr(dataset, "sample", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import chain
 from multiprocessing import get_context
 from typing import Any
 
@@ -29,13 +30,24 @@ def tensors(c: Collectives, rank: int) -> list[Any]:
     return [*((one.tolist(), str(one.dtype)) for one in (whole, matrix)), *c.max(0.1)]
 
 
+def of_any_strides(rank: int) -> list[torch.Tensor]:
+    """Parts of a larger tensor, of which a rank's may have one row."""
+    whole = torch.arange(24.0).reshape(4, 6) + 100 * rank
+    kinds = [whole, whole.bfloat16(), whole > 10, torch.complex(whole, -whole).conj()]
+    return [
+        part for one in kinds for part in (one[:1, 0], one[:, 1], one.t()[:1, :1], one[:0, 2], one[::2, ::3], one[0, 0])
+    ]
+
+
 def calls(rank: int, ranks: int, kind: type[Collectives]) -> dict[str, Any]:
     c = kind(world(rank, ranks))
     order: list[str] = []
     with c.main_first():
         order.append("body")
     c.barrier()
+    parts = [c.broadcast(of_any_strides(rank), ranks - 1), *(c.gather(of_any_strides(rank), ranks - 1) or ())]
     return {
+        "parts": all(map(torch.equal, chain(*parts), chain(*map(of_any_strides, [ranks - 1, *range(len(parts) - 1)])))),
         "broadcast": c.broadcast({"from": rank}),
         "all_gather": c.all_gather(rank),
         "gather": c.gather(rank),
@@ -53,6 +65,7 @@ def expected(rank: int, ranks: int) -> dict[str, Any]:
     everyone = list(range(ranks))
     weights = [r + 1.0 for r in everyone]
     return {
+        "parts": True,
         "broadcast": {"from": 0},
         "all_gather": everyone,
         "gather": everyone if rank == 0 else None,

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep._compat.torch import NormBase, buffers_of, is_spectral_norm
 from lockstep.checkpoint.content import is_dense
+from lockstep.data.arrays import as_bytes
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, world_size
@@ -290,7 +291,7 @@ def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
             return name
         if tensor is not None:
             common = [slice(min(sizes)) for sizes in zip(*(version[1:] for version in versions), strict=True)]
-            content = tensor[tuple(common)].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            content = as_bytes(tensor[tuple(common)].cpu())
             found[name] = hashlib.blake2b(content.numpy().tobytes()).hexdigest()
     digests = _gathered(found)
     return next((name for name in tensors if len({rank[name] for rank in digests if name in rank}) > 1), None)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep._compat.torch import default_store
+from lockstep.data.arrays import as_bytes
 from lockstep.engine.distributed.staging import LOOK_S
 from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
@@ -189,7 +190,7 @@ class _Packer(pickle.Pickler):
             return NotImplemented
         if value.layout != torch.strided or value.device.type != "cpu":
             return NotImplemented
-        content: Any = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content: Any = as_bytes(value).numpy()
         return _tensor, (pickle.PickleBuffer(content), value.dtype, value.shape)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lockstep.data.arrays import as_bytes
 from lockstep.engine.distributed.staging import all_gather_rows, all_reduce
 from lockstep.errors import CollectiveError
 
@@ -63,7 +64,7 @@ def _gathered(own: Tensor, most: dict[Any, int], look: Look) -> tuple[list[int],
         room = most.get(key, 0)
         sent = torch.zeros(_HEAD + room * length, dtype=torch.uint8, device=own.device)
         sent[:8].view(torch.int64).fill_(len(own))
-        fits = own[:room].reshape(-1).view(torch.uint8)
+        fits = as_bytes(own[:room])
         sent[_HEAD : _HEAD + len(fits)] = fits
         found = all_gather_rows(sent, None, look)
         sizes = found[:, :8].contiguous().view(torch.int64).flatten().tolist()

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep._compat.torch import foreach_norm
 from lockstep.checkpoint.content import by_file
+from lockstep.data.arrays import as_bytes
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
@@ -261,7 +262,7 @@ class Line:
         header = torch.frombuffer(bytearray(kinds), dtype=torch.uint8)
         for message in (torch.tensor([len(header)]), header, *(tensor.detach() for tensor in tensors)):
             if message.numel():
-                packed = message.resolve_conj().resolve_neg().to(self._wire).contiguous().view(-1).view(torch.uint8)
+                packed = as_bytes(message.to(self._wire))
                 self._sent.append((dist.isend(packed, group_dst=to, group=self._group), packed))
 
     def receive(self, source: int) -> Inputs:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lockstep.data.arrays import by_row
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.optim.precision import Precision, cast
@@ -84,7 +85,7 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     """What to evaluate; ``read`` opens ``wanted.data``, where that is given. Collective where the model is divided."""
     wanted, task, datasets, snapshot, world, collectives, device = reopened
     config, plan, split = wanted.config, wanted.plan, wanted.split
-    data = datasets or Datasets(None, test=read(Path(str(wanted.data))))
+    data = datasets or Datasets(None, test=by_row(read(Path(str(wanted.data)))))
     if getattr(data, split, None) is None:
         others = [name for name in ("val", "test") if getattr(data, name, None) is not None]
         fix = f"choose --split {others[0]}" if others else f"return {split}= from Task.datasets()"

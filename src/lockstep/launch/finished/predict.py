@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from lockstep.launch.finished.measure import opened
 from lockstep.launch.finished.reopen import Reopened, find_step
 from lockstep.launch.run_claim import task_again
 from lockstep.lightning.module_task import ModuleTask
-from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.files import plain, read_json, write_json
 from lockstep.rundir.folder import RunDir
 
 Format = Literal["csv", "jsonl", "parquet"]
@@ -135,14 +135,22 @@ def _resumed(out: Path, key: dict[str, Any]) -> tuple[int, int]:
 
 
 def _convert(source: Path, out: Path, kind: Format) -> None:
-    if kind == "jsonl":
-        source.replace(out)
-        return
     building = out.with_name(out.name + ".new")
     with source.open(encoding="utf-8") as file:
-        rows: Iterator[Row] = map(json.loads, file)
-        (_write_csv if kind == "csv" else _write_parquet)(rows, building)
+        if kind == "jsonl":
+            _write_jsonl(file, building)
+        else:
+            rows: Iterator[Row] = map(json.loads, file)
+            (_write_csv if kind == "csv" else _write_parquet)(rows, building)
     building.replace(out)
+
+
+def _write_jsonl(lines: Iterable[str], out: Path) -> None:
+    """Numbers that are not finite become null: JSON has none."""
+    with out.open("w", encoding="utf-8") as file:
+        for line in lines:
+            is_json = "NaN" not in line and "Infinity" not in line
+            file.write(line if is_json else json.dumps(plain(json.loads(line))) + "\n")
 
 
 def _write_csv(rows: Iterator[Row], out: Path) -> None:
@@ -152,7 +160,7 @@ def _write_csv(rows: Iterator[Row], out: Path) -> None:
         if first:
             writer.writeheader()
         for row in chain([first] if first else [], rows):
-            writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
+            writer.writerow({k: json.dumps(plain(v)) if isinstance(v, (list, dict)) else v for k, v in row.items()})
 
 
 def _write_parquet(rows: Iterator[Row], out: Path) -> None:
