@@ -179,6 +179,34 @@ def test_another_monitor_starts_again_with_the_best(tmp_path: Path, capsys: pyte
     assert "judged by val_score (max) and is now judged by val_loss (min)" in capsys.readouterr().out
 
 
+class Level(Toy):
+    """Each evaluation is worse than those before."""
+
+    monitor = ("val_level", "max")
+
+    def metrics(self) -> Any:
+        return SimpleNamespace(update=lambda *rows: None, compute=lambda: {"level": -self.context.step})
+
+
+@pytest.mark.parametrize("validation", [{}, {"every_steps": 10}, {"every_epochs": 2}])
+def test_an_evaluation_at_a_stop_judges_nothing(validation: dict[str, int], tmp_path: Path) -> None:
+    training = {"threads": 1, "early_stopping_patience": 2, "epochs": 9}
+    sections: dict[str, Any] = {
+        "task": Level,
+        "validation": validation,
+        "scheduler": {"name": "constant", "warmup_steps": 0},
+    }
+    whole = trained(tmp_path / "whole", training=training, **sections)
+    run = trained(tmp_path / "run", training={**training, "max_steps": 5}, **sections)
+    record = run.read()
+    assert (record.best_epoch, record.status) == (None, "completed")
+    assert record.final_metrics["val_level"] == -5, "it is reported"
+    for stop in (13, 18, 20, None):
+        resume(run, overrides={"training": {"max_steps": stop}})
+    ended = [(one.progress().step, one.read().best_metric) for one in (run, whole)]  # type: ignore[union-attr]
+    assert ended[0] == ended[1]
+
+
 class LateMixup(Toy):
     """Draws from Python's and NumPy's generators from its tenth step on."""
 
@@ -537,7 +565,7 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
         assert 0 <= row["val_noisy_accuracy"] <= 1
     assert run.read().best_metric["val_noisy_accuracy"] == max(row["val_noisy_accuracy"] for row in rows)
     with pytest.raises(ConfigError, match=r"(?s)do not report.*did you mean val_noisy_accuracy"):
-        trained(tmp_path / "mistyped", task=SeveralSets, checkpoint={"monitor": "val_noisy_acuracy"})
+        trained(tmp_path / "mistyped", task=SeveralSets, checkpoint={"monitor": "val_noisy_acuracy", "mode": "max"})
     assert RunDir.open(tmp_path / "mistyped").steps() == [], "before the first step"
     with pytest.raises(DataError, match="'a b' is not a name for a validation set"):
         lockstep.plan(BadName())

@@ -226,6 +226,10 @@ def test_a_run_that_max_steps_ends_within_an_epoch_resumes_there(tmp_path: Path)
                     seen += y.tolist()
                     session.backward(squares(model, x, y), len(y))
                     session.step(optimizer)
+                session.log(loss=10.0 / steps)
+        record = RunDir.open(tmp_path / "run").read()
+        assert record.best_epoch == (None if steps == 2 else 1), "only whole epochs are judged"
+        assert record.final_metrics["val_loss"] == {2: 5.0, 8: 1.25}[steps]
     assert sorted(seen[:33]) == sorted(data().tensors[1].tolist())
     assert len(seen) == 33 + 3 * 8
 

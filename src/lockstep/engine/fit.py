@@ -121,7 +121,7 @@ class Fit:
             self._train()
         self.checkpoints.save()
         self.checkpoints.wait()
-        final = dict(parts.state.best_metric)
+        final = log.final_evaluation
         parts.update.averages.swap()  # what is tested now is what is saved
         if log.ended_by is EndedBy.COMPLETED and self.datasets.test is not None:
             final |= self.validation.test(self.checkpoints.load_best())
@@ -257,7 +257,11 @@ class Fit:
         self.log.log_step(step.lr, norm, dict(self.scalars), skipped=update.skipped, is_empty=is_empty)
 
     def _end_epoch(self, step: StepResult) -> None:
-        """Validate where that is due, emit the epoch's row, and save. ``max_steps`` may end a run within an epoch."""
+        """Validate where that is due, emit the epoch's row, and save.
+
+        Where ``max_steps`` ends the run, it is evaluated, too. Such an evaluation judges nothing: without the stop
+        there would be none, and a run that resumes has the best and the patience of one that was not stopped.
+        """
         loss, speed = self.log.epoch_so_far()
         epoch = step.window.epoch + 1
         if step.epoch_ended:
@@ -269,11 +273,13 @@ class Fit:
                 )
                 self.parts.rank.note("nothing_counted", text, "warning")
         row, improved = {"train_loss": loss}, False
-        every, is_last = self.parts.rank.config.validation.every_epochs, step.step >= self.parts.rank.plan.total_steps
-        if self.datasets.val is not None and (epoch % every == 0 or is_last):
+        config, is_last = self.parts.rank.config, step.step >= self.parts.rank.plan.total_steps
+        every_epochs, every_steps = config.validation.every_epochs, config.validation.every_steps
+        is_due = step.epoch_ended and (epoch % every_epochs == 0 or epoch >= config.training.epochs)
+        is_due = is_due or bool(every_steps and step.step % every_steps == 0)
+        if self.datasets.val is not None and (is_due or is_last):
             row |= self._validate()
-            # Without ``max_steps`` there would be no evaluation within an epoch here: no scheduler steps by it.
-            improved = self._judge(row, schedules=step.epoch_ended)
+            improved = is_due and self._judge(row)
         row |= {"lr": step.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         if step.epoch_ended:
             self.parts.update.end_epoch()
@@ -293,15 +299,14 @@ class Fit:
         self.log.unpause()
         return metrics
 
-    def _judge(self, metrics: dict[str, float], *, schedules: bool = True) -> bool:
+    def _judge(self, metrics: dict[str, float]) -> bool:
         monitor = self.parts.rank.plan.monitor
         value = metrics.get(monitor)
         if value is None:
             text = f"Monitored metric {monitor!r} was not reported; available: {', '.join(metrics)}."
             self.parts.rank.note("monitor_missing", text, "warning")
             return False
-        if schedules:
-            self.parts.update.judge(value)
+        self.parts.update.judge(value)
         return self.log.judge(metrics, value)
 
     def _end_step(self, step: StepResult) -> None:

@@ -151,6 +151,7 @@ class RunLog:
         self.state, self.total = state, rank.plan.total_steps
         self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
         self.ended_by: EndedBy | None = None
+        self._evaluation: dict[str, float] = {}
         self._rank, self._peak_share, self._ends_at_total = rank, peak_share, ends_at_total
         self._patience = rank.config.training.early_stopping_patience
         self._policy = SavePolicy(checkpoint.every_steps, checkpoint.every_s, step=state.step)
@@ -324,6 +325,7 @@ class RunLog:
             self.losses.reset()
             state.epoch, state.position = epoch, 0
         self._epoch = self._speed.mark()
+        self._evaluation = {name: value for name, value in row.items() if name.startswith("val_")}
         self._rank.sink.emit(EpochEnded(self._rank.attempt, epoch, state.step, row, improved))
 
     def evaluated(self, metrics: Mapping[str, float], improved: bool) -> None:
@@ -343,6 +345,11 @@ class RunLog:
             text = f"Early stopping: {plan.monitor} has not improved for {patience} evaluations."
             self._rank.note("early_stopping", text)
         return False
+
+    @property
+    def final_evaluation(self) -> dict[str, float]:
+        """The metrics of the best evaluation, or else those of the last epoch's row."""
+        return dict(self.state.best_metric) or self._evaluation
 
     # Checkpoints, and the end.
 

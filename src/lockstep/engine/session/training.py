@@ -326,7 +326,8 @@ class Training(Saves):
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self._updates())).lr, "samples_per_s": speed.samples_per_s}
         self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
-        improved = monitor in logged and log.judge(logged, logged[monitor])
+        # Where the run ends within an epoch, nothing is judged: without the stop there would be no evaluation there.
+        improved = monitor in logged and not self.is_cut and log.judge(logged, logged[monitor])
         if monitor not in logged and self.state.best_step is None and not self._is_unjudged:
             self._is_unjudged = True
             names = [name for name in logged if name.startswith("val_")]

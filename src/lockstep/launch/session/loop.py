@@ -377,7 +377,7 @@ class Loop:
             training.save()
             training.wait()
             training.log.flush()
-            training.log.finish({**self.state.best_metric, **self._row("test")})
+            training.log.finish({**training.log.final_evaluation, **self._row("test")})
         finally:
             for feed, _ in self._feeds.values():
                 feed.close()
