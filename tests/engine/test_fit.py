@@ -547,6 +547,11 @@ class SeveralSets(Toy):
         return Datasets(given.train, {"clean": given.val, "noisy": given.test})
 
 
+class NamedAsASet(SeveralSets):
+    def metrics(self) -> Any:
+        return SimpleNamespace(update=lambda *rows: None, compute=lambda: {"noisy_loss": 1.0, "accuracy": 0.5})
+
+
 class BadName(Toy):
     def datasets(self) -> Datasets:
         return Datasets(super().datasets().train, {"a b": super().datasets().val})
@@ -567,6 +572,8 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
     with pytest.raises(ConfigError, match=r"(?s)do not report.*did you mean val_noisy_accuracy"):
         trained(tmp_path / "mistyped", task=SeveralSets, checkpoint={"monitor": "val_noisy_acuracy", "mode": "max"})
     assert RunDir.open(tmp_path / "mistyped").steps() == [], "before the first step"
+    with pytest.raises(TaskError, match="two values of an evaluation are called val_noisy_loss"):
+        trained(tmp_path / "twice", task=NamedAsASet)
     with pytest.raises(DataError, match="'a b' is not a name for a validation set"):
         lockstep.plan(BadName())
 

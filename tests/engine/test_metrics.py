@@ -173,7 +173,9 @@ class Own:
         return self.values
 
 
-@pytest.mark.parametrize("value", [{"loss": 1.0}, {"model": nn.Linear(1, 1)}, {"many": {1, 2}}])
+@pytest.mark.parametrize(
+    "value", [{"loss": 1.0}, {"model": nn.Linear(1, 1)}, {"many": {1, 2}}, {"pair_0": 1.0, "pair": (2.0, 3.0)}]
+)
 def test_values_without_a_place_in_a_run_are_refused(value: dict[str, Any]) -> None:
     with pytest.raises(TaskError, match=next(iter(value))):
         evaluated(lambda: Own(**value), SAMPLES)

@@ -131,7 +131,9 @@ class HardwareConfig(Section):
 
 class TrainingConfig(Section):
     epochs: int = setting(20, "passes over the training data", ge=1)
-    max_steps: int | None = setting(None, "stop after N optimizer steps; unset: no limit", ge=1)
+    max_steps: int | None = setting(
+        None, "stop after N optimizer steps, where an evaluation within an epoch judges nothing; unset: no limit", ge=1
+    )
     max_time_s: float | None = setting(None, "stop, with a checkpoint, after N seconds", gt=0)
     batch_size: int = setting(
         32, "samples per device and micro-batch; where only global_batch_size is set, a device's share of it", ge=1

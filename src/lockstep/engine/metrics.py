@@ -72,22 +72,31 @@ def values_of(metrics: Any) -> dict[str, Any]:
     its threshold, are named by their places; those of a mapping by its keys.
 
     Raises:
-        TaskError: a value of the name ``loss``, which is that of the task's loss, or one that JSON cannot hold.
+        TaskError: a value of the name ``loss``, which is that of the task's loss; one that JSON cannot hold; a name
+            that two have.
     """
     values = metrics.compute()
     named = values if isinstance(values, Mapping) else {type(metrics).__name__: values}
     _check_names(named)
-    result = dict(pair for name, value in named.items() for pair in _flat(str(name), value))
-    for name, value in result.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            raise TaskError(
-                f"the metric {name} has a value of type {type(named.get(name, value)).__name__}",
-                why="a run keeps numbers, texts, and tensors or nested lists of them",
-                fix="return one of these from its compute()",
-            ) from None
+    result: dict[str, Any] = {}
+    for key, computed in named.items():
+        for name, value in _flat(str(key), computed):
+            if name in result:
+                raise TaskError(f"two values of the task's metrics are called {name}", fix="rename one of the metrics")
+            _check_value(name, value)
+            result[name] = value
     return result
+
+
+def _check_value(name: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"the metric {name} has a value of type {type(value).__name__}",
+            why="a run keeps numbers, texts, and tensors or nested lists of them",
+            fix="return one of these from its compute()",
+        ) from None
 
 
 def _check_names(names: Iterable[str]) -> None:

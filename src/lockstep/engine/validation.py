@@ -14,7 +14,7 @@ from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.events import PictureDrawn, Remarked
 from lockstep.rundir.files import write_json
 from lockstep.telemetry.sinks import check_picture
@@ -57,7 +57,7 @@ class Validation:
     def _check_monitor(self, found: Mapping[str, Any]) -> None:
         """Raises :class:`ConfigError` where the metric that judges the run is not among those of an evaluation."""
         monitor, sets = self._rank.plan.monitor, ["", *(f"{name}_" for name in self._datasets.named)]
-        names = [f"val_{prefix}{metric}" for prefix in sets for metric in _numbers(found)]
+        names = _by_row_name(dict.fromkeys(sets, found))
         if monitor in names or monitor == Task.monitor[0]:
             return
         close = get_close_matches(monitor, names, 1)
@@ -77,11 +77,7 @@ class Validation:
             values = self._evaluate(self._datasets.val, self._chunks)
             self._show()
         found = {f"{name}_": values for name in [*self._datasets.named][:1]} | found | {"": values}
-        return {
-            f"val_{prefix}{metric}": value
-            for prefix, of_set in found.items()
-            for metric, value in _numbers(of_set).items()
-        }
+        return _by_row_name(found)
 
     def test(self, step: int) -> dict[str, float]:
         """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``."""
@@ -128,6 +124,22 @@ class Validation:
     def _asked(self, method: Callable[..., Any]) -> Any:
         takes_model = signature(method).parameters and not self._rank.plan.strategy.divides
         return method(self._parts.model) if takes_model else method()
+
+
+def _by_row_name(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers of ``evaluations``, by the prefix of their set, as rows have them. Raises :class:`TaskError`."""
+    row: dict[str, float] = {}
+    for prefix, metrics in evaluations.items():
+        for metric, value in _numbers(metrics).items():
+            name = f"val_{prefix}{metric}"
+            if name in row:
+                raise TaskError(
+                    f"two values of an evaluation are called {name}",
+                    why="one is of the validation set of that name, the other a metric's",
+                    fix="rename the metric, or the set in Datasets(val={…})",
+                )
+            row[name] = value
+    return row
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float | int]:
