@@ -403,7 +403,7 @@ def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Pat
     before = holes[39]
     assert holes[45] == {"holes": None, "pairs with holes": None}
     assert digest(holes[39]) == digest(before)
-    with pytest.raises(LockstepError, match="could not be made into a batch"):
+    with pytest.raises(LockstepError, match="'holes' of sample 45 is None"):
         Reader(holes, default_collate, 1).batch(0, np.array([44, 45]), 0)
 
 

@@ -57,7 +57,7 @@ def noted(folder: Path) -> Path:
 def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: Path) -> None:
     module, data = own.Classifier(str(noted(tmp_path))), own.Numbered()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    config = settings(tmp_path, accumulate=2) | {"checkpoint": {"monitor": "val/number"}}
+    config = settings(tmp_path, accumulate=2) | {"checkpoint": {"monitor": "val/number", "mode": "max"}}
     result = fit(module, data, hardware=ONE, config=config)
     assert result.status == "completed"
     assert [row["epoch"] for row in result.history] == [1, 2], "what lockstep.train returns"
