@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
 from typing import Any
 
 import pytest
@@ -113,21 +114,27 @@ def test_the_rest_of_an_epoch_that_other_devices_have_left_must_be_enough_for_ev
     assert [len(step.mine) for step in epoch_steps(alone, 0, 20)] == [5]
 
 
-@given(st.integers(1, 200), SMALL, SMALL)
-def test_evaluation_counts_each_sample_once_in_batches_of_at_most_the_loaders_size(
-    samples: int, batch_size: int, ranks: int
+@given(st.integers(1, 200), SMALL, SMALL, st.booleans())
+def test_evaluation_counts_each_sample_once_in_the_loaders_own_batches(
+    samples: int, batch_size: int, ranks: int, drop_last: bool
 ) -> None:
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
-    if samples < ranks:
+    loader = DataLoader(range(samples), batch_size, drop_last=drop_last)  # type: ignore[arg-type]
+    whole = [batch.tolist() for batch in loader]
+    if ranks > 1 and sum(map(len, whole)) < ranks:
         with pytest.raises(DataError, match="cannot be evaluated"):
-            SharedBatches(samples, batch_size, worlds[0])
+            SharedBatches(samples, batch_size, worlds[0], drop_last=drop_last)
         return
-    shares = [list(SharedBatches(samples, batch_size, world)) for world in worlds]
-    assert sorted(number for share in shares for batch in share for number in batch) == list(range(samples))
-    assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
+    shares = [SharedBatches(samples, batch_size, world, drop_last=drop_last) for world in worlds]
+    dealt = [batch for turn in zip_longest(*shares) for batch in turn if batch is not None]
     lengths = [len(share) for share in shares]
-    assert max(lengths) - min(lengths) <= (1 if samples < max(lengths) * ranks else 0)
-    assert min(lengths) >= 1
+    assert [*chain(*dealt)] == [*chain(*whole)], "in index order, to the ranks in turn"
+    assert max(lengths) - min(lengths) <= 1
+    assert all(share.rounds == min(lengths) and share.is_even == (len(set(lengths)) == 1) for share in shares)
+    if len(whole) >= ranks or ranks == 1:
+        assert dealt == whole
+    else:
+        assert lengths == [1] * ranks and all(share.is_cut for share in shares)
 
 
 def numbers(count: int) -> TensorDataset:

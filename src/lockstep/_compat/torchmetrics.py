@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
+from torch import Tensor, distributed
 from torchmetrics import Metric, MetricCollection
 
 __all__ = ["Metric", "MetricCollection"]
@@ -21,6 +22,45 @@ def without_sync() -> Iterator[None]:
         yield
     finally:
         Metric.sync = sync  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def unequal_lists() -> Iterator[None]:
+    """Inside, list states without a reduction may have other lengths on each rank; torchmetrics fails or waits."""
+    from torchmetrics.detection.mean_ap import MeanAveragePrecision
+
+    sync, gather = Metric._sync_dist, MeanAveragePrecision._gather_tuple_list
+
+    def sync_dist(metric: Metric, dist_sync_fn: Any, process_group: Any = None) -> None:
+        group, all_states = process_group or metric.process_group, metric._reductions
+        states = {name: getattr(metric, name) for name, reduction in all_states.items() if reduction is None}
+        lists = {name: values for name, values in states.items() if isinstance(values, list)}
+        try:
+            metric._reductions = {name: value for name, value in all_states.items() if name not in lists}
+            sync(metric, dist_sync_fn, process_group)
+        finally:
+            metric._reductions = all_states
+        for name, values in lists.items():
+            if all(isinstance(value, Tensor) for value in values):
+                values = [value.cpu() for value in values]
+                setattr(metric, name, [value.to(metric.device) for value in _joined(values, group)])
+            else:  # of another kind: gathered by the metric's class
+                _joined([], group)
+
+    Metric._sync_dist = sync_dist  # type: ignore[assignment, method-assign]
+    MeanAveragePrecision._gather_tuple_list = staticmethod(_joined)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Metric._sync_dist = sync  # type: ignore[method-assign]
+        MeanAveragePrecision._gather_tuple_list = staticmethod(gather)  # type: ignore[method-assign]
+
+
+def _joined(values: list[Any], group: Any = None) -> list[Any]:
+    """The lists of all ranks, one after the other. Collective."""
+    ranks: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(ranks, values, group)
+    return [value for rank in ranks for value in rank]
 
 
 def defaults(metric: Metric) -> dict[str, Any]:

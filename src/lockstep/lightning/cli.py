@@ -33,7 +33,7 @@ from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.run_claim import warn
 from lockstep.lightning.ckpt_file import as_file, cannot_load, check_file, trainer_loads
-from lockstep.lightning.cluster import shared_ddp
+from lockstep.lightning.cluster import agreed_logging, shared_ddp
 from lockstep.lightning.configured import Hardware, HardwareCLI, changed
 from lockstep.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
 from lockstep.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
@@ -155,7 +155,8 @@ class LockstepCLI(HardwareCLI):
 
     def run_subcommand(self, subcommand: str) -> None:
         seed = int(self.setting("seed_everything") or 0)
-        evaluation = partial(evaluation_loader, world=read_world(os.environ), seed=seed)
+        drops_last = subcommand != "predict"  # as in Lightning
+        evaluation = partial(evaluation_loader, world=read_world(os.environ), seed=seed, drops_last=drops_last)
         if subcommand == "predict":
             callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
             if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks):
@@ -166,7 +167,8 @@ class LockstepCLI(HardwareCLI):
             warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         owners = [self.datamodule, self.model]
         path = self.setting("ckpt_path")
-        with trainer_loads(path), replaced_loaders(owners, lambda own: own, evaluation, seed=seed):
+        loaders = replaced_loaders(owners, lambda own: own, evaluation, seed=seed)
+        with trainer_loads(path), loaders, agreed_logging(self.trainer):
             super().run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

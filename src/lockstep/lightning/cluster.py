@@ -14,14 +14,19 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from torch import distributed
 from torch.distributed import ReduceOp
 
 from lockstep._compat.lightning import LaunchedDdp
+from lockstep._compat.lightning_results import agree_on_names, evaluation_samplers
+from lockstep._compat.torchmetrics import unequal_lists
 from lockstep.config.sections import DistributedConfig
 from lockstep.engine.rank_context import rank_device
+from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.world import World
+from lockstep.lightning.dataloaders import SharedBatches
 from lockstep.planning import Plan
 
 
@@ -32,6 +37,9 @@ class SharedDDPStrategy(DDPStrategy):
     validation begins.
     """
 
+    #: Whether an evaluation step is running.
+    _in_batch = False
+
     def on_validation_start(self) -> None:
         """Gives all ranks rank 0's buffers, as DDP does before each forward pass of training."""
         assert self.lightning_module is not None
@@ -40,13 +48,27 @@ class SharedDDPStrategy(DDPStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context():
+        with self.precision_plugin.val_step_context(), self._evaluates_batch():
             return self.lightning_module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context():
+        with self.precision_plugin.test_step_context(), self._evaluates_batch():
             return self.lightning_module.test_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluates_batch(self) -> Iterator[None]:
+        self._in_batch = True
+        try:
+            yield
+        finally:
+            self._in_batch = False
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """As Lightning's. Refused in an evaluation step that some ranks make once more than others."""
+        if self._in_batch:
+            check_even(self.lightning_module.trainer)  # type: ignore[union-attr]
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """As Lightning's, but the mean of whole numbers is not rounded down.
@@ -56,6 +78,28 @@ class SharedDDPStrategy(DDPStrategy):
         if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
+
+
+@contextmanager
+def agreed_logging(trainer: Trainer) -> Iterator[None]:
+    """Inside, ranks of ``trainer`` may log other names, and have list states of other lengths."""
+    if trainer.world_size == 1:
+        yield
+        return
+    agree_on_names(trainer)
+    with unequal_lists():
+        yield
+
+
+def check_even(trainer: Trainer) -> None:
+    """Raises :class:`UnsupportedError` where some ranks evaluate a batch more than others."""
+    for sampler in evaluation_samplers(trainer):
+        if isinstance(sampler, SharedBatches) and not sampler.is_even:
+            raise UnsupportedError(
+                "self.all_gather() in an evaluation step needs the same number of batches on every rank",
+                why=f"the loader's batches do not divide by {many(trainer.world_size, 'rank')}, so some have one more",
+                fix="gather in on_validation_epoch_end(); or choose a batch_size that gives a multiple of that number",
+            )
 
 
 def ddp_arguments(name: Any) -> dict[str, Any] | None:

@@ -132,27 +132,43 @@ def _combined(loaders: Any) -> Any:
 
 
 class SharedBatches:
-    """Batch sampler of one rank for evaluation: every sample in one batch of one rank, in index order.
+    """Batch sampler of one rank for evaluation: the loader's own batches in index order, dealt whole to ranks in turn.
 
-    All ranks get the same number of batches, none larger than ``batch_size``, so that what a module reduces over ranks
-    in every batch finds all of them. Where the samples are too few for that, the last ranks have one batch less.
+    The last ranks may have one batch less. Fewer batches than ranks are cut into smaller ones, one for each rank, since
+    a rank without a batch would leave the evaluation before the others.
+
+    Attributes:
+        rounds: how many batches every rank has; ``is_even``: and no rank has one more.
+        is_cut: whether these are not the loader's batches.
     """
 
-    def __init__(self, samples: int, batch_size: int, world: World) -> None:
-        if samples < world.size:
-            raise DataError(
-                f"{many(samples, 'sample')} cannot be evaluated on {world.size} ranks",
-                why="a rank without a sample logs nothing, and the others would wait for its metrics",
-                fix=f"use at most {samples} devices, or evaluate on more data",
-            )
-        spans = parts(samples, -(-samples // (batch_size * world.size)) * world.size)
-        self._batches = [range(*span) for span in spans[world.rank :: world.size] if span[1] > span[0]]
+    def __init__(self, samples: int, batch_size: int, world: World, *, drop_last: bool = False) -> None:
+        if drop_last:
+            samples -= samples % batch_size
+        batches = [range(start, min(start + batch_size, samples)) for start in range(0, samples, batch_size)]
+        self.is_cut = len(batches) < world.size and world.size > 1
+        if self.is_cut:
+            if samples < world.size:
+                raise DataError(
+                    f"{many(samples, 'sample')} cannot be evaluated on {world.size} ranks",
+                    why="a rank without a sample logs nothing, and the others would wait for its metrics",
+                    fix=f"use at most {max(samples, 1)} devices, or evaluate on more data",
+                )
+            batches = [range(*span) for span in parts(samples, world.size)]
+        self.rounds, more = divmod(len(batches), world.size)
+        self.is_even = not more
+        self._batches = batches[world.rank :: world.size]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
         return map(list, self._batches)
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank."""
+        return sum(map(len, self._batches))
 
 
 _KEPT = (
@@ -249,8 +265,11 @@ def _own_order(loader: Any, *kinds: type) -> str | None:
     return f"has its own {type(sampler if not known or redrawn else loader.batch_sampler).__name__}"
 
 
-def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
-    """The user's evaluation loader, in index order and shared out among ranks; nothing is dropped."""
+def evaluation_loader(loader: Any, world: World, seed: int, *, drops_last: bool = True) -> Any:
+    """The user's evaluation loader in index order, its batches shared out among ranks.
+
+    ``drops_last``: leave a last, short batch out where the loader says so (``drop_last``).
+    """
     own = _own_order(loader, RandomSampler, SequentialSampler)
     if own is not None:
         if world.size == 1:
@@ -260,8 +279,21 @@ def evaluation_loader(loader: Any, world: World, seed: int) -> Any:
             why="each sample must count once",
             fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
         )
-    batches = SharedBatches(len(loader.dataset), loader.batch_size, world)
+    drop_last = loader.drop_last and drops_last
+    batches = SharedBatches(len(loader.dataset), loader.batch_size, world, drop_last=drop_last)
     return SeededLoader(loader, seed, world.rank, lambda: 0, batch_sampler=batches)
+
+
+def cut_batches(loader: Any) -> str | None:
+    """What to report where the batches of an evaluation loader are not the user's."""
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(batches, SharedBatches) or not batches.is_cut:
+        return None
+    return (
+        "An evaluation loader has fewer batches than there are ranks, so they are cut into smaller ones. What the "
+        "module computes for a batch as a whole (a mean of batches, a contrastive loss) differs from one device; a "
+        "smaller batch_size keeps the batches whole."
+    )
 
 
 Change = Callable[[Any], Any]

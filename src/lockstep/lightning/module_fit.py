@@ -20,8 +20,15 @@ from lockstep.engine.state import RunResult
 from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
-from lockstep.lightning.cluster import quiet_trainer, rank_arguments
-from lockstep.lightning.dataloaders import defines, evaluation_loader, replaced_loaders, training_loader
+from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
+from lockstep.lightning.dataloaders import (
+    SharedBatches,
+    cut_batches,
+    defines,
+    evaluation_loader,
+    replaced_loaders,
+    training_loader,
+)
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.lightning.run_callback import OWN, RunLogCallback
 from lockstep.telemetry.loggers import as_row
@@ -35,6 +42,8 @@ _PROFILERS: dict[str, type[Profiler]] = {
 
 class ModuleFit:
     """What one attempt trains with."""
+
+    _reports_cut = False
 
     def __init__(self, rank: RankContext, task: ModuleTask, snapshot: Snapshot | None) -> None:
         if rank.plan.strategy.scatters:
@@ -82,13 +91,21 @@ class ModuleFit:
             replaced_loaders(
                 [data, module],
                 lambda loader: training_loader(loader, plan.batch, plan.seed, rank.world, self._state),
-                lambda loader: evaluation_loader(loader, rank.world, plan.seed),
+                self._evaluation_loader,
                 seed=plan.seed,
             ),
         ):
             store = StoreIO(rank, self._state, self._snapshot, self._write)
             store.trainer = trainer = pl.Trainer(**self._arguments(store))
-            trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else OWN)
+            with agreed_logging(trainer):
+                trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else OWN)
+
+    def _evaluation_loader(self, loader: Any) -> Any:
+        shared = evaluation_loader(loader, self._rank.world, self._rank.plan.seed)
+        if (text := cut_batches(shared)) and not self._reports_cut:
+            self._reports_cut = True
+            self._rank.note("batches_cut", text, "warning")
+        return shared
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
         config, plan, given = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
@@ -165,11 +182,13 @@ def evaluate_module(
     sizes: list[int | None] = []
 
     def counted(loader: Any) -> Any:
+        shared = evaluation_loader(loader, World(), seed)
+        batches = getattr(shared, "batch_sampler", None)
         try:
-            sizes.append(len(loader.dataset))
+            sizes.append(batches.samples if isinstance(batches, SharedBatches) else len(loader.dataset))
         except (AttributeError, TypeError):
             sizes.append(None)
-        return evaluation_loader(loader, World(), seed)
+        return shared
 
     with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
         trainer = pl.Trainer(

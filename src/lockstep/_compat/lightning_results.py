@@ -1,0 +1,178 @@
+"""What a module logs on several ranks: names are agreed on before values (private names of Lightning)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from hashlib import blake2b
+from operator import attrgetter
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor, distributed
+
+from lockstep._compat.torchmetrics import mark_updated
+from lockstep.errors import TaskError
+
+_OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": Tensor.mean,
+    "avg": Tensor.mean,
+    "sum": Tensor.sum,
+    "max": Tensor.amax,
+    "min": Tensor.amin,
+}
+
+
+def agree_on_names(trainer: Trainer) -> None:
+    """Let the ranks of ``trainer`` agree on the names of logged values before they reduce them."""
+    connector: Any = trainer._logger_connector
+    connector.__class__ = AgreedConnector
+    connector.batches = 0
+    connector.mixed = torch.zeros((), dtype=torch.bool, device=trainer.strategy.root_device)
+    training = trainer.fit_loop.epoch_loop
+    loops: list[Any] = [training, training.val_loop, trainer.validate_loop, trainer.test_loop]
+    for loop in loops:
+        loop._results = AgreedResults(loop._results.training, connector)
+
+
+def evaluation_samplers(trainer: Trainer) -> list[Any]:
+    """The batch samplers of the evaluation that runs now, one for each loader."""
+    combined = trainer._evaluation_loop._combined_loader
+    return [] if combined is None else [getattr(loader, "batch_sampler", None) for loader in combined.flattened]
+
+
+class NamedReduce:
+    """Reduces a value of shape () over ranks, and refuses values of another name.
+
+    In an evaluation batch that not every rank has, the value is this rank's: the others cannot take part.
+    """
+
+    def __init__(self, name: str, connector: AgreedConnector) -> None:
+        self._name, self._connector = name, connector
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedReduce) and other._name == self._name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def __call__(self, value: Tensor, *, reduce_op: str, group: Any = None) -> Tensor:
+        connector = self._connector
+        device = connector.trainer.strategy.root_device
+        if connector.is_alone:
+            return value
+        mark = float(int.from_bytes(blake2b(self._name.encode(), digest_size=6).digest()))
+        named = torch.stack([torch.tensor(mark, dtype=torch.float64, device=device), value.to(device, torch.float64)])
+        rows = [torch.empty_like(named) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(rows, named, group)
+        marks, values = torch.stack(rows).unbind(1)
+        connector.mixed |= (marks != mark).any()
+        if device.type == "cpu":  # a GPU would be waited for: there the end of the epoch reads it
+            connector.check()
+        reduced = _OPERATIONS[reduce_op](values)
+        # The mean of whole numbers may be a fraction.
+        return reduced.to(value.device, value.dtype if value.is_floating_point() else reduced.dtype)
+
+
+class AgreedConnector(_LoggerConnector):
+    """Reduces an epoch's values after the ranks have agreed on their names.
+
+    Attributes:
+        batches: of the evaluation loader that is read now, the one in progress included.
+        mixed: whether values of different names have met.
+    """
+
+    batches: int
+    mixed: Tensor
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether other ranks lack the evaluation batch in progress."""
+        if not self.batches or not self.trainer.evaluating:
+            return False
+        samplers, results = evaluation_samplers(self.trainer), self.trainer._results
+        index = None if results is None else results.dataloader_idx
+        samplers = samplers if index is None else [samplers[index]]
+        return any(self.batches > getattr(sampler, "rounds", self.batches) for sampler in samplers)
+
+    def check(self) -> None:
+        if self.mixed:
+            raise TaskError(
+                "self.log(…, sync_dist=True) was called with different names on each rank in one step",
+                why="a value that is logged on_step is reduced at once, so every rank must log the same names in order",
+                fix="log it with on_step=False, on_epoch=True: names may then differ; or log it on every rank",
+            )
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        self.batches += 1
+        super().on_batch_start(batch, dataloader_idx)
+
+    def epoch_end_reached(self) -> None:
+        self.batches = 0
+        super().epoch_end_reached()
+        self._agree()
+
+    def on_epoch_end(self) -> None:
+        self._agree()
+        super().on_epoch_end()
+
+    def _agree(self) -> None:
+        """Reduce the same names in the same order on all ranks; a rank without one adds nothing to it. Collective."""
+        self.check()
+        results = self.trainer._results
+        assert isinstance(results, AgreedResults)
+        logged = results.pending()
+        ranks: list[Any] = [None] * self.trainer.world_size
+        distributed.all_gather_object(ranks, logged)
+        if all(list(names) == list(logged) for names in ranks):
+            return
+        for names in ranks:
+            for key in names.keys() - results.pending().keys():
+                results.join(key, names[key])
+        for key in sorted(results.pending()):
+            results._get_cache(results[key], on_step=False)
+
+
+class AgreedResults(_ResultCollection):
+    """The values that a loop's hooks log, each reduced under its name."""
+
+    def __init__(self, training: bool, connector: AgreedConnector) -> None:
+        super().__init__(training)
+        self._connector = connector
+
+    def log(self, fx: str, name: str, *args: Any, **kwargs: Any) -> None:
+        kwargs["sync_dist_fn"] = NamedReduce(name, self._connector)
+        super().log(fx, name, *args, **kwargs)
+
+    def pending(self) -> dict[str, dict[str, Any]]:
+        """What the epoch's values are made of that ranks have still to reduce, by key."""
+        pending = {}
+        for key, metric in self.valid_items():
+            meta, sync = metric.meta, metric.meta.sync
+            reduces = not metric.is_tensor or (sync.should and not sync.rank_zero_only and sync.group is None)
+            if meta.on_epoch and metric._computed is None and reduces:
+                settings = {part.name: getattr(meta, part.name) for part in fields(meta) if part.name != "_sync"}
+                settings["reduce_fx"] = meta.reduce_fx.__name__
+                pending[key] = {"settings": settings, "op": sync.op, "is_tensor": metric.is_tensor}
+        return pending
+
+    def join(self, key: str, described: dict[str, Any]) -> None:
+        """Take part in a value that other ranks have logged, with nothing to add."""
+        trainer, is_tensor = self._connector.trainer, described["is_tensor"]
+        meta = _Metadata(**described["settings"])
+        reduce = NamedReduce(meta.name, self._connector)
+        meta.sync = _Sync(fn=reduce, _should=is_tensor, _op=described["op"])
+        metric = _ResultMetric(meta, is_tensor)
+        if not is_tensor:
+            metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
+            mark_updated(metric.value)
+        mark_updated(metric)
+        self[key] = metric.to(trainer.strategy.root_device)
