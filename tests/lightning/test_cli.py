@@ -11,12 +11,14 @@ import pytest
 import torch
 import yaml
 
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.lightning.cli import run
 from lockstep.lightning.configured import Hardware
 from lockstep.lightning.settings import settings_of
 from lockstep.rundir.folder import RunDir
+from lockstep.rundir.summary import find_run
 from tests.commands import start
 from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT
@@ -230,6 +232,29 @@ def test_predictions_are_in_the_run_folder_of_the_checkpoint(
     file = tmp_path / "out" / "predictions.pt"
     assert f"predictions: {file}" in capsys.readouterr().out
     assert torch.load(file) == [[0, 10], [20, 30], [40]]
+
+
+def test_last_and_best_are_of_the_latest_run(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # restored after LightningCLI has set them
+    write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Weight"})
+    for seed in ("1", "2"):
+        assert run(["fit", "-c", str(config), "--seed_everything", seed]) == 0
+    latest = find_run("last", tmp_path / "runs")
+    trained = CheckpointStore(latest.checkpoints).load(latest.read().best_epoch * 6).model["layer.0.weight"].item()
+    for word in ("last", "best", latest.read().id):
+        assert run(["predict", "-c", str(config), "--ckpt_path", word, "--run_dir", word]) == 0
+        assert torch.load(tmp_path / word / "predictions.pt") == [trained] * 3
+
+
+@pytest.mark.parametrize("path", ["last", "best", "missing.ckpt", "runs/missing", ""])
+def test_a_checkpoint_path_that_leads_nowhere_is_an_error(
+    config: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    for command in ("fit", "validate", "test", "predict"):
+        assert main(["lightning", command, "-c", str(config), "--ckpt_path", path]) == 2
+        assert "there is no checkpoint" in capsys.readouterr().err
+    assert not (config.parent / "runs").exists()
 
 
 def test_a_run_by_class_is_predicted_with_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

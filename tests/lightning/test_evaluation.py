@@ -14,7 +14,7 @@ from tests.gloo import ROOT
 from tests.lightning.logged import Logged
 
 FILE = ROOT / "tests" / "lightning" / "logged.py"
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 def train(folder: Path, devices: str, **model: Any) -> dict[str, float]:

@@ -102,6 +102,13 @@ class Numbers(LightningModule):
         return (10 * batch).tolist()
 
 
+class Weight(Numbers):
+    """Predicts its weight."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> float:
+        return float(self.layer[0].weight)
+
+
 class Kept(Numbers):
     """Its checkpoints have the arguments."""
 

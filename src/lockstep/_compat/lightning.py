@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from lightning.pytorch.strategies import DDPStrategy
@@ -12,6 +14,22 @@ from torch.optim import Optimizer
 
 #: Where a checkpoint of the Trainer counts the batches that took an optimizer step.
 STEPPED = "_batches_that_stepped"
+
+
+def call_before(loop: Any, hook: str, action: Callable[[], None]) -> None:
+    """Call ``action`` before the method ``hook`` of one of a Trainer's loops, from now on."""
+    method = getattr(loop, hook)
+
+    def called(*args: Any) -> None:
+        action()
+        method(*args)
+
+    setattr(loop, hook, called)
+
+
+def leave_epoch(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Call ``action`` in place of the hooks of the epoch's end, which is not reached."""
+    trainer.fit_loop.on_advance_end = action  # type: ignore[method-assign]
 
 
 def optimizers_of(made: Any) -> tuple[list[Optimizer], list[Any]]:

@@ -18,12 +18,13 @@ from lightning.pytorch import Trainer
 from lockstep._compat.lightning import STEPPED
 from lockstep.checkpoint.content import saveable
 from lockstep.checkpoint.store import Snapshot
+from lockstep.checkpoint.writer import HostBuffers
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import restoring
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.lightning.dataloaders import used_batches
-from lockstep.lightning.run_callback import OWN
+from lockstep.lightning.run_callback import KEPT, OWN
 from lockstep.planning import BatchPlan
 
 #: What is of no use without the run: ``load_from_checkpoint`` wants the rest, the module's own entries included.
@@ -57,11 +58,16 @@ class StoreIO(TorchCheckpointIO):
         self._rank, self._state, self._snapshot, self._write = rank, state, snapshot, write
         self.trainer: Trainer | None = None
         self._warned = False
+        self._kept: dict[str, Any] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if path == KEPT:
+            self._kept = HostBuffers().copy(checkpoint)
+            return
         if path != OWN:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        checkpoint = self._kept or checkpoint
         rest = {key: value for key, value in checkpoint.items() if key not in _NOT_KEPT}
         # What module and callbacks add may be any object. The module has its hyper-parameters already: no warning.
         parts = {key: rest.pop(key) for key in (*_HYPER_PARAMETERS, "callbacks") if key in rest}

@@ -39,9 +39,12 @@ from lockstep.lightning.dataloaders import SharedBatches, evaluation_loader, rep
 from lockstep.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
 from lockstep.lightning.settings import OF_HARDWARE, SETTINGS, Resolved, resolve, settings_of
 from lockstep.rundir.folder import RunDir
+from lockstep.rundir.summary import find_run
 from lockstep.tasks.registry import find_class
 
 _NONE = object()
+#: Words of ``--ckpt_path`` that Lightning reads: a checkpoint of SLURM, and of its registry.
+_OF_LIGHTNING = ("hpc", "registry")
 #: Of a parsed ``fit``, what is not kept with the run's task.
 _NOT_KEPT = ("config", "ckpt_path", "weights_only", "run_dir", "hardware")
 
@@ -61,18 +64,29 @@ class Stored(NamedTuple):
     name: str
 
 
-def stored_checkpoint(path: Any, run_dir: str | None) -> Stored | None:
-    """What ``--ckpt_path`` names in a run folder: the folder, one of its checkpoints, or ``last`` in ``run_dir``."""
-    if path in ("best", "last") and run_dir is not None:
-        return Stored(RunDir.open(Path(run_dir)), path)
-    if not isinstance(path, str | Path) or not Path(path).is_dir():
+def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored | None:
+    """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it names a file, an address, or nothing.
+
+    ``best`` and ``last`` mean a checkpoint of ``run_dir`` where that is a run, else of the latest run.
+
+    Raises:
+        CheckpointError: it leads nowhere.
+    """
+    if path is None or "://" in str(path) or str(path).startswith(_OF_LIGHTNING):
         return None
     place = Path(path).absolute()
-    if (place / "run.json").exists():
-        return Stored(RunDir.open(place), "best")
-    if (place.parent.parent / "run.json").exists():
-        return Stored(RunDir.open(place.parent.parent), place.name.removeprefix("step-"))
-    return None
+    if path in ("best", "last"):
+        if run_dir is not None and (Path(run_dir) / "run.json").exists():
+            return Stored(RunDir.open(Path(run_dir)), path)
+    elif str(path) and place.exists() and not (place / "run.json").exists():
+        if place.is_dir() and (place.parent.parent / "run.json").exists():
+            return Stored(RunDir.open(place.parent.parent), place.name.removeprefix("step-"))
+        return None
+    try:
+        return Stored(find_run("last" if path == "best" else str(path), runs_dir), "best")
+    except RunFolderError as error:
+        fix = "name a run (its folder, its id, or `last`), one of its checkpoints, or a checkpoint file of Lightning's"
+        raise CheckpointError(f"there is no checkpoint {path}", why=error.what, fix=fix) from None
 
 
 class WritePredictions(Callback):
@@ -114,7 +128,8 @@ class LockstepCLI(HardwareCLI):
         if subcommand is None:
             return
         settings = self.config[subcommand]
-        self._stored = stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir)
+        runs_dir = Path(settings.get("trainer.default_root_dir") or resolve_config({}).runs_dir)
+        self._stored = stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir, runs_dir)
         if stored is not None and subcommand == "fit":
             return
         if stored is not None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from lockstep._compat.lightning import call_before, leave_epoch
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import match_layouts
 from lockstep.engine.partition import blocks_of, checkpoint_activations
@@ -30,6 +31,8 @@ from lockstep.telemetry.loggers import as_row, monitored, row_name
 
 #: What stands for the run's own checkpoints where Lightning wants a path.
 OWN = "lockstep"
+#: Likewise, for a state in memory, which later checkpoints are.
+KEPT = "lockstep-kept"
 
 
 class RunLogCallback(Checkpoint):
@@ -163,9 +166,7 @@ class RunLogCallback(Checkpoint):
             trainer.should_stop = trainer.should_stop or self._log.ended_by is not None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        over = self._is_epoch_over
-        if not over and self._log.ended_by is not EndedBy.COMPLETED:
-            return  # a stop within an epoch
+        over, state = self._is_epoch_over, self._state
         loss, speed = self._log.epoch_so_far()
         metrics, earlier = dict(trainer.callback_metrics), self._earlier
         self._earlier = metrics
@@ -175,19 +176,21 @@ class RunLogCallback(Checkpoint):
         row |= _numbers(fresh)
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
+        without_gain = state.evaluations_without_gain
         improved = not judged and self._judge(row)
+        if not over and not improved:
+            state.evaluations_without_gain = without_gain  # there would be no evaluation here without max_steps
         if self._log.ended_by is EndedBy.COMPLETED:
             trainer.should_stop = True
         self._log.epoch(row, improved, ended=over)
         self._due = improved
-        self._begin_epoch()
+        if over:
+            self._begin_epoch()
         if trainer.should_stop and self._log.ended_by is None:  # a callback of the user's
             self._log.ended_by = EndedBy.COMPLETED
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log.flush()
-        if self._due is None and self._log.ended_by is not EndedBy.COMPLETED:
-            self._due = False
         self._save_if_due(trainer)
         pulse.at(Activity.ENDING)
 
@@ -233,8 +236,19 @@ class RunLogCallback(Checkpoint):
         self._log.agreed(flags)
         if self._log.ended_by is not None:
             trainer.should_stop = True
-            if not over and self._log.ended_by is not EndedBy.COMPLETED:
-                trainer.limit_val_batches = 0  # a stop within an epoch does not wait for an evaluation
+            if not over:
+                self._end_within_epoch(trainer)
+
+    def _end_within_epoch(self, trainer: pl.Trainer) -> None:
+        """What is saved is the state before the end of the epoch, whose hooks are called when it is reached.
+
+        With ``max_steps`` they are called now, as by any Trainer, and once more in a run that is resumed.
+        """
+        if self._log.ended_by is EndedBy.COMPLETED:
+            call_before(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._save(trainer, keep=True))
+        else:
+            trainer.limit_val_batches = 0  # a stop does not wait for an evaluation
+            leave_epoch(trainer, lambda: self._save(trainer))
 
     def _judge(self, row: Mapping[str, float]) -> bool:
         """Judge by rank 0's value: what a module logs without sync_dist differs between ranks."""
@@ -255,9 +269,13 @@ class RunLogCallback(Checkpoint):
         if self._due is not None:
             self.saves_best, self._due = self._due, None
             self._log.saved()
-            assert self.averages is not None
-            with pulse.during(Activity.SAVING), self.averages.in_use():
-                trainer.save_checkpoint(OWN, weights_only=False)  # collective; rank 0 writes
+            self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer, *, keep: bool = False) -> None:
+        """Save the run's state; ``keep``: this is what every later call saves. Collective; rank 0 writes."""
+        assert self.averages is not None
+        with pulse.during(Activity.SAVING), self.averages.in_use():
+            trainer.save_checkpoint(KEPT if keep else OWN, weights_only=False)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
