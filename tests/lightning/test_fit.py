@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -349,6 +349,53 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_pa
     rows = [RunDir.open(folder / "run").epochs() for folder in folders.values()]
     for key in ("train_loss", "val_loss", "lr"):
         assert [row[key] for row in rows[0]] == pytest.approx([row[key] for row in rows[1]], rel=1e-6), key
+
+
+class AtEpochEnds(own.Classifier):
+    """Changes a buffer in each hook of an epoch's end; its validation gets worse after the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(batchnorm=True)
+        self.register_buffer("ends", torch.zeros(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.ends += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+@pytest.mark.parametrize("by", ["signal", "max_steps"])
+def test_a_stop_within_an_epoch_saves_the_state_before_its_end(tmp_path: Path, by: str) -> None:
+    """The Trainer's early stopping, a scheduler and a buffer count epochs, not attempts."""
+    folders = {name: tmp_path / name for name in ("whole", "parts")}
+    stopping = {name: EarlyStopping("val_loss", patience=3) for name in (*folders, "again")}
+    ends = []
+    for name, folder in folders.items():
+        torch.manual_seed(5)
+        config = settings(folder, epochs=8)
+        callbacks: list[Any] = [stopping[name]]
+        if name == "parts" and by == "signal":
+            callbacks.append(StopAfter(17))
+        elif name == "parts":
+            config["training"]["max_steps"] = 17
+        result = fit(AtEpochEnds(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": callbacks})
+        ends.append(result.step)
+    assert ends[0] == 28, "four epochs of seven steps: three without improvement"
+    assert ends[1] in (17, 18)
+    trainer = {"callbacks": [stopping["again"]]}
+    config["training"]["max_steps"] = None
+    result = fit(AtEpochEnds(), own.Numbered(), config=config, trainer=trainer, resume=True)
+    assert (result.status, result.step) == ("completed", 28)
+    ours, theirs = weights(folders["parts"] / "run"), weights(folders["whole"] / "run")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours["ends"] == 4
+    assert stopping["again"].state_dict() == stopping["whole"].state_dict()
 
 
 def test_the_command_line_cannot_resume_an_object_of_a_script(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,20 +15,15 @@ from torch.optim import Optimizer
 STEPPED = "_batches_that_stepped"
 
 
-def call_before(loop: Any, hook: str, action: Callable[[], None]) -> None:
-    """Call ``action`` before the method ``hook`` of one of a Trainer's loops, from now on."""
+def call_before(loop: Any, hook: str, action: Callable[[], bool]) -> None:
+    """Call ``action`` before the method ``hook`` of one of a Trainer's loops, which is left out if it returns false."""
     method = getattr(loop, hook)
 
     def called(*args: Any) -> None:
-        action()
-        method(*args)
+        if action():
+            method(*args)
 
     setattr(loop, hook, called)
-
-
-def leave_epoch(trainer: Trainer, action: Callable[[], None]) -> None:
-    """Call ``action`` in place of the hooks of the epoch's end, which is not reached."""
-    trainer.fit_loop.on_advance_end = action  # type: ignore[method-assign]
 
 
 def optimizers_of(made: Any) -> tuple[list[Optimizer], list[Any]]:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from lockstep._compat.lightning import call_before, leave_epoch
+from lockstep._compat.lightning import call_before
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import match_layouts
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
-from lockstep.engine.state import EndedBy
+from lockstep.engine.state import EndedBy, judge
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
 from lockstep.engine.task import Task
 from lockstep.lightning.dataloaders import Step, epoch_steps
@@ -39,7 +39,8 @@ class RunLogCallback(Checkpoint):
     """Drives the run log from a Trainer: counts steps and samples, saves, and stops all ranks on the same step.
 
     A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
-    State is saved at the start of the next batch, when the module's hooks and the schedulers have run.
+    State is saved at the start of the next batch or epoch, when the module's hooks and the schedulers have run. Of a run
+    that ends within an epoch, the state before the hooks of the epoch's end is saved: a resumed run calls them.
 
     Attributes:
         averages: of the weights; in use while it validates and saves. Made when the module is on its device.
@@ -67,6 +68,8 @@ class RunLogCallback(Checkpoint):
         self._remarked = False
         #: Whether the latest validation was within an epoch, and so has been judged already.
         self._judged = False
+        #: Whether the state to save is kept, from before the end of the epoch.
+        self._is_kept = False
 
     def state_dict(self) -> dict[str, Any]:
         """In checkpoint files of the user's own callbacks: the progress of the training, in the order of the run."""
@@ -82,6 +85,9 @@ class RunLogCallback(Checkpoint):
             checkpoint_activations(pl_module, blocks_of(Task(), pl_module))
         self.averages = Averages(self._rank.config.averaging, pl_module, self._rank.plan.total_steps)
         self.averages.restore(self._averaged)
+        call_before(trainer.fit_loop, "on_advance_start", lambda: self._before_epoch(trainer))
+        call_before(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._after_batch(trainer))
+        call_before(trainer.fit_loop, "on_advance_end", lambda: self._before_epoch_end(trainer))
         pulse.at(Activity.FIRST_STEP, self._state.step)
         self._log.unpause()
         self._begin_epoch()
@@ -90,8 +96,9 @@ class RunLogCallback(Checkpoint):
         self._steps = epoch_steps(self._batch, self._rank.collectives.rank, self._state.position)
         self._step, self._micro = None, 0
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _before_epoch(self, trainer: pl.Trainer) -> bool:
         self._save_if_due(trainer)
+        return True
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -166,7 +173,9 @@ class RunLogCallback(Checkpoint):
             trainer.should_stop = trainer.should_stop or self._log.ended_by is not None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        over, state = self._is_epoch_over, self._state
+        over = self._is_epoch_over
+        if not over and not trainer.should_stop:
+            return  # on_train_batch_start() has left the rest of the epoch out
         loss, speed = self._log.epoch_so_far()
         metrics, earlier = dict(trainer.callback_metrics), self._earlier
         self._earlier = metrics
@@ -176,10 +185,7 @@ class RunLogCallback(Checkpoint):
         row |= _numbers(fresh)
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
-        without_gain = state.evaluations_without_gain
         improved = not judged and self._judge(row)
-        if not over and not improved:
-            state.evaluations_without_gain = without_gain  # there would be no evaluation here without max_steps
         if self._log.ended_by is EndedBy.COMPLETED:
             trainer.should_stop = True
         self._log.epoch(row, improved, ended=over)
@@ -236,19 +242,32 @@ class RunLogCallback(Checkpoint):
         self._log.agreed(flags)
         if self._log.ended_by is not None:
             trainer.should_stop = True
-            if not over:
-                self._end_within_epoch(trainer)
+            if not over and self._is_stopped:
+                trainer.limit_val_batches = 0  # a stop does not wait for an evaluation
 
-    def _end_within_epoch(self, trainer: pl.Trainer) -> None:
-        """What is saved is the state before the end of the epoch, whose hooks are called when it is reached.
+    @property
+    def _is_stopped(self) -> bool:
+        return self._log.ended_by in (EndedBy.SIGNAL, EndedBy.TIME)
 
-        With ``max_steps`` they are called now, as by any Trainer, and once more in a run that is resumed.
+    def _after_batch(self, trainer: pl.Trainer) -> bool:
+        """Before an evaluation: keep the state of a run that ends here, within an epoch."""
+        if trainer.should_stop and not self._is_epoch_over and not self._is_stopped:
+            self._save(trainer, keep=True)
+        return True
+
+    def _before_epoch_end(self, trainer: pl.Trainer) -> bool:
+        """Whether to call the hooks of the epoch's end: not where a stop request ends the run within it.
+
+        With ``max_steps`` they are called, as by any Trainer, and again in a run that is resumed.
         """
-        if self._log.ended_by is EndedBy.COMPLETED:
-            call_before(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._save(trainer, keep=True))
-        else:
-            trainer.limit_val_batches = 0  # a stop does not wait for an evaluation
-            leave_epoch(trainer, lambda: self._save(trainer))
+        if self._is_epoch_over or not trainer.should_stop:
+            return True
+        if not self._is_stopped:
+            self._save(trainer, keep=True)
+            return True
+        self._due = bool(self._due)
+        self._save_if_due(trainer)
+        return False
 
     def _judge(self, row: Mapping[str, float]) -> bool:
         """Judge by rank 0's value: what a module logs without sync_dist differs between ranks."""
@@ -263,7 +282,17 @@ class RunLogCallback(Checkpoint):
                 names = ", ".join(name for name in row if name not in own) or "nothing"
                 text = f"No epoch is the best: the module does not log {monitor!r}; it logs {names}."
             self._rank.note("monitor_missing", f"{text} checkpoint.monitor sets another name.")
-        return found is not None and self._log.judge(_of_validation(row), found[1])
+        if found is None:
+            return False
+        state, every = self._state, self._rank.config.validation.every_steps
+        is_due = self._is_epoch_over or (every is not None and state.step % every == 0)
+        if is_due or self._log.ended_by is not EndedBy.COMPLETED:
+            return self._log.judge(_of_validation(row), found[1])
+        # Without max_steps there would be no evaluation here: it may be the best, and does not count otherwise.
+        without_gain = state.evaluations_without_gain
+        improved = judge(state, _of_validation(row), found[1], self._rank.plan.mode, state.epoch + 1)
+        state.evaluations_without_gain = 0 if improved else without_gain
+        return improved
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:
@@ -272,7 +301,10 @@ class RunLogCallback(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer, *, keep: bool = False) -> None:
-        """Save the run's state; ``keep``: this is what every later call saves. Collective; rank 0 writes."""
+        """Save the run's state; ``keep``: this is what later calls save. Collective; rank 0 writes."""
+        if keep and self._is_kept:
+            return
+        self._is_kept = keep
         assert self.averages is not None
         with pulse.during(Activity.SAVING), self.averages.in_use():
             trainer.save_checkpoint(KEPT if keep else OWN, weights_only=False)
