@@ -43,7 +43,8 @@ class RunStarted(Event):
 class StepLogged(Event):
     """The latest values after a log interval.
 
-    ``loss`` is the mean over the interval's items; ``None`` where a ``LightningModule`` neither returns nor logs one.
+    ``loss`` is the mean over the items of all steps since the last row, also of an earlier epoch; ``None`` where a
+    ``LightningModule`` neither returns nor logs one.
     ``samples_per_s`` counts all ranks; ``data_wait_share`` is the share of wall time that rank 0
     waited for input. ``scalars`` holds what the task's own hooks logged. ``items_per_s``: what the loss
     counts, where that is more than samples, say, tokens. ``mfu``: the share of the GPUs' peak arithmetic, where known.

@@ -67,6 +67,13 @@ def test_a_fit_is_a_run_and_other_subcommands_use_its_checkpoints(config: Path, 
     assert list((tmp_path / "out").glob("system-*.jsonl"))
     for checkpoint in ("out", "out/checkpoints/last", "out/checkpoints/step-00000004"):
         assert run(["validate", "-c", str(config), "--ckpt_path", checkpoint]) == 0
+    interval = ["--trainer.val_check_interval", "5", "--trainer.max_steps", "6"]
+    assert main(["lightning", "fit", "-c", str(config), "--run_dir", "rare", *interval]) == 2
+    assert (
+        run(["fit", "-c", str(config), "--run_dir", "five", *interval, "--trainer.check_val_every_n_epoch", "null"])
+        == 0
+    )
+    assert [row["step"] for row in RunDir.open(tmp_path / "five").evaluations()] == [5, 6]
     more = ["--trainer.max_epochs", "3"]
     with pytest.raises(ConfigError, match="not the folder of the checkpoint"):
         run(["fit", "-c", str(config), "--run_dir", "other", "--ckpt_path", "out", *more])

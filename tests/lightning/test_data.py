@@ -27,6 +27,7 @@ from lockstep.lightning.dataloaders import (
     epoch_steps,
     evaluation_loader,
     orders,
+    samples_of_batch,
     training_loader,
 )
 from lockstep.planning.batch import BatchPlan, resolve_batch
@@ -142,6 +143,20 @@ def numbers(count: int) -> TensorDataset:
 
 
 OWN_BATCHES = BatchSampler(RandomSampler(range(4)), 2, drop_last=False)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("loader", "size"),
+    [
+        (DataLoader(numbers(8), batch_sampler=[[0, 1, 2], [3, 4, 5], [6]]), 3),
+        (DataLoader(numbers(8), batch_sampler=BatchSampler(RandomSampler(range(8)), 4, drop_last=False)), 4),
+        ([DataLoader(numbers(4), batch_size=2), DataLoader(numbers(4), batch_size=3)], 5),
+        (DataLoader(numbers(4), batch_size=None), 1),
+    ],
+)
+def test_samples_of_a_loader_in_its_own_order_are_counted(loader: Any, size: int) -> None:
+    assert samples_of_batch(loader) == size
 
 
 class Stream(IterableDataset[int]):

@@ -19,6 +19,7 @@ from lightning.pytorch.demos.boring_classes import (
     RandomDataset,
     RandomIterableDatasetWithLen,
 )
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -121,6 +122,18 @@ def test_what_is_not_known_of_the_trainer_yet_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match=r"self\.trainer\.estimated_stepping_batches is not known.*\n.*world_size"):
         fit(Curious(), config=settings(tmp_path))
+
+
+def test_setup_may_ask_for_the_strategy(tmp_path: Path) -> None:
+    devices = []
+
+    class Placed(BoringModel):
+        def setup(self, stage: str) -> None:
+            assert isinstance(self.trainer.strategy, SingleDeviceStrategy)
+            devices.append(self.trainer.strategy.root_device)
+
+    assert fit(Placed(), config=settings(tmp_path)).status == "completed"
+    assert set(devices) == {torch.device("cpu")}
 
 
 def test_two_ranks_take_loaders_and_a_batch_that_the_module_divides(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-import lockstep
+import lockstep.lightning
 from lockstep.errors import LockstepError
 from tests.gloo import ROOT
 from tests.lightning.logged import Logged
@@ -62,6 +63,28 @@ def test_one_device_evaluates_as_the_trainer_does(tmp_path: Path) -> None:
     for name in ("val_loss", "val_batches", "val_first"):
         assert row[name] == theirs[name]
     assert row["val_loss"] == (2 + 5) / 2
+
+
+class Unmonitored(Logged):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_other", batch[0].mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def test_the_callers_callbacks_have_their_state_and_the_run_its_metrics(tmp_path: Path) -> None:
+    best = ModelCheckpoint(monitor="val_other", save_last=True)
+    run = lockstep.lightning.fit(
+        Unmonitored(),
+        config={"telemetry": {"progress": "silent"}, "save_dir": tmp_path / "run"},
+        devices="cpu,cpu",
+        epochs=2,
+        trainer={"callbacks": [best]},
+    )
+    assert run.metrics == {"val_other": pytest.approx(3.0)}
+    assert Path(best.best_model_path).is_file()
+    assert best.best_model_score == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(("model", "words"), [({"gathers": True}, "all_gather"), ({"mixes": True}, "different names")])

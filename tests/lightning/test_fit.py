@@ -568,3 +568,24 @@ def test_the_loss_of_an_interval_takes_in_the_steps_before_an_epochs_end(tmp_pat
     each, some = rows
     assert [row["step"] for row in some] == [3, 6, 9, 12, 14], "of seven steps an epoch: the third is in both"
     assert [row["loss"] for row in some] == pytest.approx(interval_means(each, some), rel=1e-6)
+
+
+class Growing(own.Numbered):
+    """More samples in each epoch, and a count of the loaders that were made."""
+
+    made = 0
+
+    def train_dataloader(self) -> Any:
+        self.made += 1
+        epoch = self.trainer.current_epoch
+        return DataLoader(own._numbered(20 + 10 * (epoch // 2), 1), batch_size=8)
+
+
+def test_a_training_set_that_changes_its_length_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = {"reload_dataloaders_every_n_epochs": 1}
+    with pytest.raises(DataError, match="length of 30 in epoch 3, and of 20"):
+        fit(own.Classifier(), Growing(), hardware=ONE, config=settings(tmp_path, epochs=4), trainer=trainer)
+    assert not (tmp_path / "run").exists()
+    data = Growing()
+    result = fit(own.Classifier(), data, hardware=ONE, config=settings(tmp_path), trainer=trainer)
+    assert (result.step, data.made) == (6, 3), "one for the plan, two for two epochs"

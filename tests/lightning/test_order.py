@@ -119,6 +119,9 @@ def test_a_loader_keeps_its_own_order_on_one_device(tmp_path: Path, kind: str) -
     path.write_text(path.read_text().replace("trainings.Numbers", f"trainings.{kind}"))
     assert run(["fit", "-c", str(path), "--run_dir", "out"]) == 0
     assert [len(flat(seen(tmp_path), epoch)) for epoch in (0, 1)] == [SAMPLES, SAMPLES]
+    folder = RunDir.open(tmp_path / "out")
+    assert folder.plan()["decisions"]["global_batch"]["value"] == 4
+    assert folder.steps()[-1]["samples_seen"] >= 2 * SAMPLES
 
 
 def test_ddp_from_the_command_line_shares_the_order_of_one_process(run_cli: RunCli, tmp_path: Path) -> None:

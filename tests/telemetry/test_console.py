@@ -108,6 +108,11 @@ def visible(output: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
 
 
+def test_the_loss_of_steps_of_two_epochs_names_them() -> None:
+    losses = [line.split("  ")[2] for line in shown("plain").splitlines() if "  lr " in line]
+    assert losses == ["loss 2.5000", "loss of steps 51-150 1.5000"]
+
+
 def test_plain_lines_hold_everything_and_no_escapes() -> None:
     text = shown()
     assert "\x1b" not in text and "\r" not in text

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from torch import distributed
 from torch.distributed import ReduceOp
 
@@ -142,6 +142,12 @@ class RankEnvironment(LightningEnvironment):
 
 class RankedDdp(LaunchedDdp, SharedDDPStrategy):
     """Lightning's DDP in a process group that exists already."""
+
+
+def planned_strategy(devices: tuple[str, ...], ranks: int) -> Strategy:
+    """The strategy that a Trainer on ``ranks`` of these devices has, not set up."""
+    used = [torch.device(name.replace("gpu", "cuda")) for name in devices]
+    return RankedDdp(parallel_devices=used) if ranks > 1 else SingleDeviceStrategy(device=used[0])
 
 
 def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:

@@ -70,6 +70,6 @@ def changed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in signature(Trainer).parameters.items()}
 
     def is_default(value: Any, default: Any) -> bool:
-        return value is None or value == [] or (type(value) is type(default) and value == default)
+        return value == [] or (type(value) is type(default) and value == default)
 
     return {name: value for name, value in arguments.items() if not is_default(value, defaults.get(name))}

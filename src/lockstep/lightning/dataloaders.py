@@ -106,6 +106,8 @@ class OwnOrder:
 
 
 _NOTHING = object()
+#: Batches whose sizes are read where a batch sampler does not say its size.
+_TRIED_BATCHES = 8
 
 
 def own_batches(loader: Any, unsized: int | None) -> int:
@@ -122,6 +124,20 @@ def own_batches(loader: Any, unsized: int | None) -> int:
         why="an iterable data set without __len__() has no known length",
         fix="set training.max_steps: the run is then one epoch of that length; or give the data set __len__()",
     )
+
+
+def samples_of_batch(loader: Any) -> int:
+    """How many samples a batch of a loader in its own order has, summed over several loaders; 1 where it is unknown."""
+    return sum(map(_batch_size, _combined(loader).flattened))
+
+
+def _batch_size(loader: Any) -> int:
+    batches = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+    if size is None and batches is not None:
+        with seeded(0):  # it may draw
+            size = max(map(len, islice(batches, _TRIED_BATCHES)), default=1)
+    return int(size or 1)
 
 
 def _combined(loaders: Any) -> Any:
@@ -213,19 +229,35 @@ def training_loader(
     loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
 ) -> SeededLoader | OwnOrder:
     """The user's training loader in Lockstep's order, or on one device in its own, from the position of ``state``."""
-    if not orders(loader, world.size):
+    own_order = not orders(loader, world.size)
+    length = batch.samples // batch.batch_size if own_order else batch.samples
+    check_length(loader, length, world.size, length, state.epoch)
+    if own_order:
         return OwnOrder(loader, batch, seed, state)
-    samples = len(loader.sampler)
-    if samples != batch.samples:
-        raise DataError(
-            f"the training set has {samples} samples here, and had {batch.samples} when the run was planned",
-            fix="let the data module make the same data in every process",
-        )
+    samples = batch.samples
     order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
     if is_weighted(loader) and (sampling := resolve_sampling(loader.dataset, loader.sampler, DataConfig())):
         order = sampling.order(samples, seed)
     batches = OrderedBatches(batch, order, world.rank, state)
     return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+
+
+def epoch_length(loader: Any, ranks: int, unsized: int | None) -> int:
+    """Samples of an epoch; of a loader in its own order batches, ``unsized`` where it does not say how many."""
+    return len(loader.sampler) if orders(loader, ranks) else own_batches(loader, unsized)
+
+
+def check_length(loader: Any, planned: int, ranks: int, unsized: int | None, epoch: int) -> None:
+    """Raises :class:`DataError` where the training loader of ``epoch``, from 0, has not the length of the plan."""
+    length = epoch_length(loader, ranks, unsized)
+    if length != planned:
+        raise DataError(
+            f"the training loader has a length of {length} in epoch {epoch + 1}, and of {planned} in the plan",
+            why="the steps of a run, its schedule and its place after a resume are planned from one length",
+            fix="let the data module make the same number of samples in every process and epoch (a sampler with "
+            "num_samples draws it from a set of any size); or train each stage as a run of its own, the next one with "
+            "init_from and its data",
+        )
 
 
 def is_weighted(loader: DataLoader[Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +19,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.errors import DataError, TaskError, UnsupportedError
+from lockstep.errors import ConfigError, DataError, TaskError, UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
 from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
@@ -29,8 +31,9 @@ from lockstep.lightning.dataloaders import (
     replaced_loaders,
     training_loader,
 )
-from lockstep.lightning.module_task import ModuleTask
+from lockstep.lightning.module_task import ModuleTask, as_list
 from lockstep.lightning.run_callback import OWN, RunLogCallback
+from lockstep.planning import BatchPlan
 from lockstep.telemetry.loggers import as_row
 
 _PROFILERS: dict[str, type[Profiler]] = {
@@ -76,7 +79,7 @@ class ModuleFit:
             self._fit()
         if self._rank.writer is not None:
             self._rank.writer.wait()
-        return self.log.finish(dict(self._state.best_metric))
+        return self.log.finish(dict(self._state.best_metric or self._callback.evaluated))
 
     def _fit(self) -> None:
         module, data, rank, plan = self._task.module, self._task.datamodule, self._rank, self._rank.plan
@@ -112,7 +115,8 @@ class ModuleFit:
         batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
         if precision == "16-mixed" and self._rank.device.type == "cpu":
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
-        callbacks = [self._callback, *_as_list(given.pop("callbacks", None))]
+        _check_interval(given, batch)
+        callbacks = [self._callback, *as_list(given.pop("callbacks", None))]
         profiler = config.lightning.profiler
         settings: dict[str, Any] = {
             "max_epochs": plan.epochs,
@@ -139,7 +143,7 @@ class ModuleFit:
             # An epoch that is resumed with another global batch has another number of batches than the next one.
             given["reload_dataloaders_every_n_epochs"] = 1
         ranks = rank_arguments(plan, self._rank.world, config.distributed)
-        plugins = [*ranks.pop("plugins"), store, *_as_list(given.pop("plugins", None))]
+        plugins = [*ranks.pop("plugins"), store, *as_list(given.pop("plugins", None))]
         return {**settings, **given, **ranks, "callbacks": callbacks, "plugins": plugins}
 
     def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -151,10 +155,17 @@ class ModuleFit:
         self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
 
 
-def _as_list(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
+    """Raises :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
+    interval, batches = arguments.get("val_check_interval"), batch.steps_per_epoch * batch.accumulate
+    of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None and isinstance(interval, int)
+    if of_epoch and interval > batches:
+        raise ConfigError(
+            f"the Trainer's val_check_interval is {many(interval, 'batch')}, and an epoch has {batches}",
+            why="it counts the batches of an epoch",
+            fix=f"leave it out and set validation.every_steps={ceil(interval / batch.accumulate)}, which counts the "
+            "steps of the run; or set check_val_every_n_epoch to None (null in YAML)",
+        )
 
 
 def evaluate_module(

@@ -22,9 +22,17 @@ from lockstep.engine.rank_context import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
-from lockstep.hardware.resolve import resolve_placement
+from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import read_world
-from lockstep.lightning.dataloaders import defines, is_weighted, orders, own_batches
+from lockstep.lightning.dataloaders import (
+    check_length,
+    defines,
+    epoch_length,
+    is_weighted,
+    orders,
+    own_batches,
+    samples_of_batch,
+)
 from lockstep.planning.plan import LoaderFacts
 
 #: Arguments of the Trainer that the plan and the run's settings decide.
@@ -49,6 +57,8 @@ DECIDED = {
     "overfit_batches": "nothing",
     "barebones": "nothing",
 }
+#: How often a training loader that epochs make again is made to plan a run.
+_TRIED_RELOADS = 10
 #: Lockstep's callbacks for other Trainers, of which a run does the same itself.
 _OF_A_RUN = ("RunStatus", "StopOnSignal")
 #: Callbacks that would change the batches under the plan, by the names of their classes.
@@ -90,7 +100,10 @@ class PlannedTrainer:
     """What ``self.trainer`` is in ``prepare_data``, ``setup`` and ``train_dataloader`` while a run is planned."""
 
     def __init__(self, config: RunConfig, ranks: int, module: Any, datamodule: Any) -> None:
+        from lockstep.lightning.cluster import planned_strategy
+
         training = config.training
+        self.strategy = planned_strategy(_placement(config).devices, ranks)
         self.world_size = self.num_devices = ranks
         self.num_nodes, self.precision = 1, config.hardware.precision
         self.global_rank = self.local_rank = self.node_rank = self.current_epoch = self.global_step = 0
@@ -104,7 +117,8 @@ class PlannedTrainer:
         raise _NotPlanned(
             f"self.trainer.{name} is not known in setup() and train_dataloader() while the run is planned",
             why=f"there is no Trainer yet, only {', '.join(sorted(vars(self)))}",
-            fix="read it in configure_optimizers(), on_fit_start() or a later hook",
+            fix="read it in configure_optimizers(), on_fit_start() or a later hook; where setup() must ask, "
+            f"getattr(self.trainer, {name!r}, None) is None there",
         )
 
 
@@ -223,6 +237,7 @@ class ModuleTask(Task):
         """Only the training set: the module's own hooks see the others. Of a loader in its own order, indices."""
         with self.planning() as ranks:
             loader = self.open_loader("train_dataloader")
+            self._check_reloads(epoch_length(loader, ranks, self._unsized), ranks)
             whole_steps = not self.module.automatic_optimization
             if orders(loader, ranks):
                 self.loader_facts = LoaderFacts(
@@ -232,10 +247,30 @@ class ModuleTask(Task):
                     whole_steps=whole_steps,
                 )
                 return Datasets(loader.dataset, weights=loader.sampler if is_weighted(loader) else None)
-            training, size = self.planned.training, getattr(loader, "batch_size", None) or 1
-            batches = own_batches(loader, training.max_steps and training.max_steps * training.accumulate)
+            size, batches = samples_of_batch(loader), own_batches(loader, self._unsized)
             self.loader_facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
             return Datasets(range(batches * size))
+
+    @property
+    def _unsized(self) -> int | None:
+        """How many batches are read of a training loader that does not say its length."""
+        training = self.planned.training
+        return training.max_steps and training.max_steps * training.accumulate
+
+    def _check_reloads(self, length: int, ranks: int) -> None:
+        """Raises :class:`DataError` where a loader that is made again in later epochs has another length."""
+        every = self.trainer_arguments.get("reload_dataloaders_every_n_epochs") or self.planned.training.epochs
+        owner = next(owner for owner in self._owners if defines(owner, "train_dataloader"))
+        attributes, view = dict(vars(owner)), owner.trainer
+        try:
+            for epoch in range(every, min(self.planned.training.epochs, _TRIED_RELOADS * every + 1), every):
+                view.current_epoch = epoch
+                with seeded(self.data.seed):
+                    check_length(owner.train_dataloader(), length, ranks, self._unsized, epoch)
+        finally:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+            view.current_epoch = 0
 
     def open_loader(self, hook: str) -> Any:
         """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that is not defined."""
@@ -260,8 +295,7 @@ class ModuleTask(Task):
 
         config = self.planned
         if ranks is None:
-            world = read_world(os.environ)
-            ranks = resolve_placement(config.hardware, config.distributed, world, detect_devices()).world_size
+            ranks = _placement(config).world_size
         owners = self._owners
         view = PlannedTrainer(config, ranks, self.module, self.datamodule)
         try:
@@ -309,6 +343,10 @@ def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTas
     return type(f"{kind.__name__}Task", (ModuleTask,), {"module_class": kind, "find_class": staticmethod(find_class)})
 
 
+def _placement(config: RunConfig) -> Placement:
+    return resolve_placement(config.hardware, config.distributed, read_world(os.environ), detect_devices())
+
+
 def _check_given(arguments: dict[str, Any]) -> None:
     """Raises :class:`ConfigError` on arguments and callbacks of the Trainer for what the run decides."""
     for name in sorted(arguments.keys() & DECIDED.keys()):
@@ -317,14 +355,20 @@ def _check_given(arguments: dict[str, Any]) -> None:
             why=f"the run decides it, by {DECIDED[name]}",
             fix=f"leave {name} out",
         )
-    callbacks = arguments.get("callbacks") or ()
-    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+    for callback in as_list(arguments.get("callbacks")):
         for base in _CHANGE_BATCHES.keys() & {kind.__name__ for kind in type(callback).__mro__}:
             raise ConfigError(
                 f"the callback {type(callback).__name__} cannot be used",
                 why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base]}",
                 fix="leave it out",
             )
+
+
+def as_list(given: Any) -> list[Any]:
+    """An argument of the Trainer that may be one object or several."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,16 +40,18 @@ class RunLogCallback(Checkpoint):
     """Drives the run log from a Trainer: counts steps and samples, saves, and stops all ranks on the same step.
 
     A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
-    State is saved at the start of the next batch or epoch, when the module's hooks and the schedulers have run. Of a run
-    that ends within an epoch, the state before the hooks of the epoch's end is saved: a resumed run calls them.
+    State is saved at the start of the next batch or epoch, when the module's hooks and the schedulers have run. Of a
+    run that ends within an epoch, the state before the hooks of the epoch's end is saved: a resumed run calls them.
 
     Attributes:
         averages: of the weights; in use while it validates and saves. Made when the module is on its device.
         saves_best: whether the checkpoint that is being saved is the best so far.
+        evaluated: what the latest evaluation logged, or where no name is a validation's, the latest epoch.
     """
 
     averages: Averages | None = None
     saves_best = False
+    evaluated: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, rank: RankContext, log: RunLog, averaged: Mapping[str, Any] | None = None) -> None:
         self._rank, self._log, self._state, self._batch = rank, log, log.state, rank.plan.batch
@@ -182,7 +185,9 @@ class RunLogCallback(Checkpoint):
         # Lightning keeps every value; one that was not logged again is still the same object.
         fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
         row = {"train_loss": loss} if self._returns_loss else {}
-        row |= _numbers(fresh)
+        logged = _numbers(fresh)
+        self.evaluated = _of_validation(logged) or logged
+        row |= logged
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
         improved = not judged and self._judge(row)
@@ -278,9 +283,8 @@ class RunLogCallback(Checkpoint):
             self._remarked = True
             text = f"There are several validation loaders: the best epoch is judged by {name}."
             if name is None:
-                own = {"train_loss", "lr", "samples_per_s", "duration_s"}
-                names = ", ".join(name for name in row if name not in own) or "nothing"
-                text = f"No epoch is the best: the module does not log {monitor!r}; it logs {names}."
+                names = ", ".join(_of_validation(row)) or "nothing"
+                text = f"No epoch is the best: the module does not log {monitor!r}; its validation logs {names}."
             self._rank.note("monitor_missing", f"{text} checkpoint.monitor sets another name.")
         if found is None:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from lockstep.config.load import merge
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import choose_default, resolve_hardware
-from lockstep.lightning.module_task import DECIDED, ModuleTask
+from lockstep.lightning.module_task import DECIDED, ModuleTask, as_list
 from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ def fit(
 
     The first arguments are those of ``Trainer.fit``. Model and data run unchanged on Lightning's Trainer. One device
     trains in this process, several in processes of their own that share nothing with it, so this may be called from a
-    script without a main guard, a notebook, a thread or a server. Promised are the order of training samples
-    (Lockstep's: no ``DistributedSampler``, no padding, resumed anywhere on any number of ranks), that each validation
-    sample counts once, and the run folder. Losses are the module's own means, so their denominators are too.
+    script without a main guard, a notebook, a thread or a server; callbacks then have what their ``state_dict`` saves.
+    Promised are the order of training samples (Lockstep's: no ``DistributedSampler``, no padding, resumed anywhere on
+    any number of ranks), that each validation sample counts once, and the run folder. Losses are the module's own
+    means, so their denominators are too.
 
     Args:
         model: its ``configure_optimizers`` decides optimizer and schedule.
@@ -64,11 +66,25 @@ def fit(
     task = ModuleTask(module=model, datamodule=data, trainer=dict(trainer or {}))
     run = train(task, given, resume=resume)
     # Other processes may have trained it, or an earlier attempt, which left nothing to do.
-    store = CheckpointStore(RunDir.open(run.run_dir).checkpoints)
+    folder = RunDir.open(run.run_dir)
+    store = CheckpointStore(folder.checkpoints)
     step = store.step_of("last")
     if step is not None:
-        model.load_state_dict(store.load(step).model, strict=model.strict_loading)
+        snapshot = store.load(step)
+        model.load_state_dict(snapshot.model, strict=model.strict_loading)
+        if folder.read().placement.get("world_size", 1) > 1:
+            _load_callbacks(as_list((trainer or {}).get("callbacks")), snapshot.trainer["lightning"])
     return run
+
+
+def _load_callbacks(callbacks: list[Any], state: Mapping[str, Any]) -> None:
+    """Give callbacks the state that other processes have trained them to."""
+    saved = state.get("callbacks", {})
+    for callback in callbacks:
+        if callback.state_key in saved:
+            if getattr(callback, "dirpath", "") is None:  # a ModelCheckpoint would warn of another folder
+                callback.dirpath = saved[callback.state_key].get("dirpath")
+            callback.load_state_dict(deepcopy(saved[callback.state_key]))
 
 
 def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> LightningDataModule | None:

@@ -58,6 +58,7 @@ class ConsoleSink:
         self._began = clock()
         self._samples = (0.0, 0.0)  # seconds and samples of finished epochs, for the mean speed
         self._noted: set[str] = set()
+        self._logged_step, self._crosses_epochs = 0, False  # of the interval that the next line is about
 
     def emit(self, event: Event) -> None:
         try:
@@ -78,12 +79,10 @@ class ConsoleSink:
         match event:
             case RunStarted():
                 self._start(event)
-            case StepLogged() if self._mode == "bar" and self._bar is not None:
-                self._bar.update(event)
-            case StepLogged() if self._mode == "plain":
-                total = self._started.total_steps if self._started else 0
-                self._line(step_line(event, total, self._seconds_left(event.step)))
+            case StepLogged():
+                self._show_step(event)
             case EpochEnded():
+                self._crosses_epochs = True
                 seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)
                 self._samples = (self._samples[0] + seconds, self._samples[1] + seconds * speed)
                 if self._mode != "off":
@@ -99,8 +98,18 @@ class ConsoleSink:
             case _:
                 pass
 
+    def _show_step(self, event: StepLogged) -> None:
+        # The mean of all steps since the last line: not of the epoch that stands beside it.
+        steps = f" of steps {self._logged_step + 1}-{event.step}" if self._crosses_epochs else ""
+        self._logged_step, self._crosses_epochs = event.step, False
+        if self._bar is not None:
+            self._bar.update(event, f"loss{steps}")
+        elif self._mode == "plain":
+            total = self._started.total_steps if self._started else 0
+            self._line(step_line(event, total, self._seconds_left(event.step), f"loss{steps}"))
+
     def _start(self, event: RunStarted) -> None:
-        self._started = event
+        self._started, self._logged_step, self._crosses_epochs = event, event.step, False
         self._began = self._clock()
         if self._mode != "off":
             attempt = f", attempt {event.attempt} from step {event.step}" if event.attempt > 1 else ""
@@ -166,6 +175,7 @@ class _Bar:
         self._started, self._seconds_left = started, seconds_left
         self._step = started.step
         self._newest: StepLogged | None = None
+        self._loss_label = "loss"
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._move, name="lockstep-bar", daemon=True)
         self._thread.start()
@@ -181,8 +191,8 @@ class _Bar:
         self._end.set()
         self._thread.join()
 
-    def update(self, event: StepLogged) -> None:
-        self._newest = event
+    def update(self, event: StepLogged, loss_label: str) -> None:
+        self._newest, self._loss_label = event, loss_label
         self._draw(event.step)
 
     def _move(self) -> None:
@@ -201,7 +211,7 @@ class _Bar:
         label, parts = "starting", left
         if newest is not None:
             label = epoch_label(newest.epoch, self._started.plan.get("epochs"))
-            loss = [] if newest.loss is None else [f"loss {number(newest.loss)}"]
+            loss = [] if newest.loss is None else [f"{self._loss_label} {number(newest.loss)}"]
             parts = [_rates(newest), *loss, *left, f"lr {newest.lr:.2g}"]
         room = self.width - len(label) - len(str(self._started.total_steps)) * 2 - _BAR_ROOM
         while len(parts) > 1 and len("  ".join(parts)) > room:
@@ -298,11 +308,11 @@ def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
         print_table(("plan", "", "why"), rows, stream)
 
 
-def step_line(event: StepLogged, total: int, seconds_left: float | None) -> str:
+def step_line(event: StepLogged, total: int, seconds_left: float | None, loss_label: str = "loss") -> str:
     of_total = f"/{total}" if event.step <= total else ""  # a session may have loops that its plan did not know
     return _joined(
         f"epoch {event.epoch}  step {event.step}{of_total}",
-        "" if event.loss is None else f"loss {number(event.loss)}",
+        "" if event.loss is None else f"{loss_label} {number(event.loss)}",
         f"lr {event.lr:.3g}",
         "" if event.grad_norm is None else f"grad_norm {number(event.grad_norm)}",
         _rates(event),
