@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -68,6 +69,15 @@ class Net(pl.LightningModule):
 """
 
 
+MODULES += """
+
+class Classes(Net):
+    def training_step(self, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y, weight=torch.tensor([1.0, 9.0]))
+"""
+
+
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
     file = tmp_path / "modules.py"
@@ -80,6 +90,20 @@ def modules(tmp_path: Path) -> Path:
 def test_verify_says_equal(modules: Path, name: str) -> None:
     report = lockstep.verify(f"{modules}:{name}", devices="cpu,cpu", steps=6)
     assert report.outcome in {"identical", "equal"}, report.findings()
+
+
+@pytest.mark.slow
+def test_verify_measures_what_a_mean_of_other_than_samples_changes(modules: Path) -> None:
+    """The same is a note of each plan of a module on several ranks."""
+    report = lockstep.verify(f"{modules}:Classes", devices="cpu,cpu", steps=4)
+    [cause] = report.causes
+    assert cause.code == "grouping"
+    measured = float(re.search(r"up to ([0-9.e-]+)\)", cause.what)[1])  # type: ignore[index]
+    assert measured > 1e-3
+    assert "Loss(total, count)" in cause.fix
+    plan = lockstep.plan(f"{modules}:Classes", devices="cpu,cpu")
+    assert "module_means" in [note.key for note in plan.notes]
+    assert "module_means" not in [note.key for note in lockstep.plan(f"{modules}:Classes", devices="cpu").notes]
 
 
 def test_a_module_whose_steps_return_mappings_and_log_nothing_is_trained(modules: Path, tmp_path: Path) -> None:

@@ -255,8 +255,8 @@ def check_length(loader: Any, planned: int, ranks: int, unsized: int | None, epo
             f"the training loader has a length of {length} in epoch {epoch + 1}, and of {planned} in the plan",
             why="the steps of a run, its schedule and its place after a resume are planned from one length",
             fix="let the data module make the same number of samples in every process and epoch (a sampler with "
-            "num_samples draws it from a set of any size); or train each stage as a run of its own, the next one with "
-            "init_from and its data",
+            "num_samples draws it from a set of any size); or train each stage as a separate run, "
+            "the next one with init_from",
         )
 
 

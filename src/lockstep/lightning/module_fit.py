@@ -157,9 +157,10 @@ class ModuleFit:
 
 def _check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
     """Raises :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
-    interval, batches = arguments.get("val_check_interval"), batch.steps_per_epoch * batch.accumulate
-    of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None and isinstance(interval, int)
-    if of_epoch and interval > batches:
+    interval: Any = arguments.get("val_check_interval")
+    batches = batch.steps_per_epoch * batch.accumulate
+    of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None
+    if of_epoch and isinstance(interval, int) and interval > batches:
         raise ConfigError(
             f"the Trainer's val_check_interval is {many(interval, 'batch')}, and an epoch has {batches}",
             why="it counts the batches of an epoch",

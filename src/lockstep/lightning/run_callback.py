@@ -184,10 +184,10 @@ class RunLogCallback(Checkpoint):
         self._earlier = metrics
         # Lightning keeps every value; one that was not logged again is still the same object.
         fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
-        row = {"train_loss": loss} if self._returns_loss else {}
-        logged = _numbers(fresh)
+        row = logged = _numbers(fresh)
         self.evaluated = _of_validation(logged) or logged
-        row |= logged
+        if self._returns_loss:
+            row = logged | {"train_loss": loss}  # a module's own may be that of the last batch, on rank 0
         row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
         improved = not judged and self._judge(row)

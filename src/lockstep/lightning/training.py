@@ -73,7 +73,7 @@ def fit(
         snapshot = store.load(step)
         model.load_state_dict(snapshot.model, strict=model.strict_loading)
         if folder.read().placement.get("world_size", 1) > 1:
-            _load_callbacks(as_list((trainer or {}).get("callbacks")), snapshot.trainer["lightning"])
+            _load_callbacks(as_list(task.trainer_arguments.get("callbacks")), snapshot.trainer["lightning"])
     return run
 
 

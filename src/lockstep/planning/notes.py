@@ -108,6 +108,13 @@ def module_notes(config: RunConfig, placement: Placement) -> Iterator[Note]:
     """For a ``LightningModule``: on settings that its own parts decide."""
     if placement.accelerator == "cpu" and placement.precision == "16-mixed":
         yield Note("precision_changed", "On a CPU, Lightning's Trainer uses bf16-mixed instead of 16-mixed.")
+    if placement.world_size > 1:
+        yield Note(
+            "module_means",
+            "A module's loss is a mean over the samples of a rank, and DDP gives each rank's the same weight. Where it "
+            "divides by something else (class weights, ignored targets, tokens), the result depends on the number of "
+            "devices; `lockstep verify FILE.py:MODULE` measures by how much.",
+        )
     names = [*_changed(config, "optimizer"), *_changed(config, "scheduler")]
     yield from _unused(names, "the module's configure_optimizers() decides", " on a LightningModule")
     retries = ["training.on_oom"] * (config.training.on_oom == "retry")
