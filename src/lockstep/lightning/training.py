@@ -72,7 +72,7 @@ def fit(
     if step is not None:
         snapshot = store.load(step)
         model.load_state_dict(snapshot.model, strict=model.strict_loading)
-        if folder.read().placement.get("world_size", 1) > 1:
+        if (folder.read().placement or {}).get("world_size", 1) > 1:
             _load_callbacks(as_list(task.trainer_arguments.get("callbacks")), snapshot.trainer["lightning"])
     return run
 

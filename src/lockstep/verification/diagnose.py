@@ -292,7 +292,7 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
             "one device that takes the same samples in smaller micro-batches gets another result (losses differ by up "
             f"to {gap['loss'].max(initial=0):.1e}): the module's loss is not the mean of its samples' losses, because "
             "it divides by something else (class weights, ignored targets, tokens) or compares the samples of a batch",
-            "return a mean over samples; or write a lockstep.Task, whose Loss(total, count) has what the mean divides by",
+            "return a mean over samples; or write a lockstep.Task: Loss(total, count) has what the mean divides by",
         )
     return Cause(
         "grouping",
