@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -29,22 +29,19 @@ from lockstep.config import resolve as resolve_config
 from lockstep.errors import CheckpointError, ConfigError, RunFolderError
 from lockstep.hardware.world import read_world
 from lockstep.launch.api import train
-from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.run_claim import warn
 from lockstep.lightning.ckpt_file import as_file, cannot_load, check_file, trainer_loads
 from lockstep.lightning.cluster import agreed_logging, shared_ddp
 from lockstep.lightning.configured import Hardware, HardwareCLI, changed
-from lockstep.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
+from lockstep.lightning.dataloaders import SharedBatches, cut_batches, evaluation_loader, replaced_loaders
 from lockstep.lightning.module_task import DECIDED, ModuleConfig, ModuleTask
 from lockstep.lightning.settings import OF_HARDWARE, SETTINGS, Resolved, resolve, settings_of
+from lockstep.lightning.stored import Stored, stored_checkpoint
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.summary import find_run
 from lockstep.tasks.registry import find_class
 
 _NONE = object()
-#: Words of ``--ckpt_path`` that Lightning reads: a checkpoint of SLURM, and of its registry.
-_OF_LIGHTNING = ("hpc", "registry")
 #: Of a parsed ``fit``, what is not kept with the run's task.
 _NOT_KEPT = ("config", "ckpt_path", "weights_only", "run_dir", "hardware")
 
@@ -55,38 +52,6 @@ class Elsewhere(Exception):
     def __init__(self, start: Callable[[type[LockstepCLI], dict[str, Any]], int]) -> None:
         super().__init__()
         self.start = start
-
-
-class Stored(NamedTuple):
-    """A checkpoint in a run folder."""
-
-    run: RunDir
-    name: str
-
-
-def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored | None:
-    """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it names a file, an address, or nothing.
-
-    ``best`` and ``last`` mean a checkpoint of ``run_dir`` where that is a run, else of the latest run.
-
-    Raises:
-        CheckpointError: it leads nowhere.
-    """
-    if path is None or "://" in str(path) or str(path).startswith(_OF_LIGHTNING):
-        return None
-    place = Path(path).absolute()
-    if path in ("best", "last"):
-        if run_dir is not None and (Path(run_dir) / "run.json").exists():
-            return Stored(RunDir.open(Path(run_dir)), path)
-    elif str(path) and place.exists() and not (place / "run.json").exists():
-        if place.is_dir() and (place.parent.parent / "run.json").exists():
-            return Stored(RunDir.open(place.parent.parent), place.name.removeprefix("step-"))
-        return None
-    try:
-        return Stored(find_run("last" if path == "best" else str(path), runs_dir), "best")
-    except RunFolderError as error:
-        fix = "name a run (its folder, its id, or `last`), one of its checkpoints, or a checkpoint file of Lightning's"
-        raise CheckpointError(f"there is no checkpoint {path}", why=error.what, fix=fix) from None
 
 
 class WritePredictions(Callback):
@@ -133,7 +98,7 @@ class LockstepCLI(HardwareCLI):
         if stored is not None and subcommand == "fit":
             return
         if stored is not None:
-            content = as_file(find_checkpoint(*stored))
+            content = as_file(stored.load())
             named = settings.get("model.class_path") if self.subclass_mode_model else None
             if named and content.get("hyper_parameters"):  # LightningCLI needs the class beside its arguments
                 content["hyper_parameters"] = {"_class_path": named, **content["hyper_parameters"]}
@@ -170,8 +135,14 @@ class LockstepCLI(HardwareCLI):
 
     def run_subcommand(self, subcommand: str) -> None:
         seed = int(self.setting("seed_everything") or 0)
-        drops_last = subcommand != "predict"  # as in Lightning
-        evaluation = partial(evaluation_loader, world=read_world(os.environ), seed=seed, drops_last=drops_last)
+        world = read_world(os.environ)
+
+        def evaluation(loader: Any) -> Any:
+            shared = evaluation_loader(loader, world, seed, drops_last=subcommand != "predict")  # as in Lightning
+            if (text := cut_batches(shared)) and world.is_main:
+                warn(text)
+            return shared
+
         if subcommand == "predict":
             callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
             if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks):

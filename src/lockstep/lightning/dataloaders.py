@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
 from lockstep.engine.rank_context import seeded
 from lockstep.engine.state import TrainState
-from lockstep.errors import DataError, UnsupportedError, many
+from lockstep.errors import ConfigError, DataError, UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan
 from lockstep.planning.batch import Span, parts
@@ -240,6 +241,20 @@ def training_loader(
         order = sampling.order(samples, seed)
     batches = OrderedBatches(batch, order, world.rank, state)
     return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+
+
+def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
+    """Raises :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
+    interval: Any = arguments.get("valcheck_interval")
+    batches = batch.steps_per_epoch * batch.accumulate
+    of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None
+    if of_epoch and isinstance(interval, int) and interval > batches:
+        raise ConfigError(
+            f"the Trainer's valcheck_interval is {many(interval, 'batch')}, and an epoch has {batches}",
+            why="it counts the batches of an epoch",
+            fix=f"leave it out and set validation.every_steps={ceil(interval / batch.accumulate)}, which counts the "
+            "steps of the run; or set check_val_every_n_epoch to None (null in YAML)",
+        )
 
 
 def epoch_length(loader: Any, ranks: int, unsized: int | None) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import ceil
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,12 +17,13 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.errors import ConfigError, DataError, TaskError, UnsupportedError, many
+from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
 from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
     SharedBatches,
+    check_interval,
     cut_batches,
     defines,
     evaluation_loader,
@@ -33,7 +32,6 @@ from lockstep.lightning.dataloaders import (
 )
 from lockstep.lightning.module_task import ModuleTask, as_list
 from lockstep.lightning.run_callback import OWN, RunLogCallback
-from lockstep.planning import BatchPlan
 from lockstep.telemetry.loggers import as_row
 
 _PROFILERS: dict[str, type[Profiler]] = {
@@ -115,7 +113,7 @@ class ModuleFit:
         batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
         if precision == "16-mixed" and self._rank.device.type == "cpu":
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
-        _check_interval(given, batch)
+        check_interval(given, batch)
         callbacks = [self._callback, *as_list(given.pop("callbacks", None))]
         profiler = config.lightning.profiler
         settings: dict[str, Any] = {
@@ -153,20 +151,6 @@ class ModuleFit:
         trainer["averages"] = self._callback.averages.trained()
         frozen = frozen_names(self._task.module)
         self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
-
-
-def _check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
-    """Raises :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
-    interval: Any = arguments.get("val_check_interval")
-    batches = batch.steps_per_epoch * batch.accumulate
-    of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None
-    if of_epoch and isinstance(interval, int) and interval > batches:
-        raise ConfigError(
-            f"the Trainer's val_check_interval is {many(interval, 'batch')}, and an epoch has {batches}",
-            why="it counts the batches of an epoch",
-            fix=f"leave it out and set validation.every_steps={ceil(interval / batch.accumulate)}, which counts the "
-            "steps of the run; or set check_val_every_n_epoch to None (null in YAML)",
-        )
 
 
 def evaluate_module(

@@ -1,0 +1,51 @@
+"""What ``--ckpt_path`` of ``lockstep lightning`` names in run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.errors import CheckpointError, RunFolderError
+from lockstep.launch.finished.reopen import find_checkpoint
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.summary import find_run
+
+#: Words of ``--ckpt_path`` that Lightning reads: a checkpoint of SLURM, and of its registry.
+_OF_LIGHTNING = ("hpc", "registry")
+
+
+class Stored(NamedTuple):
+    """A checkpoint in a run folder."""
+
+    run: RunDir
+    name: str
+
+    def load(self) -> Snapshot:
+        """Raises :class:`CheckpointError`."""
+        return find_checkpoint(self.run, self.name)
+
+
+def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored | None:
+    """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it names a file, an address, or nothing.
+
+    ``best`` and ``last`` mean a checkpoint of ``run_dir`` where that is a run, else of the latest run.
+
+    Raises:
+        CheckpointError: it leads nowhere.
+    """
+    if path is None or "://" in str(path) or str(path).startswith(_OF_LIGHTNING):
+        return None
+    place = Path(path).absolute()
+    if path in ("best", "last"):
+        if run_dir is not None and (Path(run_dir) / "run.json").exists():
+            return Stored(RunDir.open(Path(run_dir)), path)
+    elif str(path) and place.exists() and not (place / "run.json").exists():
+        if place.is_dir() and (place.parent.parent / "run.json").exists():
+            return Stored(RunDir.open(place.parent.parent), place.name.removeprefix("step-"))
+        return None
+    try:
+        return Stored(find_run("last" if path == "best" else str(path), runs_dir), "best")
+    except RunFolderError as error:
+        fix = "name a run (its folder, its id, or `last`), one of its checkpoints, or a checkpoint file of Lightning's"
+        raise CheckpointError(f"there is no checkpoint {path}", why=error.what, fix=fix) from None
