@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torchmetrics import MeanMetric, MetricCollection
 
 from lockstep._compat import lightning as compat
-from lockstep._compat import torchmetrics
+from lockstep._compat import lightning_results, torchmetrics
 from lockstep._compat.lightning_cli import OpenCLI
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these versions of the libraries say to each other
@@ -41,6 +42,31 @@ class Logging(BoringModel):
         return super().training_step(batch, batch_idx)
 
     val_dataloader = None  # type: ignore[assignment]
+
+
+def test_hooks_of_loops_and_names_of_what_is_logged() -> None:
+    class Ending(Logging):
+        ends = 0
+
+        def on_train_epoch_end(self) -> None:
+            self.ends += 1
+
+    for allowed in (True, False):
+        module, trainer = Ending(), Trainer(max_epochs=1, max_steps=1, accelerator="cpu", **QUIET)
+        for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+            compat.call_before(loop, "on_advance_end", partial(bool, allowed))
+        trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(2, 32), batch_size=2))
+        assert module.ends == allowed
+    lightning_results.agree_on_names(trainer)
+    assert isinstance(trainer.validate_loop._results, lightning_results.AgreedResults)
+    assert isinstance(trainer._logger_connector, lightning_results.AgreedConnector)
+    assert lightning_results.evaluation_samplers(trainer) == []
+    with torchmetrics.unequal_lists():
+        assert MeanMetric._sync_dist is not sync
+    assert MeanMetric._sync_dist is sync
+
+
+sync = MeanMetric._sync_dist
 
 
 def test_optimizers_in_any_form() -> None:
