@@ -245,12 +245,12 @@ def training_loader(
 
 def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
     """Raises :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
-    interval: Any = arguments.get("valcheck_interval")
+    interval: Any = arguments.get("val_check_interval")
     batches = batch.steps_per_epoch * batch.accumulate
     of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None
     if of_epoch and isinstance(interval, int) and interval > batches:
         raise ConfigError(
-            f"the Trainer's valcheck_interval is {many(interval, 'batch')}, and an epoch has {batches}",
+            f"the Trainer's val_check_interval is {many(interval, 'batch')}, and an epoch has {batches}",
             why="it counts the batches of an epoch",
             fix=f"leave it out and set validation.every_steps={ceil(interval / batch.accumulate)}, which counts the "
             "steps of the run; or set check_val_every_n_epoch to None (null in YAML)",
