@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.errors import CheckpointError, LockstepError, RunFolderError, TaskError, UsageError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from tests.toys import Toy
 
 
@@ -59,7 +59,7 @@ def test_a_task_made_in_a_function_is_remembered_or_asked_for_and_needs_no_super
             use()
     assert opened.resume(Local(7), epochs=2).step == 2 * run.plan.steps_per_epoch
     assert torch.equal(*(next(r.load_model(task=Local(7)).parameters()) for r in (run, opened)))
-    with pytest.raises(TaskError, match="missing a required argument: 'width'"):
+    with pytest.raises(ConfigError, match="width is required"):
         lockstep.plan(Local, devices="cpu")
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import Tensor
+from torch.utils.data import Subset
 
 import lockstep
-from lockstep import Run
-from lockstep.errors import CheckpointError
+from lockstep import Datasets, Run
+from lockstep.data.arrays import ArrayDataset
+from lockstep.errors import CheckpointError, DataError
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate
 from lockstep.rundir.folder import RunDir
 from tests.drawing import Drawing, Noisy, Unseeded
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import assert_close
+from tests.toys import SampleBySample, Toy, arrays
 
 
 def settings(folder: Path, *devices: str, **training: Any) -> dict[str, Any]:
@@ -68,3 +74,54 @@ def test_in_fast_mode_and_with_workers_samples_draw_the_same(tmp_path: Path) -> 
     workers = {"data": {"num_workers": 2}}
     lockstep.train(Drawing, {**settings(tmp_path / "pair", "cpu", "cpu"), **mixing, **workers})
     assert_close(tmp_path / "alone", tmp_path / "pair")
+
+
+class Uneven(Toy):
+    """A ``split`` is ``shorter``, ``reordered`` or ``missing`` on rank 1; training samples are noisy, which is no fault."""
+
+    def __init__(self, split: str = "", fault: str = "") -> None:
+        super().__init__()
+        self.split, self.fault = split, fault
+
+    def datasets(self) -> Datasets:
+        parts: dict[str, Any] = {
+            "train": Noise(*arrays(64, 1)),
+            "clean": ArrayDataset(*arrays(40, 2)),
+            "noisy": ArrayDataset(*arrays(24, 3)),
+            "test": ArrayDataset(*arrays(24, 4)),
+        }
+        if os.environ.get("RANK") == "1" and self.fault:
+            part = parts[self.split]
+            order = list(range(len(part)))[:: -1 if self.fault == "reordered" else 1]
+            kept = Subset(part, order[:-1] if self.fault == "shorter" else order)
+            parts[self.split] = None if self.fault == "missing" else kept
+        val = {name: parts[name] for name in ("clean", "noisy")}
+        return Datasets(train=parts["train"], val=val, test=parts["test"])
+
+
+class Noise(SampleBySample):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = super().__getitem__(index)
+        return inputs + 0.01 * float(np.random.default_rng().standard_normal()), label
+
+
+@pytest.mark.parametrize(
+    ("split", "fault", "name"),
+    [
+        ("train", "reordered", "train"),
+        ("noisy", "reordered", "val noisy"),
+        ("clean", "shorter", "val clean"),
+        ("test", "missing", "test"),
+    ],
+)
+def test_ranks_with_other_data_are_refused_before_the_first_step(
+    split: str, fault: str, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=f"rank 1 has other {name} data"):
+        lockstep.train(Uneven(split, fault), settings(tmp_path / "run", "cpu", "cpu"))
+    assert not RunDir.open(tmp_path / "run").steps()
+
+
+def test_samples_that_vary_are_not_other_data(tmp_path: Path) -> None:
+    run = lockstep.train(Uneven(), settings(tmp_path / "run", "cpu", "cpu", max_steps=2))
+    assert run.step == 2

@@ -19,7 +19,7 @@ import lockstep
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
 from lockstep.config.load import remember
-from lockstep.errors import TaskError
+from lockstep.errors import ConfigError, TaskError
 from lockstep.tasks.registry import configured, find_task, make_task
 from tests.conftest import cli_environment
 from tests.gloo import ROOT
@@ -86,15 +86,28 @@ class Loose(WithDefault):
         super().__init__(width)
 
 
+class Modelled(Task):
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
 def test_settings_are_passed_by_name() -> None:
     assert make_task(Second, {}).width == 3
 
 
-@pytest.mark.parametrize("kind", [Sized, Configured, Loose])
+@pytest.mark.parametrize("kind", [Configured, Modelled])
 def test_an_init_that_takes_other_arguments_than_the_settings_is_refused(kind: type[Task]) -> None:
-    with pytest.raises(TaskError, match=r"__init__: (no parameter `config`|missing .* 'width')") as refused:
+    with pytest.raises(TaskError, match=r"__init__: (no parameter `config`|missing .* 'net')") as refused:
         make_task(kind, {})
     assert "super().__init__(config)" in refused.value.fix
+
+
+@pytest.mark.parametrize("kind", [Sized, Loose])
+def test_arguments_are_settings(kind: type[Task]) -> None:
+    with pytest.raises(ConfigError, match="width is required") as refused:
+        make_task(kind, {})
+    assert "--set task.width=" in refused.value.fix
+    assert make_task(kind, {"width": 3}).width == 3
 
 
 @pytest.fixture

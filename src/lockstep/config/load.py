@@ -328,8 +328,13 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             near = _nearest(item["loc"], model)
             problems.append(f"unknown key {place}")
             fixes.append(f"did you mean {prefix}{near}?" if near else "docs/configuration.md lists every key")
+        elif item["type"] == "missing":
+            problems.append(f"{place} is required")
+            fixes.append(f"set it: --set {place}=…")
         elif place:
             given = item.get("input")
+            if item["type"] == "string_type" and isinstance(given, bool | int | float):
+                fixes.append(f"a text that looks like another value needs quotes: --set {place}='\"…\"'")
             shown = "" if isinstance(given, dict) else f" (given: {repr(given)[:200]})"
             problems.append(f"{place}: {message[:1].lower() + message[1:]}{shown}")
         else:

@@ -98,6 +98,7 @@ class TaskSection(Section):
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str = setting("har", "a built-in task, or path/to/file.py:Class, or package.module:Class")
+    unrecorded: tuple[str, ...] = setting((), "set by Lockstep: arguments of a task object that are no plain values")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lockstep.engine.resume import load_latest
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import end_data, open_data
+from lockstep.engine.training_data import check_same_data, end_data, open_data, open_datasets
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, RunEnded, Sink
 from lockstep.hardware.world import World
@@ -54,6 +54,10 @@ def run_attempt(
                     log = module_fit.log
                     return module_fit.run()
                 datasets = datasets or open_data(task, config, rank.collectives)
+                if world.size > 1:
+                    check_same_data(datasets, rank.collectives)
+                    if plan.task.opens_files:  # loader workers must open them themselves
+                        datasets = open_datasets(task, config)
                 ending.callback(end_data, datasets)
                 # No name for the snapshot here: it would keep its memory, or its files, until the end.
                 fit = build_fit(rank, task, datasets, load_latest(rank, in_pieces=rank.reads_shards))

@@ -186,7 +186,7 @@ def evaluate(
 @contextlib.contextmanager
 def evaluation(task: Task, model: nn.Module, callbacks: Callbacks) -> Iterator[None]:
     """What surrounds an evaluation: nothing that happens inside changes training."""
-    context = task.context
+    context = task._lockstep_context
     was_training = context.is_training
     with generators_kept(), evaluating(model):
         context.is_training = False

@@ -136,7 +136,7 @@ class Fit:
         loader = loaded(self.source, plan, rank.world, **start, settled=self.validation.settle_loader)
         batches = TimedBatches(loader if trace is None else trace.batches(loader))
         self.parts.train()
-        self.task.context.is_training = True
+        self.task._lockstep_context.is_training = True
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
         settings = rank.config.telemetry
@@ -248,7 +248,7 @@ class Fit:
         return report
 
     def _callback(self, event: str) -> None:
-        self.parts.callbacks.call(event, self.task.context, self.parts.strategy.module)
+        self.parts.callbacks.call(event, self.task._lockstep_context, self.parts.strategy.module)
 
     def _log_step(self, step: StepResult) -> None:
         update = self.parts.update

@@ -28,6 +28,7 @@ from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, s
 from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task_settings import settings_of
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import (
     array_bytes,
@@ -63,7 +64,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     lr, scheduled = optimizer_facts(trial, model, task)
     lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
     before = _open_files()
-    text, unstable = examined(datasets.train, skips=task.data.on_bad_row == "skip")
+    text, unstable = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")
     with generators_kept():
         for dataset in (datasets.val, datasets.test):
             if dataset is not None:
@@ -93,6 +94,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,
         own_schedule=scheduled,
+        unrecorded=settings_of(task).unrecorded,
         monitor=_monitor_of(task),
         metric_modes=modes,
         metrics_remark=metrics_remark,

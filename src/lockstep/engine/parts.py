@@ -56,7 +56,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     """Build them from ``snapshot``, or from the start. Collective."""
     config, plan = rank.config, rank.plan
     state, remarks = restored_state(rank, snapshot), list[str | None]()
-    task.context = Context(state)
+    task._lockstep_context = Context(state)
     seed_everything(plan.seed)  # opening the data may have drawn numbers
     model = build_model(task)
     refuse_meta(model)
@@ -80,7 +80,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     strategy = build_strategy(rank, watched or task, model, update.precision, divided)
     strategy.draws.everything |= state.draws_seeded
     callbacks = Callbacks(task)
-    update.after_backward = callbacks.caller("on_after_backward", task.context, strategy.module)
+    update.after_backward = callbacks.caller("on_after_backward", task._lockstep_context, strategy.module)
     remarks.append(untrained_note(update, model, config.training.max_grad_norm))
     draws = set() if watched is None else watched.draws
     notes = [Note("remark", text) for text in remarks if text]

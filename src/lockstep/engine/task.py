@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from lockstep.engine.state import TrainState
+from lockstep.engine.task_settings import Recorded, record_arguments
+from lockstep.engine.task_settings import TaskConfig as TaskConfig  # a public name of this module
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.events import Sound
 
@@ -66,12 +68,6 @@ class Scheduler:
 
     scheduler: LRScheduler
     interval: Literal["step", "epoch", "metric"] = "step"
-
-
-class TaskConfig(BaseModel):
-    """Base of ``Task.Config``: frozen, closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -172,26 +168,68 @@ def _undefined(task: Task, method: str) -> TaskError:
     )
 
 
+_Value = TypeVar("_Value")
+
+
+class _FromRun(Generic[_Value]):
+    """An attribute that the run provides, unless the task sets one of that name itself."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def __get__(self, task: Task | None, kind: type[Task]) -> _Value:
+        value: _Value = getattr(kind if task is None else task, self._source)
+        return value
+
+
 class Task:
     """Subclass this, and define :meth:`datasets`, :meth:`model` and :meth:`loss`.
+
+    Its settings are the fields of ``Config``, which is a pydantic model or a dataclass, and the parameters of
+    ``__init__`` that take plain values. They are recorded with the run, and used where a command makes the task again.
 
     Args:
         config: the task's own settings; ``None`` takes the defaults of ``Config``.
     """
 
-    Config: ClassVar[type[BaseModel]] = TaskConfig
+    Config: ClassVar[type[Any]] = TaskConfig
     #: Settings of the run that suit this task better than the general defaults, as in a YAML file.
     defaults: ClassVar[Mapping[str, Any]] = {}
     #: What 'best' means when the run does not say: a key of the metrics row, and its direction.
     monitor: ClassVar[tuple[str, str]] = ("val_loss", "min")
 
+    #: Whether arguments of ``__init__`` are settings of the task.
+    records_arguments: ClassVar[bool] = True
+
     config: Any
-    data: DataSettings = DataSettings()
-    #: Step, epoch and mode of the run; set before ``model()`` is called. Not for ``collate``, which runs ahead.
-    context: Context = Context()
+    #: The run's :class:`DataSettings`.
+    data = _FromRun[DataSettings]("_lockstep_data")
+    #: The run's :class:`Context`: its step, epoch and mode, set before ``model()`` is called. Not for ``collate``,
+    #: which runs ahead.
+    context = _FromRun[Context]("_lockstep_context")
+    # What the engine keeps on a task; a task may itself set `config`, `data` and `context` to other values.
+    _lockstep_data: DataSettings = DataSettings()
+    _lockstep_context: Context = Context()
+    _lockstep_recorded: Recorded = Recorded({})
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        """Record the arguments, with which later commands make the task again."""
+        task = super().__new__(cls)
+        task._lockstep_recorded = record_arguments(cls, arguments, keywords)
+        return task
 
     def __init__(self, config: BaseModel | None = None) -> None:
         self.config = config if config is not None else self.Config()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a value that would hide a method."""
+        if callable(vars(Task).get(name)) and (not callable(value) or isinstance(value, nn.Module | type)):
+            raise TaskError(
+                f"the task {type(self).__name__} sets its attribute {name} to a {type(value).__name__}",
+                why=f"{name}() is a method of lockstep.Task, which the attribute would hide",
+                fix=f"give the attribute another name, such as self._{name}, or self.my_{name}",
+            )
+        super().__setattr__(name, value)
 
     def prepare(self) -> None:
         """Make or fetch the data; called once per node, before any data set is opened."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import random
 import time
@@ -11,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -65,14 +66,14 @@ def open_data(task: Task, config: RunConfig, collectives: Collectives | None = N
 
 
 def prepare_data(task: Task, config: RunConfig) -> None:
-    task.data = data_settings(config)
+    task._lockstep_data = data_settings(config)
     with seeded(config.training.seed):
         task.prepare()
 
 
 def open_datasets(task: Task, config: RunConfig) -> Datasets:
     """``task.datasets()`` under the run's seed; its data are prepared on this node."""
-    task.data = data_settings(config)
+    task._lockstep_data = data_settings(config)
     with seeded(config.training.seed):
         given = task.datasets()
     if not hasattr(given, "train"):
@@ -122,7 +123,7 @@ def training_source(task: Task, datasets: Datasets, plan: Plan, skipped: Path = 
 
     Weights and lengths of the samples must be those that the plan was made with: others would be another order.
     """
-    order, skips = _order(task, datasets.weights, plan), task.data.on_bad_row == "skip"
+    order, skips = _order(task, datasets.weights, plan), task._lockstep_data.on_bad_row == "skip"
     given = (datasets.train, collate_of(task), plan.seed, order, plan.order.lanes, skipped if skips else None)
     return Source(*given, least=plan.batch.least_part)
 
@@ -289,10 +290,27 @@ def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]
         stable = given == str(dataset.fingerprint())
         return (f"{samples}:{given}", ()) if stable else (f"{samples}:~", ("the data set's fingerprint()",))
     digest = hashlib.sha256()
-    fields: dict[int, dict[str, bytes]] = {}
-    unstable: set[str] = set()
+    fields, unstable = _read_probes(dataset, digest, skips=skips)
+    if not unstable:
+        return f"{samples}:{digest.hexdigest()[:16]}", ()
+    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
+    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
+    return f"{samples}:~{rest}", tuple(sorted(unstable))
+
+
+def _read_probes(
+    dataset: Any, digest: Any, *, skips: bool, limit_s: float = math.inf
+) -> tuple[dict[int, dict[str, bytes]], set[str]]:
+    """Hashes of the parts of up to 16 samples, by index, and the parts that differ when they are read again.
+
+    ``digest`` takes in the samples; none is begun after ``limit_s`` seconds.
+    """
+    fields, unstable, last = dict[int, dict[str, bytes]](), set[str](), len(dataset) - 1
+    until = time.monotonic() + limit_s
     with generators_kept():
-        for index in sorted({int(i) for i in np.linspace(0, samples - 1, PROBES)}):
+        for index in sorted({int(i) for i in np.linspace(0, last, PROBES)}) if last >= 0 else ():
+            if fields and time.monotonic() > until:
+                break
             sample = _probe(dataset, index, skips)
             feed(digest, sample)
             fields[index] = _fields(sample)
@@ -302,11 +320,52 @@ def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]
                 break
             again = _fields(_probe(dataset, index, skips))
             unstable |= {name for name, _ in fields[index].items() ^ again.items()}
-    if not unstable:
-        return f"{samples}:{digest.hexdigest()[:16]}", ()
-    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
-    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
-    return f"{samples}:~{rest}", tuple(sorted(unstable))
+    return fields, unstable
+
+
+class _Split(NamedTuple):
+    """What ranks compare of a split; ``fields``: hashes of the parts of some samples, by index."""
+
+    samples: int
+    fingerprint: str
+    fields: dict[int, dict[str, bytes]]
+    unstable: set[str]
+
+    def is_like(self, other: _Split) -> bool:
+        """Whether both may be of the same data: the samples that both ranks read, without what varies."""
+        ignored = self.unstable | other.unstable
+        common = [(self.fields[index], other.fields[index]) for index in self.fields.keys() & other.fields.keys()]
+        parts = ({item for item in mine.items() ^ theirs.items() if item[0] not in ignored} for mine, theirs in common)
+        return self[:2] == other[:2] and not any(parts)
+
+
+def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
+    """Raise :class:`DataError` where a rank has opened other data than rank 0. Collective."""
+    named = {f"val {name}": part for name, part in datasets.named.items()} or {"val": datasets.val}
+    splits = {"train": datasets.train, **named, "test": datasets.test}
+    mine = {name: _split_of(dataset) for name, dataset in splits.items() if dataset is not None}
+    first, *others = collectives.all_gather(mine)
+    for rank, other in enumerate(others, 1):
+        for name in {**first, **other}:
+            here, there = first.get(name), other.get(name)
+            if here is None or there is None or not here.is_like(there):
+                counts = [0 if split is None else split.samples for split in (here, there)]
+                others_text = f"{counts[1]} samples, rank 0 has {counts[0]}"
+                if counts[0] == counts[1]:
+                    others_text = f"the samples of rank 0 in another order, or others, {counts[0]} as well"
+                raise DataError(
+                    f"rank {rank} has other {name} data than rank 0",
+                    why=f"it has {others_text}; each rank takes its part of the same data",
+                    fix="let Task.datasets() give the same samples in the same order on every rank: sort the names of "
+                    "files, iterate over no set, and check that every machine has all files",
+                )
+
+
+def _split_of(dataset: Any) -> _Split:
+    if hasattr(dataset, "fingerprint"):
+        given, again = str(dataset.fingerprint()), str(dataset.fingerprint())
+        return _Split(len(dataset), given if given == again else "", {}, set())
+    return _Split(len(dataset), "", *_read_probes(dataset, hashlib.sha256(), skips=True, limit_s=AGAIN_S))
 
 
 def same_data(saved: str, here: str) -> bool:

@@ -25,7 +25,16 @@ from lockstep.launch.process.environment import NAMED_THREADS
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
-from lockstep.tasks.registry import configured, find_task, make_task, task_class
+from lockstep.tasks.registry import (
+    RESERVED,
+    check_methods,
+    configured,
+    find_task,
+    make_task,
+    refuse_unrecorded,
+    section_of,
+    task_class,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ def settle(
     named = given.get("task") or {}
     if not isinstance(named, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
-    settings = {key: value for key, value in named.items() if key != "name"}
+    settings = {key: value for key, value in named.items() if key not in RESERVED}
     if isinstance(task, Task) and settings:
         raise ConfigError(
             f"task settings {', '.join(settings)} are given beside a task object",
@@ -62,14 +71,14 @@ def settle(
         )
     if isinstance(task, Task):
         kind, built = type(task), configured(task)
+        check_methods(kind)
     else:
+        refuse_unrecorded(named)
         task = task or str(named.get("name", "har"))
         kind = find_task(task) if isinstance(task, str) else task_class(task if isinstance(task, type) else type(task))
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
-    # The run is resumed and exported in other folders than this one.
-    paths = {key: str(value.absolute()) for key, value in built.config if isinstance(value, Path)}
-    section = {"name": _absolute(name), **built.config.model_dump(mode="json"), **paths}
+    section = {"name": _absolute(name), **section_of(built)}
     whole = resolve(nested(kind.defaults), {**given, "task": section})
     if not isinstance(built, ModuleTask):  # whose loader has the size
         whole = one_micro_batch(given, whole)
@@ -82,7 +91,7 @@ def settle(
             fix = "pip install 'lockstep-train[lightning]'"
             raise UnsupportedError("Lightning, which trains a LightningModule, is not installed", fix=fix)
         built.check_config(whole)
-    built.data = data_settings(whole)
+    built._lockstep_data = data_settings(whole)
     return built, whole
 
 

@@ -30,7 +30,7 @@ from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.rundir.files import damaged, flattened, storing, write_json
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id
 from lockstep.rundir.summary import read_forecast
-from lockstep.tasks.registry import FROM_PARTS, make_task
+from lockstep.tasks.registry import FROM_PARTS, make_task, refuse_unrecorded, section_of, task_class
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0
@@ -196,8 +196,10 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
 
     Raises :class:`RunFolderError` where only the program that started the run can make it.
     """
+    if isinstance(task, type):
+        return task_of_run(task_class(task), config, as_given=False)
     if task is not None:
-        return task_of_run(settle(task, None)[0], config, as_given=isinstance(task, Task))
+        return task_of_run(settle(task, None)[0], config, as_given=True)
     name = config.task.name
     if run.cli_config_file.exists():
         files = [file for file in run.checkpoints.glob("*.ckpt") if file.exists()]
@@ -232,17 +234,18 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
     return settle(name, config)[0]
 
 
-def task_of_run(task: Task, config: RunConfig, *, as_given: bool) -> Task:
+def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -> Task:
     """The task with the run's own settings: made again from its class, or the caller's object if it has them."""
-    if not as_given:
-        task = make_task(type(task), config.task.settings)
-    elif task.config.model_dump(mode="json") != config.task.settings:
+    if not as_given or isinstance(task, type):
+        refuse_unrecorded(config.task.model_dump())
+        task = make_task(task if isinstance(task, type) else type(task), config.task.settings)
+    elif section_of(task) != config.task.model_dump(exclude={"name"}):
         raise ConfigError(
             "the task object's settings differ from the run's",
             why=f"the run has {config.task.settings}",
             fix="make the object with these settings, or start a new run with --init-from",
         )
-    task.data = data_settings(config)
+    task._lockstep_data = data_settings(config)
     return task
 
 

@@ -95,6 +95,7 @@ class ModuleSteps(Task):
     """
 
     Config = ModuleConfig
+    records_arguments = False
     defaults = ModuleTask.defaults
 
     def __init__(self, config: ModuleConfig, source: ModuleTask) -> None:
@@ -107,11 +108,11 @@ class ModuleSteps(Task):
         self._made: tuple[Scheduler | None, Any] | None = None
 
     def prepare(self) -> None:
-        self._source.data = self.data
+        self._source._lockstep_data = self._lockstep_data
         self._source.prepare(ranks=1)
 
     def datasets(self) -> Datasets:
-        self._source.data = self.data
+        self._source._lockstep_data = self._lockstep_data
         with self._source.planning(1):
             loader = self._source.open_loader("train_dataloader")
             validates = defines(self._source.module, "validation_step")

@@ -133,6 +133,7 @@ class ModuleTask(Task):
     """
 
     Config = ModuleConfig
+    records_arguments = False
     #: The Trainer's own defaults, where the general ones differ.
     defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
     module_class: ClassVar[type | None] = None

@@ -58,6 +58,14 @@ def run_notes(
 def _data_notes(facts: TaskFacts, resume: ResumePoint | None, workers: int) -> Iterator[Note]:
     """What data sets say of themselves; what a resume cannot compare, and what it was asked to accept."""
     yield from (Note("data", remark) for remark in facts.remarks)
+    if facts.unrecorded:
+        yield Note(
+            "arguments_unrecorded",
+            f"Not recorded with the run, since they are no numbers, texts, paths, lists or mappings that a "
+            f"configuration gives back: the arguments {', '.join(facts.unrecorded)} of the task. Commands such as "
+            "`lockstep resume` cannot make this task again; lockstep.Run(…).resume(task) can, with the task object.",
+            "warning",
+        )
     if facts.unstable:
         yield Note(
             "samples_vary",

@@ -45,6 +45,7 @@ class TaskFacts(Frozen):
     ``multiply_adds``: of a sample's forward pass; 0: not known. ``optimizer_lr``: of the task's own optimizer.
     ``own_schedule``: the task makes a scheduler. ``monitor``: its metric of evaluations. ``metric_modes``: of the
     metrics that state it, by name; ``metrics_remark``: on how they are made. ``pads``: it can fill up a smaller batch.
+    ``unrecorded``: arguments of the task object that later commands lack.
     """
 
     name: str
@@ -63,6 +64,7 @@ class TaskFacts(Frozen):
     loader: LoaderFacts | None = None
     optimizer_lr: float | None = None
     own_schedule: bool = False
+    unrecorded: tuple[str, ...] = ()
     monitor: tuple[str, Mode] = ("val_loss", "min")
     metric_modes: dict[str, Mode] = Field(default_factory=dict)
     metrics_remark: str | None = None

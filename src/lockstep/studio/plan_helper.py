@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.engine.task import Datasets
+from lockstep.engine.task_settings import settings_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.hardware.detect import Device
@@ -68,7 +69,7 @@ def _describe_task(name: str) -> dict[str, Any]:
     try:
         kind = find_task(name)
         title = (inspect.getdoc(kind) or name).partition("\n")[0].rstrip(".")
-        schema, defaults = kind.Config.model_json_schema(), plain(dict(kind.defaults))
+        schema, defaults = settings_model(kind).model_json_schema(), plain(dict(kind.defaults))
         return found | {"title": title, "schema": schema, "defaults": defaults}
     except Exception as error:  # one task that cannot be imported must not hide the others
         return found | {"error": _error(error)}

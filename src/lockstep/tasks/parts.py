@@ -21,6 +21,8 @@ from lockstep.tasks.criterion import Counted, described
 class TaskFromParts(Task):
     """A task that consists of the arguments of :func:`lockstep.fit`."""
 
+    records_arguments = False
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],

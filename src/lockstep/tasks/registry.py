@@ -7,16 +7,19 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from inspect import signature
+from inspect import getattr_static, signature
 from pathlib import Path
 from traceback import extract_tb
+from types import FunctionType
 from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lockstep.config import RunConfig
 from lockstep.config.load import explain
 from lockstep.engine.task import Task
+from lockstep.engine.task_settings import RESERVED as RESERVED
+from lockstep.engine.task_settings import arguments_of, config_names, config_parameter, settings_model, settings_of
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
 from lockstep.lightning.module_task import ModuleConfig, ModuleTask, inherits, module_task
@@ -94,33 +97,80 @@ def _listed(names: list[str]) -> str:
 
 
 def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
-    model: type[BaseModel] = kind.Config
+    """A task of class ``kind``. Raises :class:`UsageError`: these are not its settings, or it needs other arguments."""
+    check_methods(kind)
+    model = settings_model(kind)
     try:
-        config = model.model_validate(dict(settings))
+        validated = model.model_validate(dict(settings))
+        config, arguments = arguments_of(kind, settings, validated)
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
     if isinstance(config, ModuleConfig) and config.native_steps is not None:
         from lockstep.lightning.module_steps import ModuleSteps
 
         return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
-    for given in ({"config": config}, {"cfg": config}, {}):
-        try:
-            signature(kind).bind(**given)
-        except TypeError as error:
-            problem = str(error)
-            continue
-        if given or not model.model_fields:
-            return configured(kind(**given), config)
+    problem = ""
+    if config_names(kind) and config_parameter(kind) is None:
         problem = "no parameter `config`"
-    raise TaskError(
-        f"{kind.__name__}.__init__: {problem}",
-        why=f"Lockstep makes the task from its settings, as {kind.__name__}(config=…)",
-        fix="declare settings in `class Config(pydantic.BaseModel)` of the task, and write "
-        "`def __init__(self, config=None): super().__init__(config)`",
-    )
+    try:
+        signature(kind.__init__).bind(None, **arguments)
+    except TypeError as error:
+        problem = problem or str(error)
+    if problem:
+        raise TaskError(
+            f"{kind.__name__}.__init__: {problem}",
+            why="Lockstep makes the task from its settings: the fields of its Config, as `config`, and the parameters "
+            "that take numbers, texts, paths, lists or mappings of these",
+            fix="make other objects in __init__ from such values; for a Config, write "
+            "`def __init__(self, config=None): super().__init__(config)`",
+        )
+    return configured(kind(**arguments), config)
 
 
-def configured(task: Task, config: BaseModel | None = None) -> Task:
+def check_methods(kind: type[Task]) -> None:
+    """Raise :class:`TaskError` where a method of the task cannot be called as Lockstep calls it."""
+    for name, method in vars(Task).items():
+        own = getattr(kind, name)
+        if name.startswith("_") or not isinstance(method, FunctionType) or own is method:
+            continue
+        names = [*signature(method).parameters]
+        fix = f"define it as `def {name}({', '.join(names)})`"
+        if not callable(own) or isinstance(own, type):
+            raise TaskError(
+                f"{kind.__name__}.{name} is a {type(own).__name__}",
+                why=f"{name}() is a method of lockstep.Task, which the attribute hides",
+                fix=f"{fix}, or give the attribute another name",
+            )
+        is_bound = isinstance(getattr_static(kind, name), staticmethod | classmethod)
+        optional = ["model"] * (name in ("remarks", "pictures") and "model" in signature(own).parameters)
+        try:
+            signature(own).bind(*names[is_bound:], *optional)
+        except ValueError:  # a function in C has no signature
+            continue
+        except TypeError as error:
+            raise TaskError(
+                f"{kind.__name__}.{name} cannot be called with ({', '.join(names[1:])})", why=str(error), fix=fix
+            ) from None
+
+
+def section_of(task: Task) -> dict[str, Any]:
+    """The section ``task`` of a configuration that makes a task like ``task``, without its name."""
+    recorded = settings_of(task)
+    return {**recorded.settings, "unrecorded": recorded.unrecorded}
+
+
+def refuse_unrecorded(section: Mapping[str, Any]) -> None:
+    """Raise :class:`TaskError` where a task was made with arguments that the section ``task`` of its run lacks."""
+    names = section.get("unrecorded")
+    if names:
+        raise TaskError(
+            f"the task {section.get('name')} was made with arguments that are not recorded: {', '.join(names)}",
+            why="its other arguments are settings of the run; these were objects of the program that made it",
+            fix="there, pass the task: lockstep.Run(…).resume(task), .evaluate(task=task), .load_model(task=task)",
+        )
+
+
+def configured(task: Task, config: Any = None) -> Task:
     """``task`` with settings, also where its ``__init__`` did not call ``super().__init__``."""
     if getattr(task, "config", None) is None:
         task.config = task.Config() if config is None else config
@@ -200,6 +250,6 @@ def load_task(run: RunDir, config: RunConfig) -> Task:
         task = cloudpickle.loads(run.task_file.read_bytes())
     else:
         task = make_task(find_task(config.task.name), config.task.settings)
-    task.data = data_settings(config)
+    task._lockstep_data = data_settings(config)
     assert isinstance(task, Task)
     return task

@@ -81,7 +81,7 @@ class DataFeed:
     ) -> None:
         rank, train = training.rank, datasets.train
         plan, batch = rank.plan, rank.plan.batch
-        task.data = data_settings(rank.config)
+        task._lockstep_data = data_settings(rank.config)
         if number and training.reshuffles:
             plan = plan.model_copy(update={"seed": derive_key("loop", plan.seed, number)})
         skipped = rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl"

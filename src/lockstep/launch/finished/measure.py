@@ -92,7 +92,7 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
         raise DataError(f"this task has no {split} data", fix=fix)
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
-        task.context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
+        task._lockstep_context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
     model, evaluated = cast(build_model(task), precision.kind), task
     if plan.sharded:
         divided = divide(RankContext(wanted.run, world, config, plan, device, collectives), task, model, data)

@@ -16,7 +16,7 @@ from lockstep.engine.rank_context import rank_device
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import open_data, open_datasets
+from lockstep.engine.training_data import check_same_data, open_data, open_datasets
 from lockstep.errors import CheckpointError
 from lockstep.hardware import World
 from lockstep.launch.run_claim import task_again
@@ -57,6 +57,8 @@ def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collective
     store = CheckpointStore(wanted.run.checkpoints)
     snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
     datasets = None if wanted.data else open_data(task, wanted.config, collectives)
+    if datasets is not None and world.size > 1:
+        check_same_data(datasets, collectives)
     device = rank_device(tuple(wanted.plan.placement["devices"]), world)
     return Reopened(wanted, task, datasets, snapshot, world, collectives, device)
 

@@ -61,7 +61,7 @@ def begin_attempt(
     several = joined.world.size > 1 and task.samples is not None
     own = ""
     if several and not joined.world.is_main:  # rank 0 does it for the plan
-        own = examined(datasets.train, skips=task.data.on_bad_row == "skip")[0]
+        own = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")[0]
     plan, number, _ = plan_together(
         joined.team,
         run,

@@ -1,0 +1,159 @@
+"""Arguments and settings of a task object: recorded with the run, and used where a command makes the task again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.cli.main import main
+from lockstep.errors import ConfigError, LockstepError, TaskError
+
+FILE = """
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lockstep
+
+
+class Base(lockstep.Task):
+    factor = 1.0
+
+    def datasets(self):
+        inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+        data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True) * self.factor)
+        return lockstep.Datasets(train=data, val=data, test=data)
+
+    def model(self):
+        return nn.Linear(4, 1)
+
+    def loss(self, model, batch):
+        return lockstep.Loss(((model(batch[0]) - batch[1]) ** 2).sum(), len(batch[0]))
+
+
+class Scaled(Base):
+    def __init__(self, scale=1.0, shape: tuple[int, ...] = (1,), folder: Path | None = None, net=None, **others):
+        super().__init__()
+        assert type(shape) is tuple
+        assert folder is None or isinstance(folder, Path)
+        self.factor = scale * shape[0] * others.get("times", 1)
+        self.data, self.context = [1, 2], 128
+
+
+class WithDataclass(Base):
+    @dataclasses.dataclass
+    class Config:
+        scale: float = 1.0
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.factor = self.config.scale
+
+
+class WithMapping(Base):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.factor = (cfg or {"scale": 1.0})["scale"]
+
+
+class WrongLoss(Base):
+    def loss(self, batch):
+        return None
+
+
+class AttributeInInit(Base):
+    def __init__(self):
+        self.metrics = []
+
+
+class AttributeInModel(Base):
+    def model(self):
+        self.model = nn.Linear(4, 1)
+        return self.model
+
+
+class ClassAttribute(Base):
+    optimizer = None
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "tasks_with_settings.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    import tasks_with_settings  # type: ignore[import-not-found]
+
+    yield tasks_with_settings
+    del sys.modules["tasks_with_settings"]
+
+
+def _train(task: Any, **settings: Any) -> lockstep.Run:
+    return lockstep.train(task, devices="cpu", epochs=1, batch_size=16, save_dir="run", **settings)
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "WithDataclass", "WithMapping"])
+def test_later_commands_make_the_task_with_its_arguments(kind: str, tasks: Any) -> None:
+    made = {
+        "Scaled": lambda: tasks.Scaled(50.0, (2,), folder=Path("here"), times=1),
+        "WithDataclass": lambda: tasks.WithDataclass(tasks.WithDataclass.Config(scale=100.0)),
+        "WithMapping": lambda: tasks.WithMapping({"scale": 100.0}),
+    }[kind]
+    run = _train(made())
+    assert run.metrics["test_loss"] > 1e4
+    again = lockstep.Run("run")
+    assert again.evaluate() == {"test_loss": pytest.approx(run.metrics["test_loss"])}
+    assert again.load_model(task=getattr(tasks, kind)) is not None
+    assert again.resume(epochs=2).metrics["val_loss"] > 1e4, "it is made of the configuration, not of defaults"
+    assert again.resume(made(), epochs=3).metrics["val_loss"] > 1e4
+    with pytest.raises(ConfigError, match="settings differ"):
+        again.resume(getattr(tasks, kind)(), epochs=4)
+
+
+def test_arguments_are_settings_on_the_command_line(tasks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "tasks_with_settings:Scaled", "--devices", "cpu"]
+    assert main([*words, "--set", "task.scale=3", "--set", "task.shape=[2]"]) == 0
+    assert main([*words, "--set", "task.shape=wide"]) == 2
+    assert "task.shape" in capsys.readouterr().err
+    assert main(["plan", "tasks_with_settings:WithDataclass", "--set", "task.sclae=3"]) == 2
+    assert "did you mean task.scale?" in capsys.readouterr().err
+
+
+def test_an_object_among_the_arguments_is_named_at_the_start_and_refused_later(tasks: Any) -> None:
+    task = tasks.Scaled(net=object(), folder=Path("here"))
+    run = _train(task)
+    (note,) = (note for note in run.plan.notes if note.key == "arguments_unrecorded")
+    assert "net" in note.text and note.level == "warning"
+    for call in (
+        lambda again: again.evaluate(),
+        lambda again: again.load_model(),
+        lambda again: again.load_model(task=tasks.Scaled),
+        lambda again: again.resume(epochs=2),
+        lambda again: lockstep.train("tasks_with_settings:Scaled", again.config),
+    ):
+        with pytest.raises(TaskError, match=r"not recorded: net"):
+            call(lockstep.Run("run"))
+    assert lockstep.Run("run").evaluate(task=task) == pytest.approx(run.evaluate())
+    assert run.resume(epochs=2).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("WrongLoss", "loss"),
+        ("AttributeInInit", "metrics"),
+        ("AttributeInModel", "model"),
+        ("ClassAttribute", "optimizer"),
+    ],
+)
+def test_methods_that_cannot_be_called_are_named_before_training(kind: str, name: str, tasks: Any) -> None:
+    with pytest.raises(LockstepError) as refused:
+        lockstep.train(f"tasks_with_settings:{kind}", devices="cpu", save_dir="run")
+    assert isinstance(refused.value, TaskError) and kind in refused.value.what and name in refused.value.what
+    assert not Path("run").exists()
