@@ -10,19 +10,24 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
+from lockstep.cli.main import main
 from lockstep.config import RunConfig, dump, load, resolve
 from lockstep.config.load import (
     REMOVED,
     SHORT_NAMES,
     all_keys,
+    explain,
     from_keywords,
     merge,
     nested,
     parse_set,
     parse_yaml,
     read_file,
+    to_yaml,
 )
+from lockstep.engine.task_settings import TaskConfig
 from lockstep.errors import ConfigError
 
 
@@ -119,7 +124,12 @@ def test_a_key_that_is_written_twice_is_refused(tmp_path: Path, text: str, words
 
 def test_numbers_in_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     text = "optimizer: {lr: 1e-5, betas: [0.9, 1e-5]}\nname: [1E3, -5., +.5e1, '1e5', 1:4]\n"
-    found = {"optimizer": {"lr": 1e-5, "betas": [0.9, 1e-5]}, "name": [1e3, -5.0, 5.0, "1e5", "1:4"]}
+    text += "data: [010, 08, -012, 0o17, 0x1F, '010']\n"
+    found = {
+        "optimizer": {"lr": 1e-5, "betas": [0.9, 1e-5]},
+        "name": [1e3, -5.0, 5.0, "1e5", "1:4"],
+        "data": [10, 8, -12, 15, 31, "010"],
+    }
     assert read_file(write(tmp_path, "run.yaml", text)) == found
 
 
@@ -140,6 +150,7 @@ def test_json_is_read_too(tmp_path: Path) -> None:
         ("training.max_grad_norm=null", {"training": {"max_grad_norm": None}}),
         ("optimizer.betas=[0.9, 0.95]", {"optimizer": {"betas": [0.9, 0.95]}}),
         ("optimizer.betas=[0.9, 1e-05]", {"optimizer": {"betas": [0.9, 1e-5]}}),
+        ("training.seed=010", {"training": {"seed": 10}}),
         ("name='1e-05'", {"name": "1e-05"}),
         ("name=1e-05-small", {"name": "1e-05-small"}),
         ("task.name=my.py:Task", {"task": {"name": "my.py:Task"}}),
@@ -299,3 +310,41 @@ def test_an_unknown_keyword_is_one_error_with_a_suggestion(name: str, fix: str) 
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'") as caught:
         from_keywords({name: 1})
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["010", "08", "0o17", "0x1f", "1e5", "0b1", "on", "null"])
+def test_texts_that_look_like_numbers_stay_texts(text: str) -> None:
+    assert parse_yaml(to_yaml({"task": {"code": text}})) == {"task": {"code": text}}
+
+
+def test_paths_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class WithPath(TaskConfig):
+        corpus: Path
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = resolve({"save_dir": "~/run", "data": {"data_dir": "~"}})
+    assert (config.save_dir, config.data.data_dir) == (tmp_path / "run", tmp_path)
+    assert WithPath(corpus=Path("~/texts")).corpus == tmp_path / "texts"
+    with pytest.raises(ConfigError, match="save_dir"):
+        resolve({"save_dir": "~no-such-user/run"})
+
+
+def test_a_flag_with_a_path_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["runs", "--runs-dir=~/none"]) == 0
+    shown = capsys.readouterr()
+    assert f"{tmp_path}/none" in shown.out + shown.err
+
+
+def test_a_text_that_looks_like_a_number_needs_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    class Coded(BaseModel):
+        code: str
+
+    with pytest.raises(ValidationError) as caught:
+        Coded.model_validate(parse_set("task.code=007")["task"])
+    assert """--set task.code='"…"'""" in explain(caught.value, Coded, prefix="task.").fix
+    assert parse_set("""task.code="007\"""") == {"task": {"code": "007"}}

@@ -77,7 +77,7 @@ def test_in_fast_mode_and_with_workers_samples_draw_the_same(tmp_path: Path) -> 
 
 
 class Uneven(Toy):
-    """A ``split`` is ``shorter``, ``reordered`` or ``missing`` on rank 1; training samples are noisy, which is no fault."""
+    """A ``split`` is ``shorter``, ``reordered`` or ``missing`` on rank 1; training samples are noisy."""
 
     def __init__(self, split: str = "", fault: str = "") -> None:
         super().__init__()

@@ -69,4 +69,5 @@ def weights_folder(ref: str, runs_dir: Path) -> str:
     """A folder as it is; else the folder of the run that ``ref`` means. Raises :class:`RunFolderError`."""
     from lockstep.rundir.summary import find_run
 
-    return ref if Path(ref).exists() else str(find_run(ref, runs_dir).path)
+    folder = Path(ref).expanduser()
+    return str(folder) if folder.exists() else str(find_run(ref, runs_dir.expanduser()).path)

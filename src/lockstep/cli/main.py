@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import faulthandler
 import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
@@ -119,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOCAL_RANK" in os.environ:
         # torch.distributed.launch passes each rank its local rank as an argument too.
         tokens = [token for token in tokens if not token.startswith(("--local-rank=", "--local_rank="))]
+    # A shell expands `--data-dir ~/x`, and leaves `--data-dir=~/x` as it is.
+    tokens = [re.sub(r"(?<==)~(/.*)?$", _in_home, token) if token.startswith("--") else token for token in tokens]
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -147,6 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _in_home(path: re.Match[str]) -> str:
+    return str(Path(path[0]).expanduser())
 
 
 def _can_print() -> bool:

@@ -30,8 +30,9 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 100_000
 _MAX_DIGITS = 1000
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-#: Of the core schema (YAML 1.2, section 10.3.2); YAML 1.1, which PyYAML reads and writes, takes ``1e-5`` for text.
+#: Of the core schema (YAML 1.2, section 10.3.2); in YAML 1.1, which PyYAML reads and writes, ``1e-5`` is text, 010 8.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
 
 #: Settings of earlier versions, and what replaces each. Removed at the next minor version.
 REMOVED = {
@@ -186,7 +187,7 @@ _Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class _Loader(yaml.composer.Composer, _Parser):  # type: ignore[misc]
-    """With the floats of YAML 1.2, and without YAML 1.1's numbers to base 60, in which ``1:4`` is 64.
+    """With the numbers of YAML 1.2, and without YAML 1.1's numbers to base 60, in which ``1:4.5`` is 64.5.
 
     A key that is twice in a mapping is refused, as YAML demands; PyYAML would forget the first one's value.
     """
@@ -197,7 +198,7 @@ class _Loader(yaml.composer.Composer, _Parser):  # type: ignore[misc]
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         tag: str = super().resolve(kind, value, implicit)
-        is_base_60 = kind is yaml.ScalarNode and ":" in value and tag in (_INT, _FLOAT)
+        is_base_60 = kind is yaml.ScalarNode and ":" in value and tag == _FLOAT
         return yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG if is_base_60 else tag
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -218,7 +219,21 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def _core_int(loader: Any, node: yaml.ScalarNode) -> int:
+    """``010`` is ten; octal numbers begin with ``0o``."""
+    text = loader.construct_scalar(node)
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_constructor(_INT, _core_int)
 for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_INT, _CORE_INT, list("-+0123456789"))
     _kind.add_implicit_resolver(_FLOAT, _CORE_FLOAT, list("-+.0123456789"))
 
 

@@ -37,6 +37,14 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, int) else value
 
 
+def expanded(value: object) -> object:
+    """A path that begins with ``~`` or ``~user`` in that home folder; any other value as it is."""
+    try:
+        return value.expanduser() if isinstance(value, Path) else value
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
 def _strategy(value: str) -> str:
     names = ("auto", *strategies())
     if value not in names:
@@ -90,6 +98,11 @@ class Section(BaseModel):
         if isinstance(value, int | float) and abs(value) > 2**63:
             raise ValueError("is larger than 2^63")
         return value
+
+    @field_validator("*")
+    @classmethod
+    def _in_home(cls, value: object) -> object:
+        return expanded(value)
 
 
 class TaskSection(Section):

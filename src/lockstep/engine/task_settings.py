@@ -10,8 +10,10 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Optional, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model, field_validator
 from pydantic.errors import PydanticUserError
+
+from lockstep.config.sections import expanded
 
 #: Characters of one recorded value; what is longer belongs in a file, since ``config.yaml`` is a short text.
 MAX_TEXT = 1 << 16
@@ -26,6 +28,11 @@ class TaskConfig(BaseModel):
     """Base of ``Task.Config``: frozen, closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _in_home(cls, value: object) -> object:
+        return expanded(value)
 
 
 class Recorded(NamedTuple):

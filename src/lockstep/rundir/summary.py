@@ -217,7 +217,7 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
     """
     if not ref or "\0" in ref:
         raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
-    here = Path(ref)
+    here = Path(ref).expanduser()
     if os.sep in ref or os.path.lexists(here / "run.json"):
         return RunDir.open(here)
     runs = read_runs(runs_dir)
