@@ -149,6 +149,15 @@ def test_the_end_token_is_the_declared_one(tmp_path: Path) -> None:
         read_tokenizer(file)
 
 
+def test_ids_of_a_tokenizer_may_have_gaps() -> None:
+    library = pytest.importorskip("tokenizers")
+    own = library.Tokenizer(library.models.WordLevel({"wood": 0, "</s>": 1, "chuck": 9}, unk_token="wood"))
+    own.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    tokens = Bpe(own.to_str())
+    numbers = tokens.encode("wood chuck")
+    assert numbers.tolist() == [0, 9] and tokens.size == len(tokens.lengths()) == 10
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_padding_does_not_count(tmp_path: Path, pack: bool) -> None:
     made = task(written(tmp_path), pack=pack)

@@ -11,6 +11,7 @@ import pytest
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, LockstepError, TaskError
+from tests.conftest import RunCli
 
 FILE = """
 import dataclasses
@@ -80,6 +81,33 @@ class AttributeInModel(Base):
 
 class ClassAttribute(Base):
     optimizer = None
+
+
+class Measured(Base):
+    kind = list
+
+    def metrics(self):
+        return {"list": [], "none": None, "class": nn.Linear}[self.kind]
+
+    def evaluate(self, model, batch):
+        return (batch[1],)
+
+
+class WithList(Measured):
+    kind = "list"
+
+
+class WithNone(Measured):
+    kind = "none"
+
+
+class WithClass(Measured):
+    kind = "class"
+
+
+class WithoutBatch(Base):
+    def collate(self, samples):
+        torch.utils.data.default_collate(samples)
 """
 
 
@@ -157,3 +185,45 @@ def test_methods_that_cannot_be_called_are_named_before_training(kind: str, name
         lockstep.train(f"tasks_with_settings:{kind}", devices="cpu", save_dir="run")
     assert isinstance(refused.value, TaskError) and kind in refused.value.what and name in refused.value.what
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("WithList", "a list"), ("WithNone", "a NoneType"), ("WithClass", "the class Linear"), ("WithoutBatch", "None")],
+)
+def test_wrong_metrics_and_batches_are_refused_before_the_first_step(kind: str, words: str, tasks: Any) -> None:
+    with pytest.raises(TaskError, match=words):
+        _train(f"tasks_with_settings:{kind}")
+    assert not lockstep.Run("run").steps
+
+
+def test_a_home_that_cannot_be_written_is_named_with_a_way_out(
+    tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    _train("tasks_with_settings:Base")
+    assert "XDG_STATE_HOME" in capsys.readouterr().err
+    assert main(["evaluate", "run"]) == 2
+    assert "XDG_STATE_HOME" in (fix := capsys.readouterr().err)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert main([*fix.rpartition("say so once: lockstep ")[2].split(), "--devices", "cpu"]) == 0
+    assert main(["evaluate", "run"]) == 0
+
+
+HEAD = """
+import os
+
+os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "4"
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+"""
+
+
+def test_a_file_named_as_a_module_of_python_with_the_head_of_a_tutorial(tmp_path: Path, run_cli: RunCli) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "logging.py").write_text(HEAD + FILE)
+    settings = ("--epochs", "1", "--batch-size", "16", "--save-dir", "run", "--devices", "cpu,cpu")
+    assert run_cli("train", "tasks/logging.py:Base", *settings).code == 0
+    result = run_cli("resume", "run", "--set", "training.epochs=2")
+    assert result.code == 0, result.err
+    assert len(lockstep.Run(tmp_path / "run").history) == 2

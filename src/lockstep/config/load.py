@@ -7,7 +7,6 @@ module. So a class path in a file is imported only when it has been given on a c
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import hashlib
@@ -33,6 +32,8 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 #: Of the core schema (YAML 1.2, section 10.3.2); in YAML 1.1, which PyYAML reads and writes, ``1e-5`` is text, 010 8.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
+
+_STATE_FIX = "set the environment variable XDG_STATE_HOME to a folder that you can write and keep"
 
 #: Settings of earlier versions, and what replaces each. Removed at the next minor version.
 REMOVED = {
@@ -426,23 +427,39 @@ def named_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remember(paths: Iterable[str]) -> None:
-    """Note that the user has named these. Where that cannot be written down, they will have to be named again."""
+    """Note that the user has named these; warn where that cannot be written, since later commands will refuse them."""
     new = sorted(set(paths) - known())
-    with contextlib.suppress(OSError):
-        if new:
-            _known_file().parent.mkdir(parents=True, exist_ok=True)
-            with _known_file().open("a", encoding="utf-8") as file:
-                file.write("".join(f"{path}\n" for path in new))
+    problem = _append("".join(f"{path}\n" for path in new)) if new else ""
+    if problem:
+        _warn_unwritable(f"{problem}, so later commands will not know that you named {new[0]}")
+
+
+@functools.cache
+def _warn_unwritable(text: str) -> None:
+    sys.stderr.write(f"warning: {text}: {_STATE_FIX}\n")
+
+
+def _append(text: str) -> str:
+    """Append to the list of known classes; returns why it cannot be written, or an empty text."""
+    try:
+        _known_file().parent.mkdir(parents=True, exist_ok=True)
+        with _known_file().open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        return f"the list of classes that you have named cannot be written ({error})"
+    return ""
 
 
 def require_known(task: Mapping[str, Any], source: str, given: Collection[str] = ()) -> None:
     """Refuse to import what only a file names."""
     unknown = sorted(class_paths(task) - known() - set(given))
     if unknown:
+        problem = _append("")
         raise TaskError(
             f"{source} names the class {unknown[0]}, which you have not trained on this machine",
-            why="importing it runs its code, and a file from elsewhere could name anything",
-            fix=f"if you trust it, say so once: {_naming(task)}",
+            why="importing it runs its code, and a file from elsewhere could name anything"
+            + f"; {problem}" * bool(problem),
+            fix=f"{_STATE_FIX}; then, " * bool(problem) + f"if you trust it, say so once: {_naming(task)}",
         )
 
 
@@ -472,5 +489,9 @@ def known() -> set[str]:
 
 
 def _known_file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "lockstep" / "known-tasks"
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        folder = Path(state) if state else Path.home() / ".local" / "state"
+    except RuntimeError as error:  # a user without a home folder
+        raise OSError(str(error)) from None
+    return folder / "lockstep" / "known-tasks"

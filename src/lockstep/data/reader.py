@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from lockstep.data.arrays import draws_keyed, gather_of, is_hugging_face, leaf_of, leaves
 from lockstep.data.collation import collated, find_misfit
 from lockstep.data.order import derive_key, mixed, sample_rng, words_of
-from lockstep.errors import DataError, LockstepError, SampleError
+from lockstep.errors import DataError, LockstepError, SampleError, TaskError
 
 #: Its stubs lack two functions.
 _np: Any = np.random
@@ -446,7 +446,14 @@ class Reader:
         if items is not None and not items and len(indices):
             return Unreadable(self._collate(self._readable_sample(int(indices[-1])) * len(indices)))
         try:
-            return self._dataset.__getitems__(indices) if items is None else self._collate(items)
+            batch = self._dataset.__getitems__(indices) if items is None else self._collate(items)
+            if batch is None:
+                raise TaskError(
+                    f"collate made None of {len(indices)} samples" if items is not None else "__getitems__ gave None",
+                    why="what it returns is the batch that the loss takes",
+                    fix="return the batch at its end",
+                )
+            return batch
         except LockstepError:
             raise
         except Exception as error:

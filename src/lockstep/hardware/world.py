@@ -6,7 +6,8 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,25 @@ Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
 SEVERAL_NODES = "nodes"
 #: The socket at ``MASTER_PORT``, for the rank that serves the store there.
 STORE_FD = "LOCKSTEP_STORE_FD"
+#: What a launcher sets for each rank.
+RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+)
+
+
+@contextlib.contextmanager
+def world_kept(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Restore the launcher's variables afterwards: a file that is imported may set them, as DDP tutorials do."""
+    before = {name: environ.get(name) for name in RANK_VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is not None:
+                environ[name] = value
+            else:
+                environ.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)

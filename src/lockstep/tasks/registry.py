@@ -22,6 +22,7 @@ from lockstep.engine.task_settings import RESERVED as RESERVED
 from lockstep.engine.task_settings import arguments_of, config_names, config_parameter, settings_model, settings_of
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
+from lockstep.hardware.world import world_kept
 from lockstep.lightning.module_task import ModuleConfig, ModuleTask, inherits, module_task
 from lockstep.rundir.folder import RunDir
 from lockstep.tasks import BUILT_IN
@@ -71,9 +72,7 @@ def task_class(found: type, where: str = "") -> type[Task]:
 def find_class(where: str) -> type:
     """The class at ``path/to/file.py:Class`` or ``package.module:Class``."""
     place, _, attribute = where.rpartition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` does; a console script has its own folder instead
-        sys.path.insert(0, here)
+    _search(Path.cwd(), place)  # as `python -m` does; a console script has its own folder instead
     module = _imported(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
@@ -181,7 +180,8 @@ def _imported(place: str) -> Any:
     """The module ``path/to/file.py`` or ``package.module``, imported as if it were called without arguments."""
     given, sys.argv = sys.argv, [place]
     try:
-        return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        with world_kept(os.environ):
+            return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except LockstepError:
         raise
     except SystemExit as end:
@@ -212,12 +212,16 @@ def _import_file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        # As when the file is run as a script: its neighbours can be imported, now and later.
-        sys.path.insert(0, folder)
+    # As when the file is run as a script: its neighbours can be imported, now and later.
+    _search(path.resolve().parent, path.name)
     spec.loader.exec_module(module)
     return module
+
+
+def _search(folder: Path, file: str) -> None:
+    """Import from ``folder``, too: first, or last where ``file``, such as queue.py, would hide a module of Python's."""
+    if str(folder) not in sys.path:
+        sys.path.insert(len(sys.path) if Path(file).stem in sys.stdlib_module_names else 0, str(folder))
 
 
 def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
@@ -247,7 +251,8 @@ def load_task(run: RunDir, config: RunConfig) -> Task:
     if run.task_file.exists() and os.environ.get("LOCKSTEP_LAUNCHER"):
         import cloudpickle
 
-        task = cloudpickle.loads(run.task_file.read_bytes())
+        with world_kept(os.environ):
+            task = cloudpickle.loads(run.task_file.read_bytes())
     else:
         task = make_task(find_task(config.task.name), config.task.settings)
     task._lockstep_data = data_settings(config)

@@ -22,12 +22,6 @@ THREADS = "LOCKSTEP_THREADS"
 #: The caller's ``OMP_NUM_THREADS``, for ranks that make the plan themselves.
 NAMED_THREADS = "LOCKSTEP_OMP_NUM_THREADS"
 
-#: What an outer launcher set for the caller does not apply to the caller's ranks.
-_OTHER_LAUNCHERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", LAUNCHER_PID),
-)
-
 
 def set_defaults(environ: MutableMapping[str, str]) -> None:
     """Set what counts when a process starts or imports torch, and the user has not set."""
@@ -50,11 +44,11 @@ def for_launcher(
     import socket
 
     from lockstep.hardware.network import GLOO_INTERFACE
-    from lockstep.hardware.world import SEVERAL_NODES
+    from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
 
-    environ = {
-        key: value for key, value in base.items() if key not in _OTHER_LAUNCHERS and not key.startswith("TORCHELASTIC_")
-    }
+    # What an outer launcher set for the caller does not apply to the caller's ranks.
+    outer = {*RANK_VARIABLES, LAUNCHER_PID, *(key for key in base if key.startswith("TORCHELASTIC_"))}
+    environ = {key: value for key, value in base.items() if key not in outer}
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
     environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: json.dumps(path)}
     # PYTHONPATH stands before Python's own folders, so it gets what was before them; it has no form for a folder with

@@ -109,7 +109,7 @@ class Bpe:
 
     def __init__(self, text: str, end: str | None = None) -> None:
         self._text, self._own = text, _library().Tokenizer.from_str(text)
-        self.size = self._own.get_vocab_size()
+        self.size = max(self._own.get_vocab().values(), default=-1) + 1  # ids may have gaps
         found = {name: self._own.token_to_id(name) for name in ([end] if end else ENDS)}
         self._end = next((name for name, number in found.items() if number is not None), "")
         if not self._end:
