@@ -9,7 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from lockstep.strategies import strategies
 
@@ -112,6 +122,10 @@ class TaskSection(Section):
 
     name: str = setting("har", "a built-in task, or path/to/file.py:Class, or package.module:Class")
     unrecorded: tuple[str, ...] = setting((), "set by Lockstep: arguments of a task object that are no plain values")
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key != "unrecorded" or value}
 
     @property
     def settings(self) -> dict[str, Any]:

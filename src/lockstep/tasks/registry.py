@@ -155,7 +155,7 @@ def check_methods(kind: type[Task]) -> None:
 def section_of(task: Task) -> dict[str, Any]:
     """The section ``task`` of a configuration that makes a task like ``task``, without its name."""
     recorded = settings_of(task)
-    return {**recorded.settings, "unrecorded": recorded.unrecorded}
+    return recorded.settings | ({"unrecorded": recorded.unrecorded} if recorded.unrecorded else {})
 
 
 def refuse_unrecorded(section: Mapping[str, Any]) -> None:
