@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import ConfigError, LockstepError, TaskError
+from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError
 from tests.conftest import RunCli
 
 FILE = """
@@ -227,3 +227,13 @@ def test_a_file_named_as_a_module_of_python_with_the_head_of_a_tutorial(tmp_path
     result = run_cli("resume", "run", "--set", "training.epochs=2")
     assert result.code == 0, result.err
     assert len(lockstep.Run(tmp_path / "run").history) == 2
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_does_not_block_its_folder(tasks: Any) -> None:
+    with pytest.raises(TaskError):
+        _train("tasks_with_settings:WithList")
+    failed = lockstep.Run("run").id
+    assert _train("tasks_with_settings:Base").status == "completed"
+    assert lockstep.Run(f"run-{failed}").status == "failed"
+    with pytest.raises(RunFolderError):
+        _train("tasks_with_settings:Base")

@@ -103,6 +103,7 @@ def test_ordinary_code_is_equal(tmp_path: Path, task: type[Toy]) -> None:
     report = verify(task, {**TWO, "runs_dir": str(tmp_path)}, steps=6)
     assert report.outcome in {"identical", "equal"}, report.findings()
     assert report.notes == ()
+    assert str(report).count("\n") >= 7 and len(repr(report)) < 200, "a line for each step and the verdict"
 
 
 def test_no_number_in_both_runs_is_not_equality_and_the_report_is_written_and_printed(tmp_path: Path) -> None:

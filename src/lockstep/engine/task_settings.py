@@ -11,7 +11,6 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Optional, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model, field_validator
-from pydantic.errors import PydanticUserError
 
 from lockstep.config.sections import expanded
 
@@ -73,7 +72,7 @@ def arguments_of(kind: type[Any], settings: Mapping[str, Any], validated: BaseMo
 
 def record_arguments(kind: type[Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Recorded:
     """The arguments of ``kind(*arguments, **keywords)``, defaults included; none of a call that Python will refuse."""
-    if not kind.records_arguments:
+    if not kind.records_arguments or not isinstance(kind.Config, type):  # the latter is refused later
         return Recorded({})
     signature = inspect.signature(kind.__init__)
     try:
@@ -91,7 +90,7 @@ def record_arguments(kind: type[Any], arguments: tuple[Any, ...], keywords: Mapp
         parameter = signature.parameters.get(name)
         try:
             settings[name] = _plain(value, fields[name].annotation if name in fields else Any, accept=is_setting)
-        except ValueError:
+        except Exception:  # whatever an object of the user's raises
             is_default = parameter is not None and value is parameter.default
             unrecorded += () if is_default else (name,)
     return Recorded(settings, unrecorded)
@@ -146,7 +145,7 @@ def _record_config(kind: type[Any], config: Any) -> Recorded:
     for name, field in _fields(kind.Config.__init__).items():
         try:
             settings[name] = _plain(getattr(config, name), field.annotation)
-        except ValueError:
+        except Exception:  # whatever an object of the user's raises
             unrecorded.append(name)
     return Recorded(settings, tuple(unrecorded))
 
@@ -176,7 +175,7 @@ def _fields(function: Callable[..., Any], without: str | None = None) -> dict[st
             TypeAdapter(annotation).json_schema()
             if default is not parameter.empty:
                 _plain(default, annotation)
-        except (ValueError, TypeError, PydanticUserError):
+        except Exception:  # an annotation may be any object: then its parameter is not a setting
             continue
         fields[name] = _Field(annotation, ... if default is parameter.empty else default)
     return fields

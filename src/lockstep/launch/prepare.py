@@ -70,8 +70,9 @@ def settle(
             fix="pass the task's class or name, or set them where the object is made",
         )
     if isinstance(task, Task):
-        kind, built = type(task), configured(task)
+        kind = type(task)
         check_methods(kind)
+        built = configured(task)
     else:
         refuse_unrecorded(named)
         task = task or str(named.get("name", "har"))

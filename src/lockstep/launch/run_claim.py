@@ -27,8 +27,8 @@ from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.rundir.files import damaged, flattened, storing, write_json
-from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id
+from lockstep.rundir.files import absolute, damaged, flattened, names_in, storing, write_json
+from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
 from lockstep.rundir.summary import read_forecast
 from lockstep.tasks.registry import FROM_PARTS, make_task, refuse_unrecorded, section_of, task_class
 
@@ -47,11 +47,24 @@ def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
     run_id = run_id or new_run_id(config.save_dir)
     path = config.save_dir or config.runs_dir / run_id
+    _set_failed_aside(RunDir(absolute(path)))
     foreseen = None if config.telemetry.forecast is None else read_forecast(config.telemetry.forecast)
     run = RunDir.create(path, config, run_id=run_id, command=sys.argv)
     if foreseen is not None:
         write_json(run.forecast_file, foreseen)
     return run
+
+
+def _set_failed_aside(run: RunDir) -> None:
+    """Rename the folder of a run that failed before its first checkpoint: it has nothing to resume."""
+    record = or_else(run.read, None) if os.path.lexists(run.run_file) else None
+    if record is None or run.judge(record) != "failed" or names_in(run.checkpoints):
+        return
+    aside = run.path.with_name(f"{run.path.name}-{record.id}")
+    with contextlib.suppress(OSError):  # a mounted folder stays, and is refused
+        if not os.path.lexists(aside):
+            run.path.rename(aside)
+            sys.stderr.write(f"note: run {record.id} failed before its first checkpoint; its folder is now {aside}\n")
 
 
 def existing_run(config: RunConfig, resume: bool) -> RunDir | None:

@@ -128,6 +128,10 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
 
 def check_methods(kind: type[Task]) -> None:
     """Raise :class:`TaskError` where a method of the task cannot be called as Lockstep calls it."""
+    config: Any = kind.Config
+    if not isinstance(config, type):
+        what = f"{kind.__name__}.Config is a {type(config).__name__}, not a class"
+        raise TaskError(what, fix="write a class of settings: a subclass of lockstep.TaskConfig, or a dataclass")
     for name, method in vars(Task).items():
         own = getattr(kind, name)
         if name.startswith("_") or not isinstance(method, FunctionType) or own is method:

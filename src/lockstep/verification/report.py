@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -21,9 +22,9 @@ Outcome = Literal["identical", "equal", "equal without dropout", "equal in float
 BLIND = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """The verdict and the numbers behind it. ``comparison`` is the one that decided."""
+    """The verdict and the numbers behind it; printed, it is the report. ``comparison`` is the one that decided."""
 
     task: str
     devices: tuple[str, ...]
@@ -36,6 +37,14 @@ class VerifyReport:
     comparison: Comparison
     floor: Floor
     as_configured: Gap
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        print_report(self, text)
+        return text.getvalue().rstrip("\n")
+
+    def __repr__(self) -> str:
+        return f"VerifyReport({self.task!r}, {', '.join(self.devices)}: {self.outcome})"
 
     @property
     def same(self) -> bool:
