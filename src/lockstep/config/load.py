@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
