@@ -147,13 +147,11 @@ class Augmented:
         return index, torch.from_numpy(rng.standard_normal(6))
 
 
-def augmented(batch: BatchPlan, workers: int, persistent: bool = True) -> dict[tuple[int, int], bytes]:
+def augmented(batch: BatchPlan, workers: int) -> dict[tuple[int, int], bytes]:
     """The bytes of every (epoch, index), over all ranks."""
     data = Augmented(batch.samples)
     source = Source(data, torch.utils.data.default_collate, 5, Order(batch.samples, 5))
-    plan = LoaderPlan(
-        num_workers=workers, prefetch_factor=2, persistent_workers=persistent and workers > 0, pin_memory=False
-    )
+    plan = LoaderPlan(num_workers=workers, prefetch_factor=2, pin_memory=False)
     found: dict[tuple[int, int], bytes] = {}
     for rank in range(batch.ranks):
         mine = [request for request in requests(batch, rank) if request.size]
@@ -191,9 +189,9 @@ def sigchld() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sigchld")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than there are cores here
-@pytest.mark.parametrize(("workers", "persistent"), [(1, True), (3, True), (2, False)])
-def test_augmented_samples_are_byte_equal_with_any_number_of_workers(workers: int, persistent: bool) -> None:
-    assert augmented(fast(37, 2, 10, 3), workers, persistent) == augmented(fast(37, 1, 10, 10), 0)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_augmented_samples_are_byte_equal_with_any_number_of_workers(workers: int) -> None:
+    assert augmented(fast(37, 2, 10, 3), workers) == augmented(fast(37, 1, 10, 10), 0)
 
 
 @pytest.mark.usefixtures("sigchld")
@@ -204,7 +202,7 @@ def test_workers_and_gathers_take_the_dealt_items() -> None:
     mine = list(requests(fast(90, 1, 24, 7), 0))
     expected = [source.indices(request).tolist() for request in mine]
     for workers in (0, 2):
-        plan = LoaderPlan(num_workers=workers, prefetch_factor=2, persistent_workers=workers > 0, pin_memory=False)
+        plan = LoaderPlan(num_workers=workers, prefetch_factor=2, pin_memory=False)
         loader = make_loader(source, mine, plan, 0, largest=7)
         try:
             assert [batch[0].tolist() for batch in loader] == expected
@@ -240,7 +238,7 @@ def test_a_worker_that_does_not_come_up_is_replaced_and_no_batch_is_lost(
 
 
 def without_workers(source: Source, mine: list[Request], largest: int) -> list[list[int]]:
-    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
     with closing(make_loader(source, mine, plan, 0, largest=largest)) as loader:
         return [batch[0].flatten().tolist() if batch else [] for batch in loader]
 
@@ -268,7 +266,7 @@ def test_batches_cut_out_of_a_gather_of_tensors_are_those_read_one_by_one(kind: 
     source = Source(data, default_collate, 1, Order(len(data), 1))
     mine = list(requests(fast(len(data), 1, 9, 4), 0))
     assert max(map(len, _groups(source, mine))) == (1 if kind == "range" else 16), "NumPy does not index a range"
-    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
     with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
         for batch, request in zip(loader, mine, strict=True):
             alone = source.batch(request)
@@ -281,17 +279,24 @@ def test_batches_cut_out_of_a_gather_begin_where_tensors_of_their_own_do(kind: t
     """Matrix products of other alignment round differently, and exact mode would not be."""
     source = Source(kind(torch.zeros(87, 3)), default_collate, 1, Order(87, 1))
     mine = list(requests(fast(87, 1, 5, 5), 0, epochs=1))
-    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
     with closing(make_loader(source, mine, plan, 0, largest=5)) as loader:
         assert {batch[0].data_ptr() % 64 for batch in loader} == {0}
 
 
-def test_what_is_written_into_tensors_between_epochs_is_in_the_next_one() -> None:
+@pytest.mark.usefixtures("sigchld")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    ("kind", "largest", "workers"),
+    [(TensorDataset, 4, 0), (ArrayDataset, 10**6, 0), (TensorDataset, 4, 2)],
+    ids=["in place", "in a thread", "in workers"],
+)
+def test_what_is_written_into_tensors_between_epochs_is_in_the_next_one(kind: Any, largest: int, workers: int) -> None:
     rows = torch.zeros(30, 2)
-    source = Source(TensorDataset(rows), default_collate, 1, Order(30, 1))
+    source = Source(kind(rows), default_collate, 1, Order(30, 1))
     mine = list(requests(fast(30, 1, 4, 4), 0, epochs=3))
-    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
-    with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
+    plan = LoaderPlan(num_workers=workers, prefetch_factor=2, pin_memory=False)
+    with closing(make_loader(source, mine, plan, 0, largest=largest)) as loader:
         for request, (batch,) in zip(mine, loader, strict=True):
             assert bool((batch == request.epoch).all())
             if request.stop == 30:
@@ -315,7 +320,7 @@ def test_for_a_gpu_tensors_are_gathered_and_pinned_ahead_of_the_step(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     pinned: Any = lambda batch: (threads.add(threading.current_thread().name), batch)[1]  # noqa: E731
     monkeypatch.setattr("lockstep.data.loader._pinned", pinned)
-    plan = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=True)
+    plan = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=True)
     mine = [Request(0, 0, start, start + 8) for start in range(0, 64, 8)]
     for data, name in ((kind(torch.arange(64)), "lockstep-loader_0"), (Augmented(64), "MainThread")):
         threads.clear()
@@ -346,7 +351,7 @@ def test_without_workers_a_data_set_is_read_where_the_step_is_and_not_before(pre
     data = Records(65)
     read: list[int] = []
     source = Source(data, lambda samples: read.append(len(samples)) or samples, 1, InOrder())  # type: ignore[func-returns-value]
-    plan = LoaderPlan(num_workers=0, prefetch_factor=prefetch, persistent_workers=False, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, prefetch_factor=prefetch, pin_memory=False)
     mine = [Request(0, 0, start, start + 8) for start in range(0, 72, 8)]
     with closing(make_loader(source, mine, plan, 0, largest=8)) as loader:
         for number, batch in enumerate(islice(loader, 8)):
@@ -364,7 +369,7 @@ def test_a_data_set_that_ends_too_early_ends_no_training_in_silence(workers: int
             return super().sample(index, rng)
 
     source = Source(Short(8), torch.utils.data.default_collate, 5, InOrder())
-    plan = LoaderPlan(num_workers=workers, prefetch_factor=2, persistent_workers=workers > 0, pin_memory=False)
+    plan = LoaderPlan(num_workers=workers, prefetch_factor=2, pin_memory=False)
     mine = [Request(0, 0, 0, 4), Request(0, 0, 4, 8)]
     with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
         batches = iter(loader)
@@ -378,7 +383,7 @@ def test_a_data_set_that_ends_too_early_ends_no_training_in_silence(workers: int
 @pytest.mark.usefixtures("sigchld")
 def test_closing_ends_the_workers_even_while_an_error_is_looked_at() -> None:
     source = Source(Augmented(64), torch.utils.data.default_collate, 5, Order(64, 5))
-    plan = LoaderPlan(num_workers=1, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    plan = LoaderPlan(num_workers=1, prefetch_factor=2, pin_memory=False)
     loader = make_loader(source, requests(fast(64, 1, 8, 8), 0), plan, 0, largest=8)
     before = set(multiprocessing.active_children())
     batches = iter(loader)

@@ -54,16 +54,15 @@ def requests() -> list[Request]:
     return [Request(epoch, 0, start, start + BATCH) for epoch, start in epochs]
 
 
-@pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize(
     ("in_training", "in_worker", "ends_in"),
     [(0.04, 0.004, 1), (0.01, 0.1, 0), (0.01, None, 0)],
     ids=["they help", "they do not", "they die"],
 )
 def test_processes_are_kept_if_steps_are_faster_with_them(
-    in_training: float, in_worker: float | None, ends_in: int, persistent: bool
+    in_training: float, in_worker: float | None, ends_in: int
 ) -> None:
-    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=persistent, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, pin_memory=False)
     source, said = Source(Waiting(in_training, in_worker), default_collate, 3, InOrder()), list[tuple[int, str]]()
 
     def settled(workers: int, text: str) -> None:
@@ -93,7 +92,7 @@ def test_more_processes_are_tried_while_they_help(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         "lockstep.data.loader.worth_trying", lambda *seen: 1
     )  # what it expects follows from the machine
-    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, pin_memory=False)
     source, said = Source(Waiting(0.04, 0.02), default_collate, 3, InOrder()), list[tuple[int, str]]()
     with contextlib.closing(
         make_loader(source, requests(), plan, 0, largest=BATCH, settled=lambda *found: said.append(found))
@@ -107,7 +106,7 @@ def test_more_processes_are_tried_while_they_help(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_loader_that_is_closed_early_leaves_no_process() -> None:
-    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=False)
+    plan = LoaderPlan(num_workers=0, most_workers=2, prefetch_factor=2, pin_memory=False)
     source = Source(Waiting(0.01, 0.004), default_collate, 3, InOrder())
     with contextlib.closing(make_loader(source, requests(), plan, 0, largest=BATCH)) as loader:
         for *_, where in loader:

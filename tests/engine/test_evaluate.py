@@ -66,7 +66,7 @@ def run(rank: int, ranks: int, samples: int, batch_size: int, task: Task, step: 
     scores = torch.randn(samples, 1, generator=generator)
     labels = (torch.arange(samples) % 2).float()
     torch.manual_seed(0)
-    loader = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    loader = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
     collectives = Collectives(World(rank, ranks, rank, ranks))
     evaluator = Evaluator(collectives, CPU, Precision("32", CPU, 1.0), loader, batch_size, seed=0, step=step)
     return evaluate(evaluator, task, nn.Linear(1, 1), ArrayDataset(scores, labels))

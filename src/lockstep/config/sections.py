@@ -284,7 +284,9 @@ class DataConfig(Section):
         None, "loader processes per rank; auto: started when the first steps show that they are faster. Unset: auto"
     )
     prefetch_factor: int | None = setting(None, "batches in flight per worker; unset: chosen by the plan", ge=1)
-    persistent_workers: bool | None = setting(None, "keep workers between epochs; unset: chosen by the plan")
+    persistent_workers: bool | None = setting(
+        None, "has no effect: workers start again in each epoch, so that they see what has changed in the data set"
+    )
     pin_memory: bool | None = setting(None, "page-locked host memory; unset: on for GPUs")
     on_bad_row: Literal["stop", "skip"] = setting(
         "stop", "a sample that cannot be read: stop, or leave it out and record it in the run's skipped-rank*.jsonl"

@@ -2,6 +2,10 @@
 
 A user's data set may not be thread-safe, so only rows of arrays are gathered in a thread. Worker processes are those
 of torch's ``DataLoader``.
+
+A data set may change between epochs (a callback, a curriculum, ``set_epoch``). So nothing of an epoch is read before
+its first batch is asked for, and worker processes, which have a copy of the data set, are started again in each epoch.
+Whether a data set has changed cannot be known for less than that costs: its code may read any global variable.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import groupby, islice, tee
 from multiprocessing.synchronize import Semaphore
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -89,7 +94,7 @@ def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Reques
     What is written into the tensors between two epochs is thus seen in the next one.
     """
     most = 1
-    for _, of_epoch in groupby(requests, key=lambda request: request.epoch):
+    for _, of_epoch in groupby(requests, key=attrgetter("epoch")):
         while group := list(islice(of_epoch, most)):
             yield group
             size = max(1, max(request.size for request in group) * source.row_bytes)
@@ -105,16 +110,18 @@ def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any
 def _ahead(
     source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Gathers rows of arrays in one thread, ``depth`` gathers ahead: a gather releases the GIL."""
-    groups, pending = _groups(source, requests), deque[Future[list[Any]]]()
+    """Gathers rows of arrays in one thread, ``depth`` gathers of an epoch ahead: a gather releases the GIL."""
+    pending = deque[Future[list[Any]]]()
     thread = ThreadPoolExecutor(1, "lockstep-loader")
     try:
-        while True:
-            for group in islice(groups, max(1, depth) - len(pending)):
-                pending.append(thread.submit(source.batches, group, finish))
-            if not pending:
-                return
-            yield from pending.popleft().result()
+        for _, of_epoch in groupby(requests, key=attrgetter("epoch")):
+            groups = _groups(source, of_epoch)
+            while True:
+                for group in islice(groups, max(1, depth) - len(pending)):
+                    pending.append(thread.submit(source.batches, group, finish))
+                if not pending:
+                    break
+                yield from pending.popleft().result()
     finally:
         thread.shutdown(cancel_futures=True)
 
@@ -278,11 +285,8 @@ def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
 
 
 def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Generator[Any, None, None]:
-    """Batches by worker processes; those that persist stay for all epochs."""
-    groups: Iterable[tuple[int, Iterable[Request]]] = [(0, requests)]
-    if not plan.persistent_workers:
-        groups = groupby(requests, key=lambda request: request.epoch)
-    for epoch, of_epoch in groups:
+    """Batches by worker processes, which are forks of this one at the start of each epoch."""
+    for epoch, of_epoch in groupby(requests, key=attrgetter("epoch")):
         with child_signal_kept():
             iterator = _started(source, of_epoch, plan, WorkerInit(source.seed, rank, epoch))
             try:

@@ -101,7 +101,7 @@ class Evaluator:
     ) -> Generator[tuple[Request, Any], None, None]:
         loader = self.loader
         if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
-            loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0, "persistent_workers": False})
+            loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0})
         draw = SeededDraws(self.seed, devices, everything=True, purpose="evaluation")
         batches = make_loader(source, chunks, loader, self.collectives.rank, largest=self.batch_size)
         with contextlib.closing(batches):

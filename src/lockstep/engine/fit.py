@@ -27,7 +27,7 @@ from lockstep.engine.run_log import RunLog, record_samples, report_skipped
 from lockstep.engine.state import EndedBy, RunResult
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import begin_stream, kept_on, loaded, training_source, walk
+from lockstep.engine.training_data import begin_epoch, begin_stream, kept_on, loaded, training_source, walk
 from lockstep.engine.validation import Validation
 from lockstep.rundir.heartbeat import Activity, pulse
 
@@ -162,17 +162,21 @@ class Fit:
             # Before, since a step needs all ranks: whichever rank dies, every file has all that a checkpoint has.
             record = record_samples(rank, self.parts.state, self.source.indices)
             hooks.append(("record the samples", _always, record))
+        begun = set[int]()  # epochs of this attempt
+
+        def begins(window: Window) -> bool:
+            is_new = window.epoch not in begun
+            begun.add(window.epoch)
+            return is_new
+
+        hooks.append(("begin the epoch", begins, self._begin_epoch))
         if self.parts.callbacks:
-            begun = set[int]()  # epochs of this attempt
-
-            def begins(window: Window) -> bool:
-                is_new = window.epoch not in begun
-                begun.add(window.epoch)
-                return is_new
-
-            hooks.append(("on_epoch_start", begins, lambda window: self._callback("on_epoch_start")))
             hooks.append(("on_step_start", _always, lambda window: self._callback("on_step_start")))
         return hooks
+
+    def _begin_epoch(self, window: Window) -> None:
+        begin_epoch(self.datasets.train, window.epoch, self.parts.rank.plan.task.train_samples)
+        self._callback("on_epoch_start")
 
     def _hooks_after(self) -> list[Hook]:
         rank, trace, checkpoints, losses = self.parts.rank, self.trace, self.checkpoints, self.log.losses

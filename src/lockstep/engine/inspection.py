@@ -31,6 +31,7 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.task_settings import settings_of
 from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import (
+    EPOCH_CALLER,
     array_bytes,
     check_dataset,
     check_frames,
@@ -89,7 +90,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         whole_batches=whole_batches,
         quick_samples=opens_files and not is_stream and has_quick_samples(datasets.train),
         lengths=lengths,
-        remarks=remarks_of(datasets.train),
+        remarks=remarks_of(datasets.train, getattr(task, "epoch_caller", EPOCH_CALLER)),
         sampling=sampling,
         loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,

@@ -44,6 +44,8 @@ from lockstep.planning import Plan
 
 #: Share of a GPU's free memory that training data may take with data.device: auto.
 RESIDENT_SHARE = 0.2
+#: Who calls ``set_epoch()`` of training data.
+EPOCH_CALLER = "Lockstep calls it with the epoch, from 0, before on_epoch_start and the epoch's first batch"
 #: Samples that a fingerprint reads, and the time limit for reading them a second time, in seconds.
 PROBES, AGAIN_S = 16, 1.0
 #: Types of the same size, for values whose type NumPy lacks, by size in bytes.
@@ -264,10 +266,30 @@ def check_dataset(dataset: Any, split: str) -> None:
         raise DataError(f"the {split} data set is empty", fix=fix)
 
 
-def remarks_of(dataset: Any) -> tuple[str, ...]:
-    """What the plan should say of the data sets behind ``dataset``: their ``remark``."""
-    found = (getattr(leaf, "remark", None) for leaf in leaves(dataset))
-    return tuple(remark for remark in found if isinstance(remark, str))
+def remarks_of(dataset: Any, epoch_caller: str) -> tuple[str, ...]:
+    """What the plan should say of the data sets behind ``dataset``: their ``remark``, and who calls ``set_epoch()``."""
+    remarks = [getattr(leaf, "remark", None) for leaf in leaves(dataset)]
+    if any(_follow_epochs(dataset)):
+        remarks.append(f"The training data have set_epoch(): {epoch_caller}.")
+    return tuple(remark for remark in remarks if isinstance(remark, str))
+
+
+def _follow_epochs(dataset: Any) -> Iterator[Any]:
+    """``dataset``, or those behind it, where they have ``set_epoch()``."""
+    parts = [dataset] if hasattr(dataset, "set_epoch") else leaves(dataset)
+    return (part for part in parts if callable(getattr(part, "set_epoch", None)))
+
+
+def begin_epoch(dataset: Any, epoch: int, samples: int) -> None:
+    """Announce ``epoch`` to training data that have ``set_epoch()``; refuse those that no longer have ``samples``."""
+    for part in _follow_epochs(dataset):
+        part.set_epoch(epoch)
+    if len(dataset) != samples:
+        raise DataError(
+            f"the training set has {len(dataset)} samples in epoch {epoch + 1}, and had {samples} in the plan",
+            why="the order, the steps and the schedule of a run follow from the number of its samples",
+            fix="keep the number, and change what the samples are; or give epochs of other data to a lockstep.Session",
+        )
 
 
 def check_frames(dataset: Any) -> None:

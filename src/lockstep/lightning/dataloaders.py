@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from lockstep._compat.torch import tree_map
 from lockstep.config import DataConfig
+from lockstep.data.loader import child_signal_kept
 from lockstep.data.order import Order, WorkerInit, derive_key
 from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
@@ -113,8 +114,10 @@ _TRIED_BATCHES = 8
 
 def own_batches(loader: Any, unsized: int | None) -> int:
     """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so. ``None``: it must."""
+    _restart_workers(loader)
     combined = _combined(loader)
-    iter(combined)
+    with child_signal_kept():
+        iter(combined)
     try:
         return len(combined)
     except TypeError:
@@ -190,7 +193,7 @@ class SharedBatches:
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
+    *("multiprocessing_context", "prefetch_factor"),
 )
 
 
@@ -218,12 +221,13 @@ class SeededLoader(DataLoader[Any]):
         super().__init__(loader.dataset, batch_sampler=batch_sampler, generator=generator, **kept, **defaults)
 
     def __iter__(self) -> Any:
+        # A generator: workers start with the first batch, after the hooks that may change the data set of the epoch.
         seed, rank, epoch = self._seeding
         if self._own_generator:
             self.generator.manual_seed(derive_key("loader", seed, epoch(), rank))
         if self._own_init:
             self.worker_init_fn = WorkerInit(seed, rank, epoch())
-        return super().__iter__()
+        yield from super().__iter__()
 
 
 def training_loader(
@@ -380,9 +384,20 @@ def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Calla
     def from_seed(*args: Any, **kwargs: Any) -> Any:
         with seeded(seed):
             found = hook(*args, **kwargs)
+        _restart_workers(found)
         return found if change is None else change(found)
 
     return from_seed
+
+
+def _restart_workers(loaders: Any) -> None:
+    """Let the workers of each ``DataLoader`` start in each epoch: those that persist keep the data set of the first."""
+
+    def restart(loader: Any) -> None:
+        if isinstance(loader, DataLoader):
+            vars(loader)["persistent_workers"] = False  # which cannot be assigned to
+
+    tree_map(restart, getattr(loaders, "iterables", loaders))
 
 
 def defines(owner: Any, hook: str) -> bool:

@@ -136,6 +136,8 @@ class ModuleTask(Task):
     records_arguments = False
     #: The Trainer's own defaults, where the general ones differ.
     defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
+    #: Who calls ``set_epoch()`` of training data.
+    epoch_caller: ClassVar[str] = "Lightning's Trainer does not call it; call it in on_train_epoch_start()"
     module_class: ClassVar[type | None] = None
     find_class: ClassVar[Callable[[str], type]]
     #: What the plan must know of the training loader; :meth:`datasets` has opened it.

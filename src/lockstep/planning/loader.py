@@ -91,7 +91,6 @@ def resolve_loader(
         num_workers=workers,
         most_workers=most,
         prefetch_factor=data.prefetch_factor or 2,
-        persistent_workers=most > 0 if data.persistent_workers is None else data.persistent_workers,
         pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
     )
     shown = many(workers, "worker") + (f" at first, up to {most}" if most > workers else "")

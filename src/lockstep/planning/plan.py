@@ -102,12 +102,15 @@ class ResumePoint(Frozen):
 
 
 class LoaderPlan(Frozen):
-    """Input pipeline of a rank: after its first batches the loader may start up to ``most_workers`` processes."""
+    """Input pipeline of a rank: after its first batches the loader may start up to ``most_workers`` processes.
+
+    ``persistent_workers`` is not read.
+    """
 
     num_workers: int
     most_workers: int = 0
     prefetch_factor: int
-    persistent_workers: bool
+    persistent_workers: bool = False
     pin_memory: bool
 
 

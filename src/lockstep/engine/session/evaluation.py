@@ -16,7 +16,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.planning import LoaderPlan, Plan
 from lockstep.rundir.heartbeat import Activity, pulse
 
-_UNPLANNED = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+_UNPLANNED = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
 
 
 def predicted_rows(

@@ -118,7 +118,7 @@ def loading_rate(
     source: Source, plan: Plan, workers: int, seconds: float, *, device: torch.device, check: Callable[[], None]
 ) -> dict[str, Any]:
     """Load the batches of a single rank for about ``seconds``, after the first one, whose workers have to start."""
-    how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0, "persistent_workers": workers > 0})
+    how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0})
     walks = (chain.from_iterable(window.requests for window in walk(plan, World())) for _ in range(2))
     loader = make_loader(source, next(walks), how, 0, largest=plan.batch.batch_size)
     first, samples, loaded, transfers = 0.0, 0, 0, list[float]()

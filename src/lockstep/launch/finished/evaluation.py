@@ -67,7 +67,7 @@ def wanted_on(
         warn(note.text)
     cores, loader = usable_cores() // placement.world_size, plan.loader
     most = {"num_workers": min(loader.num_workers, cores), "most_workers": min(loader.most_workers, cores)}
-    loader = loader.model_copy(update={**most, "persistent_workers": loader.persistent_workers and cores > 0})
+    loader = loader.model_copy(update=most)
     threads = replace(plan.decisions["threads"], value=min(plan.threads, max(1, cores)))
     changed = {"decisions": {**plan.decisions, "threads": threads}, "placement": placement.as_dict(), "loader": loader}
     return Evaluation(run, config, plan.model_copy(update=changed), split, step, data)

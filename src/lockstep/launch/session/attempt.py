@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -28,6 +28,9 @@ from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
 
 class LoopTask(Task):
     """The models and the data of a loop, for the plan."""
+
+    #: Who calls ``set_epoch()`` of training data.
+    epoch_caller: ClassVar[str] = "call it in the loop over session.epochs(), before batches()"
 
     def __init__(
         self, models: nn.Module, dataset: Any, collate: Callable[[Any], Any] | None, weights: Any = None
