@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     leaks.mark_descendants()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: commands would inherit it, and go on
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # A busy machine is not a failure.
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("lockstep", deadline=None, print_blob=True, suppress_health_check=slow)

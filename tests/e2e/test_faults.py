@@ -408,6 +408,17 @@ def test_a_run_that_is_killed_or_stopped_goes_on(tmp_path: Path, strike: Callabl
     run.resume()
 
 
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """SIGHUP goes to all processes of a terminal, loader workers included."""
+    with drive(tmp_path, *SLOW, devices="cpu") as run:
+        run.wait_for_step(2)
+        for process in reversed(run.family):
+            process.send_signal(signal.SIGHUP)
+        run.finish(143)
+        assert run.run.status() == "stopped"
+        assert CheckpointStore(run.run.checkpoints).newest_verified(lambda message: None)
+
+
 @pytest.mark.drill
 def test_a_run_killed_while_it_starts_goes_on_at_once(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING) as run:

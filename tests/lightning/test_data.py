@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.loader import child_signal_kept
+from lockstep.data.loader import loader_processes
 from lockstep.engine.state import TrainState
 from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
@@ -219,7 +219,7 @@ def test_workers_and_generators_are_seeded_by_run_and_rank() -> None:
     def draws(rank: int) -> list[list[float]]:
         loader = DataLoader(RandomInWorkers(torch.zeros(4)), batch_size=2, num_workers=1)
         shared = evaluation_loader(loader, World(rank=rank, size=2, local_size=2), seed=7)
-        with child_signal_kept():
+        with loader_processes():
             return [row for batch in shared for row in batch.tolist()]
 
     first = draws(0)

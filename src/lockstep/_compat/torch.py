@@ -393,6 +393,13 @@ def child_handler_set(value: bool | None = None) -> bool:
     return before
 
 
+def pinned(batch: Any) -> Any:
+    """``batch`` with its tensors in page-locked memory, as ``DataLoader(pin_memory=True)`` makes it."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)
+
+
 def record_memory(max_entries: int | None) -> None:
     """Record up to ``max_entries`` allocations of the GPU; ``None`` stops."""
     enabled: Any = None if max_entries is None else "all"

@@ -393,11 +393,17 @@ class TelemetryConfig(Section):
 
 class LaunchConfig(Section):
     max_restarts: int = setting(0, "restarts from the latest valid checkpoint after a rank failed", ge=0)
-    stop_grace_s: float = setting(30.0, "seconds that ranks may take to end after a stop before they are killed", gt=0)
+    stop_grace_s: float = setting(
+        30.0,
+        "seconds that ranks may take to end after a stop before they are killed; on one device: that a step may then "
+        "wait for its data",
+        gt=0,
+    )
     hang_timeout_s: float = setting(
         60.0,
         "seconds without progress of any rank (batches, steps, evaluation, saving) after which the run counts as "
-        "hanging and ends or restarts; first step, compiling and metrics over all samples may take longer",
+        "hanging and ends or restarts; the first step may take five times as long, and starting, compiling and metrics "
+        "over all samples longer",
         gt=0,
     )
     nodes: Annotated[str | None, BeforeValidator(_text_of_number)] = setting(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lockstep._compat.torch import child_handler_set, worker_processes
+from lockstep.data.handing import HandOverError, handed_over, received, short_socket_paths
 from lockstep.data.order import WorkerInit
 from lockstep.data.requests import Request, Source, mapped
 from lockstep.errors import LockstepError
@@ -201,9 +202,9 @@ def _adaptive(
                     batch = next(batches)
                 except StopIteration:
                     return
-                except LockstepError:
-                    raise
                 except Exception as error:  # they were not asked for: without them, the run is slower at most
+                    if isinstance(error, LockstepError) and not isinstance(error, HandOverError):
+                        raise
                     why = (str(error) or type(error).__name__).splitlines()[0]
                     settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
                     best, is_settled = 0, True
@@ -269,7 +270,7 @@ class _ByRequest:
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            return self._source.batch(request)
+            return handed_over(self._source.batch(request))
         except LockstepError as error:  # torch would keep its text alone
             error.add_note(f"In a loader worker:\n{traceback.format_exc()}")
             return error
@@ -287,13 +288,11 @@ def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
 def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Generator[Any, None, None]:
     """Batches by worker processes, which are forks of this one at the start of each epoch."""
     for epoch, of_epoch in groupby(requests, key=attrgetter("epoch")):
-        with child_signal_kept():
+        with loader_processes():
             iterator = _started(source, of_epoch, plan, WorkerInit(source.seed, rank, epoch))
             try:
                 for batch in iterator:
-                    if isinstance(batch, LockstepError):
-                        raise batch
-                    yield batch
+                    yield received(batch)
             finally:
                 del iterator  # DataLoader's own way of ending its workers
 
@@ -352,11 +351,15 @@ def _are_up(started: Semaphore, workers: list[Any], patience_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def child_signal_kept() -> Iterator[None]:
-    """DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back."""
+def loader_processes() -> Iterator[None]:
+    """Around a ``DataLoader``'s workers: they can hand over batches, however long ``TMPDIR`` is.
+
+    DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back.
+    """
     before, was_set = signal.getsignal(signal.SIGCHLD), child_handler_set()
     try:
-        yield
+        with short_socket_paths():
+            yield
     finally:
         if threading.current_thread() is threading.main_thread() and not was_set:
             signal.signal(signal.SIGCHLD, before)

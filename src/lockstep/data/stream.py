@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep._compat.datasets import has_shuffle_buffer, node_of
+from lockstep.data.handing import short_path
 from lockstep.data.order import check_slice
 from lockstep.data.reader import StreamEnded, generators
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
@@ -74,6 +75,7 @@ class Stream:
         self._connection: Connection | None = None
         self._listener: Listener | None = None
         self._threads: list[threading.Thread] = []
+        self._open = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._asked, self._window = [0], EVERY
         self._draws: bool | None = None  # whether the first items did, from the global generators
@@ -233,7 +235,8 @@ class Stream:
         private.mkdir(mode=0o700, exist_ok=True)
         if private.lstat().st_uid != os.getuid() or private.lstat().st_mode & 0o077:
             raise DataError(f"{private} is open to other users", fix="remove it, or set TMPDIR to a private folder")
-        address, key = str(private / name.hexdigest()[:16]), name.digest()
+        address = f"{self._open.enter_context(short_path(private))}/{name.hexdigest()[:16]}"
+        key = name.digest()
         if world.local_rank:
             self._connection = _connected(address, key)
             self._connection.send(world.local_rank)
@@ -295,6 +298,7 @@ class Stream:
                         Client(address, "AF_UNIX").close()
             self._listener.close()
             self._listener, self._threads = None, []
+        self._open.close()
 
 
 def _connected(address: str, key: bytes) -> Connection:

@@ -74,13 +74,14 @@ def take_lifeline() -> int:
 
 
 def bind_loader_worker() -> None:
-    """In a data loader's worker: end with the process that started it, and leave Ctrl-C and SIGTERM to that process.
+    """In a data loader's worker: end with the process that started it, and leave Ctrl-C, SIGTERM and SIGHUP to it.
 
     Works for any child of :mod:`multiprocessing`. Workers may outlive the thread that started them, so they have no
     parent-death signal. SLURM and systemd send SIGTERM to every process of a job, and a rank needs its workers until
     it has saved: only the parent's one ends a worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
@@ -97,8 +98,8 @@ def bind_loader_worker() -> None:
 
 @contextlib.contextmanager
 def sigterm_held_back() -> Iterator[None]:
-    """Start loader workers in this, so that no thread of theirs takes a SIGTERM before :func:`bind_loader_worker`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    """Start loader workers in this, so that no thread of theirs takes a signal before :func:`bind_loader_worker`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -20,7 +20,8 @@ from torch.utils.data import (
 
 from lockstep._compat.torch import tree_map
 from lockstep.config import DataConfig
-from lockstep.data.loader import child_signal_kept
+from lockstep.data.handing import HandingCollate, received
+from lockstep.data.loader import loader_processes
 from lockstep.data.order import Order, WorkerInit, derive_key
 from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
@@ -116,7 +117,7 @@ def own_batches(loader: Any, unsized: int | None) -> int:
     """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so. ``None``: it must."""
     _restart_workers(loader)
     combined = _combined(loader)
-    with child_signal_kept():
+    with loader_processes():
         iter(combined)
     try:
         return len(combined)
@@ -192,7 +193,7 @@ class SharedBatches:
 
 
 _KEPT = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "prefetch_factor"),
 )
 
@@ -218,6 +219,7 @@ class SeededLoader(DataLoader[Any]):
         self._own_generator, self._own_init = loader.generator is None, loader.worker_init_fn is None
         generator = torch.Generator() if self._own_generator else loader.generator
         kept = {name: getattr(loader, name) for name in _KEPT}
+        kept["collate_fn"] = HandingCollate(loader.collate_fn)
         super().__init__(loader.dataset, batch_sampler=batch_sampler, generator=generator, **kept, **defaults)
 
     def __iter__(self) -> Any:
@@ -227,7 +229,7 @@ class SeededLoader(DataLoader[Any]):
             self.generator.manual_seed(derive_key("loader", seed, epoch(), rank))
         if self._own_init:
             self.worker_init_fn = WorkerInit(seed, rank, epoch())
-        yield from super().__iter__()
+        yield from map(received, super().__iter__())
 
 
 def training_loader(
@@ -363,7 +365,7 @@ def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, se
         return None if loaders is None else tree_map(evaluation, loaders)
 
     changes = {"train_dataloader": train, "val_dataloader": each, "test_dataloader": each, "predict_dataloader": each}
-    with ExitStack() as restored:
+    with loader_processes(), ExitStack() as restored:
 
         def hide(owner: Any, name: str, hook: Callable[..., Any]) -> None:
             object.__setattr__(owner, name, hook)

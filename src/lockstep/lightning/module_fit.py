@@ -11,7 +11,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lockstep.checkpoint.store import Snapshot
-from lockstep.data.loader import child_signal_kept
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
@@ -88,7 +87,6 @@ class ModuleFit:
         with (
             trainer_loads(self._file),
             quiet_trainer(),
-            child_signal_kept(),
             replaced_loaders(
                 [data, module],
                 lambda loader: training_loader(loader, plan.batch, plan.seed, rank.world, self._state),

@@ -214,8 +214,8 @@ class Activity(IntEnum):
 
     @property
     def is_untimed(self) -> bool:
-        """Whether nothing is known about how long it may take: first calls, compilers, metrics over all rows."""
-        first = self in (Activity.STARTING, Activity.FIRST_STEP, Activity.COMPILING)
+        """Whether nothing is known about how long it may take: starts, compilers, metrics over all rows."""
+        first = self in (Activity.STARTING, Activity.COMPILING)
         return first or self in (Activity.COMPUTING_METRICS, Activity.WRITING_PROFILE, Activity.ENDING)
 
     @property

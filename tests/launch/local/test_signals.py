@@ -22,6 +22,18 @@ def test_the_first_signal_is_remembered() -> None:
         assert stop.requested == signal.SIGTERM
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_a_closed_terminal_is_a_stop_unless_nohup_ignores_it(before: signal.Handlers) -> None:
+    outside = signal.signal(signal.SIGHUP, before)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested == (None if before == signal.SIG_IGN else signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, outside)
+
+
 def test_a_second_interrupt_interrupts() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)

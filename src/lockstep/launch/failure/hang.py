@@ -7,6 +7,7 @@ makes progress for some time, and the question is which rank the others wait for
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from lockstep.rundir.heartbeat import Activity, Sign
 
 #: How often the ranks are checked.
 INTERVAL_S = 0.5
+#: The first step may take this many times ``launch.hang_timeout_s``: caches are filled, libraries loaded.
+FIRST_STEP_FACTOR = 5
 #: After a longer pause between two checks this process had been stopped itself, and maybe the ranks too.
 OWN_PAUSE_S = 5.0
 _STATES = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped", psutil.STATUS_DISK_SLEEP: "blocked"}
@@ -156,6 +159,13 @@ def waits_for_data(sign: Sign, stack: Stack) -> bool:
     return sign.activity is Activity.WAITING_FOR_DATA or any(frame.is_loader for frame in stack)
 
 
+def silence_limit_s(activity: Activity, timeout_s: float) -> float:
+    """Seconds that a rank may go without progress in ``activity``; infinite where nothing is known about its length."""
+    if activity.is_untimed:
+        return math.inf
+    return timeout_s * (FIRST_STEP_FACTOR if activity is Activity.FIRST_STEP else 1)
+
+
 class Silence:
     """How long one process has made no progress. ``now``: seconds on the clock of the checks."""
 
@@ -178,7 +188,7 @@ class Silence:
 class HangWatch:
     """Checks the ranks of one start until all of them have been without progress for ``timeout_s``.
 
-    Untimed activities (:attr:`Activity.is_untimed`) count as progress. ``pids``: by rank, in the order of local ranks;
+    An activity counts as progress within its :func:`silence_limit_s`. ``pids``: by rank, in the order of local ranks;
     ``signs``: the newest of each.
     """
 
@@ -210,7 +220,8 @@ class HangWatch:
         if min(silent_s.values()) < self._timeout_s:
             return None  # without asking the system for the state of each process
         states = {rank: process_state(self._pids[rank]) for rank in signs}
-        if any(sign.activity.is_untimed and states[rank] != "stopped" for rank, sign in signs.items()):
+        limits_s = {rank: silence_limit_s(sign.activity, self._timeout_s) for rank, sign in signs.items()}
+        if any(silent_s[rank] < limits_s[rank] and states[rank] != "stopped" for rank in signs):
             return None
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
         title = f"has made no progress for {self._timeout_s:g} s; its threads are at"

@@ -32,6 +32,7 @@ from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch.failure import hang, records
 from lockstep.launch.process.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, leave, log_file, stacks_on_request
+from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import pulse
@@ -44,7 +45,7 @@ _OTHERS_S = 5.0
 
 
 class _Heartbeat(FileContent):
-    """What a rank sends to the others. ``number`` grows with each; ``untimed``: its activity may take any time.
+    """What a rank sends to the others. ``number`` grows with each; ``untimed``: its activity may take longer.
 
     ``host``, ``pid``: its process, whose state can be read on that host.
     """
@@ -127,7 +128,7 @@ class Watchdog(threading.Thread):
         node = self._host if self._world.nodes > 1 else ""
         known = {"silent_s": silent_s, "workers": self._workers or (), "node": node}
         at = hang.standstill(self._world.rank, sign, stack, **known)
-        untimed = sign.activity.is_untimed
+        untimed = silent_s < hang.silence_limit_s(sign.activity, self._timeout_s)
         return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
@@ -148,6 +149,41 @@ class Watchdog(threading.Thread):
                 at = beat.at.model_copy(update={"silent_s": beat.at.silent_s + age, "state": state})
                 found[rank] = beat.model_copy(update={"at": at})
         return found
+
+
+@contextmanager
+def stops_within(stop: StopRequest, grace_s: float) -> Iterator[None]:
+    """Inside, a wait for data that lasts ``grace_s`` after a stop request ends with an error in the main thread.
+
+    For a process without a launcher, which would kill it then. Other activities are not interrupted.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        silence: hang.Silence | None = None
+        while not ended.wait(hang.INTERVAL_S):
+            if stop.requested is None:
+                continue
+            now, sign = time.monotonic(), pulse.sign
+            silence = silence or hang.Silence(os.getpid(), now)
+            if silence.update(sign, now) > grace_s and hang.waits_for_data(sign, main_stack()):
+                stop.end_overdue(
+                    RankFailed(
+                        f"the run was to stop, and its loader has returned no batch for {grace_s:g} s since",
+                        why="a step ends, and a checkpoint follows, when its batches are there",
+                        fix="find out where the data set stops, with --num-workers 0; `lockstep resume` continues "
+                        "from the latest checkpoint",
+                    )
+                )
+                return
+
+    thread = threading.Thread(target=watch, name="lockstep-stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _key(rank: int) -> str:

@@ -11,6 +11,7 @@ from lockstep.engine.state import RunResult
 from lockstep.hardware import World
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, own_failure
+from lockstep.launch.failure.watchdog import stops_within
 from lockstep.launch.local.on_ranks import launch
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import Prepared
@@ -31,7 +32,7 @@ def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
         return _train_on_ranks(prepared, run)
     sink = standard_sinks(run, prepared.config, sys.stdout)
     what = prepared.task, prepared.config, prepared.plan
-    with StopRequest() as stop:
+    with StopRequest() as stop, stops_within(stop, prepared.config.launch.stop_grace_s):
         how: dict[str, Any] = {"attempt": attempt, "sink": sink, "stop_signal": lambda: stop.requested}
         try:
             return run_attempt(run, World(), *what, **how, datasets=prepared.datasets)

@@ -1,4 +1,4 @@
-"""Stop requests: SIGINT and SIGTERM ask a run to end with a checkpoint.
+"""Stop requests: SIGINT and SIGTERM ask a run to end with a checkpoint. SIGHUP, of a closed terminal, is SIGTERM.
 
 The run's loop reads :attr:`StopRequest.requested` between steps; nothing is interrupted. The caller's handlers are
 restored afterwards.
@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from lockstep.errors import LockstepError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def exit_code(signum: int) -> int:
@@ -24,7 +26,7 @@ def exit_code(signum: int) -> int:
 
 
 #: Exit codes of ranks that were stopped.
-STOPPED = tuple(exit_code(number) for number in STOP_SIGNALS)
+STOPPED = (exit_code(signal.SIGINT), exit_code(signal.SIGTERM))
 
 
 class Stopped(SystemExit):
@@ -32,7 +34,7 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM as ``requested``; a second SIGINT raises :class:`KeyboardInterrupt`.
+    """Remembers the first stop signal as ``requested``; a second SIGINT raises :class:`KeyboardInterrupt`.
 
     A context manager; outside the main thread, where Python allows no handlers, only :meth:`request` asks for a stop.
     One may be installed inside another: what the outer one had received counts for the inner one, and the other way
@@ -43,6 +45,7 @@ class StopRequest:
         self.requested: int | None = None
         self._on_request: Callable[[int], object] | None = None
         self._interrupts = 0
+        self._overdue: LockstepError | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def request(self, signum: int = signal.SIGTERM) -> None:
@@ -62,13 +65,16 @@ class StopRequest:
             on_request(self.requested)
 
     def install(self) -> Self:
-        """Handle SIGINT and SIGTERM. May be called again, after a library has replaced the handlers."""
+        """Handle the stop signals. May be called again, after a library has replaced the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return self
         _end_forks_at_sigterm()
         for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) is None:
+            handler = signal.getsignal(signum)
+            if handler is None:
                 continue  # a handler from outside Python: it could not be restored
+            if signum == signal.SIGHUP and handler == signal.SIG_IGN:
+                continue  # nohup
             previous = signal.signal(signum, self._receive)
             if signum not in self._previous:
                 self._previous[signum] = previous
@@ -78,7 +84,7 @@ class StopRequest:
         return self
 
     def restore(self) -> None:
-        """Restore the handlers of SIGINT and SIGTERM from before :meth:`install`."""
+        """Restore the handlers from before :meth:`install`."""
         while self._previous:
             signum, previous = self._previous.popitem()
             signal.signal(signum, previous)
@@ -97,28 +103,38 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
+    def end_overdue(self, error: LockstepError) -> None:
+        """Raise ``error`` in the main thread, which has not followed the stop. Called from another thread."""
+        self._overdue = error
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
     def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if self._overdue is not None:
+            error, self._overdue = self._overdue, None
+            raise error
         if signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        self.request(signum)
+        self.request(signal.SIGTERM if signum == signal.SIGHUP else signum)
 
 
 @functools.cache
 def _end_forks_at_sigterm() -> None:
     """Let SIGTERM end what is forked, such as a task's ``multiprocessing.Pool``, which is ended so and waited for."""
     masks = threading.local()  # one that is sent at once waits
+    ending = (signal.SIGTERM, signal.SIGHUP)
 
     def before() -> None:
-        masks.own = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        masks.own = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
 
     def after() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.own)
 
     def after_in_child() -> None:
-        if _owner(signal.getsignal(signal.SIGTERM)) is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum in ending:
+            if _owner(signal.getsignal(signum)) is not None:
+                signal.signal(signum, signal.SIG_DFL)
         after()
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
@@ -131,7 +147,7 @@ def _owner(handler: Any) -> StopRequest | None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in this thread and in processes that it starts, until they call :func:`accept`.
+    """Block the stop signals in this thread and in processes that it starts, until they call :func:`accept`.
 
     So a signal does not end a process that has no handlers yet.
     """

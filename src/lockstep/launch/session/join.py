@@ -18,7 +18,7 @@ from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, parent_death, read_world
-from lockstep.launch.failure.watchdog import watched
+from lockstep.launch.failure.watchdog import stops_within, watched
 from lockstep.launch.nodes.membership import Team, join, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
@@ -156,6 +156,8 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
         run, found = _folder(config, resume, ending)
     if placement.backend == "nccl" and store is not None:
         join(store, "nccl", world, config.distributed.timeout_s, placement.devices, run.logs)
+    if not started and world.size == 1:
+        ending.enter_context(stops_within(stop, config.launch.stop_grace_s))
     if world.from_outside:  # elsewhere the launcher detects hangs and keeps the output
         ending.enter_context(watched(run, world, store, timeout_s=config.launch.hang_timeout_s, keeps=keeps))
         ending.enter_context(rank_output(run.logs, world.rank))
