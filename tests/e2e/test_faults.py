@@ -408,6 +408,30 @@ def test_a_run_that_is_killed_or_stopped_goes_on(tmp_path: Path, strike: Callabl
     run.resume()
 
 
+@pytest.mark.parametrize(
+    ("place", "does", "limit"),
+    [
+        ("prepare", "stands_still", "distributed.timeout_s"),
+        ("model", "stands_still", "distributed.timeout_s"),
+        ("compute", "stands_still", "distributed.timeout_s"),
+        ("compute", "calls_alone", "launch.hang_timeout_s"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
+    place: str, does: str, limit: str, tmp_path: Path
+) -> None:
+    process = start(
+        *("train", f"{ROOT / 'tests' / 'e2e' / 'waiting.py'}:Waiting", "--devices", "cpu,cpu", "--save-dir", "run"),
+        *("--set", f"task.at={place}", "--set", f"task.does={does}", "--set", f"{limit}=2"),
+        cwd=tmp_path,
+    )
+    output = finish(process, 1)
+    rank = 1 if place == "model" else 0
+    assert re.search(rf"error: rank {rank} .*waiting\.py:\d+ in {does}", output)
+    assert f"raise {limit} (now 2)" in output
+    assert does in (RunDir.open(tmp_path / "run").read().error or "")
+
+
 def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     """SIGHUP goes to all processes of a terminal, loader workers included."""
     with drive(tmp_path, *SLOW, devices="cpu") as run:

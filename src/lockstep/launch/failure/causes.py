@@ -157,6 +157,12 @@ def is_lost_peer(type_name: str, message: str) -> bool:
     return bool(_PEER_TYPES.search(type_name) and _PEER_TEXT.search(message))
 
 
+def expired_s(message: str) -> float | None:
+    """The time-out of a collective call in the error of a rank that waited for another one; ``None``: another error."""
+    found = re.search(r"Timed out waiting (\d+)ms", message)
+    return int(found[1]) / 1000 if found else None
+
+
 def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
     """The known cause of a failure, or ``None``. ``text``: ``type: message`` of its error, or the end of its output.
 

@@ -29,6 +29,9 @@ OWN_PAUSE_S = 5.0
 _STATES = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped", psutil.STATUS_DISK_SLEEP: "blocked"}
 
 
+HANG_TIMEOUT, COLLECTIVE_TIMEOUT = "launch.hang_timeout_s", "distributed.timeout_s"
+
+
 class Standstill(FileContent):
     """Where one rank was when no rank made progress. ``stack``: ``file:line in function``, innermost first.
 
@@ -59,6 +62,7 @@ class Standstill(FileContent):
 
 def standstill(rank: int, sign: Sign, stack: Stack, **known: Any) -> Standstill:
     """From a rank's newest sign and the stack of its main thread; ``known``: the other fields."""
+    training = own_part(stack)
     return Standstill(
         rank=rank,
         step=sign.step,
@@ -66,19 +70,24 @@ def standstill(rank: int, sign: Sign, stack: Stack, **known: Any) -> Standstill:
         ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
         waits_for_data=waits_for_data(sign, stack),
         waits_for_save=sign.activity is Activity.AWAITING_SAVE,
-        place=place_of(stack),
+        place=place_of(training or stack),
         in_framework=bool(stack) and stack[0].is_framework,
-        in_user_code=any(not frame.is_library for frame in stack),
-        stack=tuple(map(str, own_part(stack))),
+        in_user_code=any(not frame.is_library for frame in training),
+        stack=tuple(map(str, training)),
         **known,
     )
 
 
 class HangReport(FileContent):
-    """A hang of all ranks of a run. ``behind``: those that the others wait for; empty if that is not known."""
+    """A hang of all ranks of a run. ``behind``: those that the others wait for; empty if that is not known.
+
+    ``setting``: whose time-out ``timeout_s`` is. After that of a collective call, ``ranks`` are those that were not in
+    it when another rank gave up.
+    """
 
     timeout_s: float
     ranks: tuple[Standstill, ...]
+    setting: str = HANG_TIMEOUT
 
     @property
     def behind(self) -> tuple[Standstill, ...]:
@@ -90,7 +99,8 @@ class HangReport(FileContent):
             [rank for rank in self.ranks if (rank.step, rank.ahead) == min((r.step, r.ahead) for r in self.ranks)],
             [rank for rank in self.ranks if rank.in_user_code],
         ):
-            if apart and (len(apart) < len(self.ranks) or apart[0].state == "stopped" or len(self.ranks) == 1):
+            are_all = len(apart) == len(self.ranks) > 1 and self.setting == HANG_TIMEOUT
+            if apart and (not are_all or apart[0].state == "stopped"):
                 return tuple(apart)
         return ()
 
@@ -106,13 +116,15 @@ class HangReport(FileContent):
         if first.state == "stopped":
             return f"{who} sent no heartbeat for {silent}, in {first.doing}"
         where = first.workers[0] if first.workers else first.place
+        if self.setting != HANG_TIMEOUT:
+            silent = f"the {self.timeout_s:g} s of {self.setting}"
         return f"{who} made no progress for {silent}, in {first.doing}{where and f': {where}'}"
 
     @property
     def cause(self) -> Cause:
         """Why, as far as the ranks' stacks show it, and how to fix it."""
         first = self.behind[0] if self.behind else None
-        slow = f"; if it is only slow, raise launch.hang_timeout_s (now {self.timeout_s:g})"
+        slow = f"; if it is only slow, raise {self.setting} (now {self.timeout_s:g})"
         check = ""
         if first and first.state == "stopped":
             title = "its process is stopped (by SIGSTOP, a debugger or a batch system), and the others wait for it"
@@ -202,7 +214,7 @@ class HangWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pids, self._signs, self._logs, self._timeout_s, self._clock = dict(pids), signs, logs, timeout_s, clock
-        self._checked_at = clock()
+        self._checked_at = self._asked_at = clock()
         self._silences = {rank: Silence(pid, self._checked_at) for rank, pid in self._pids.items()}
 
     def look(self, alive: Collection[int]) -> HangReport | None:
@@ -221,18 +233,50 @@ class HangWatch:
             return None  # without asking the system for the state of each process
         states = {rank: process_state(self._pids[rank]) for rank in signs}
         limits_s = {rank: silence_limit_s(sign.activity, self._timeout_s) for rank, sign in signs.items()}
-        if any(silent_s[rank] < limits_s[rank] and states[rank] != "stopped" for rank in signs):
-            return None
+        slow = [rank for rank in signs if silent_s[rank] < limits_s[rank] and states[rank] != "stopped"]
+        stacks: Mapping[int, Stack] | None = None
+        if slow:
+            # One that computes metrics may take long; but not while all ranks wait in collective calls.
+            computing = all(signs[rank].activity is Activity.COMPUTING_METRICS for rank in slow)
+            if not computing or now - self._asked_at < self._timeout_s:
+                return None
+            self._asked_at = now
+            stacks = self._stacks(signs, states)
+            if not all(stack and stack[0].is_collective for stack in map(stacks.get, signs)):
+                return None
+        return HangReport(timeout_s=self._timeout_s, ranks=self._places(signs, states, silent_s, stacks))
+
+    def places_after(self, timeout_s: float, alive: Collection[int]) -> HangReport:
+        """Where the ranks of ``alive`` are, after another one has waited for them in a collective for ``timeout_s``."""
+        now, signs = self._clock(), {}
+        for rank, sign in zip(self._pids, self._signs(), strict=True):
+            if rank in alive:
+                signs[rank] = sign
+        silent_s = {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
+        states = {rank: process_state(self._pids[rank]) for rank in signs}
+        places = self._places(signs, states, silent_s)
+        return HangReport(timeout_s=timeout_s, ranks=places, setting=COLLECTIVE_TIMEOUT)
+
+    def _stacks(self, signs: Collection[int], states: Mapping[int, str]) -> dict[int, Stack]:
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
         title = f"has made no progress for {self._timeout_s:g} s; its threads are at"
-        stacks = ask_stacks(answering, self._logs, title)
+        return ask_stacks(answering, self._logs, title)
+
+    def _places(
+        self,
+        signs: Mapping[int, Sign],
+        states: Mapping[int, str],
+        silent_s: Mapping[int, float],
+        stacks: Mapping[int, Stack] | None = None,
+    ) -> tuple[Standstill, ...]:
+        stacks = self._stacks(signs, states) if stacks is None else stacks
         places = []
         for rank, sign in signs.items():
             stack, workers = stacks.get(rank, ()), tuple[str, ...]()
             if stack and waits_for_data(sign, stack):
                 workers = ask_workers(self._pids[rank], rank, self._logs)
             places.append(standstill(rank, sign, stack, silent_s=silent_s[rank], state=states[rank], workers=workers))
-        return HangReport(timeout_s=self._timeout_s, ranks=tuple(places))
+        return tuple(places)
 
 
 def process_state(pid: int) -> str:

@@ -39,7 +39,7 @@ from lockstep.errors import (
 )
 from lockstep.events import Restarted
 from lockstep.hardware.detect import oom_kills, usable_memory
-from lockstep.launch.failure.causes import is_lost_peer
+from lockstep.launch.failure.causes import expired_s, is_lost_peer
 from lockstep.launch.failure.hang import HangReport
 from lockstep.launch.process.rank_log import MARK, log_file
 from lockstep.rundir.files import FileContent
@@ -337,6 +337,12 @@ def read_errors(logs: Path) -> dict[int, RankError]:
     """The failures that ranks recorded, by rank."""
     found = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
     return {error.rank: error for error in found if error is not None}
+
+
+def waited_s(logs: Path) -> float | None:
+    """The time-out at which ranks gave up waiting for another one, where all failures so far are that."""
+    expired = [expired_s(error.message) if error.is_collateral else None for error in read_errors(logs).values()]
+    return max(filter(None, expired), default=None) if all(expired) else None
 
 
 def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:

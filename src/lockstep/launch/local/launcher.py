@@ -81,6 +81,8 @@ class Supervisor:
     stop_grace_s: float
     failure_grace_s: float = FAILURE_GRACE_S
     watch: HangWatch | None = None
+    #: Seconds of the time-out at which ranks that failed gave up waiting for others, if that is why they failed.
+    waited_s: Callable[[], float | None] = lambda: None
     memory: MemoryWatch | None = None
     phase: Phase = field(default="running", init=False)
     exits: dict[int, RankEnd] = field(default_factory=dict, init=False)
@@ -133,6 +135,8 @@ class Supervisor:
         if self.failed:
             deadline = now + self.failure_grace_s
             if self._begin("failing", min(deadline, self._deadline or deadline)):
+                if self.watch is not None and (waited_s := self.waited_s()) is not None:
+                    self.hang = self.watch.places_after(waited_s, self.alive)
                 for rank in self.alive:
                     _signal_group(self.processes[rank].pid, signal.SIGTERM)
         elif self._asked:
@@ -275,6 +279,7 @@ class Launch:
         how: dict[str, Any] = {"memory": MemoryWatch(pids)}
         if self.nodes is None:  # ranks of several nodes check each other (launch/failure/watchdog.py)
             how["watch"] = HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s)
+            how["waited_s"] = partial(records.waited_s, logs)
         self.supervisor = Supervisor(processes, self.stop_requested, settings.stop_grace_s, **how)
         self.write()
         return self.supervisor

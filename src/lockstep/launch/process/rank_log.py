@@ -41,7 +41,8 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_LOADERS = (str(Path(_PACKAGE, "data", "loader.py")),)
+_LOADERS = tuple(str(Path(_PACKAGE, name)) for name in ("data/loader.py", "lightning/dataloaders.py"))
+_COLLECTIVES = str(Path(_PACKAGE, "engine", "distributed"))
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
 #: Names that torch's own decorators have in a stack.
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
@@ -155,6 +156,11 @@ class Frame(NamedTuple):
     def is_framework(self) -> bool:
         """Whether it belongs to Lockstep, torch or Lightning: where ranks wait for each other."""
         return self.file.startswith(_PACKAGE) or any(f"/{name}/" in self.file for name in ("torch", "lightning"))
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is where a rank communicates with others."""
+        return "/torch/distributed/" in self.file or self.file.startswith(_COLLECTIVES)
 
     @property
     def is_loader(self) -> bool:
