@@ -128,7 +128,8 @@ class Watchdog(threading.Thread):
         node = self._host if self._world.nodes > 1 else ""
         known = {"silent_s": silent_s, "workers": self._workers or (), "node": node}
         at = hang.standstill(self._world.rank, sign, stack, **known)
-        untimed = silent_s < hang.silence_limit_s(sign.activity, self._timeout_s)
+        limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
+        untimed = self._timeout_s < limit_s and silent_s < limit_s
         return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
