@@ -191,7 +191,7 @@ def test_the_plan_names_how_many_processes_there_may_be(capsys: pytest.CaptureFi
     assert "as configured" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", ["many", "-1", "1.5"])
+@pytest.mark.parametrize("value", ["many", "-1", "1.5", "1025"])
 def test_anything_else_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tests.toys:Toy", "--devices", "cpu", "--num-workers", value]) == 2
     assert "it must be `auto` or a number from 0" in capsys.readouterr().err

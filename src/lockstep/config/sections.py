@@ -82,19 +82,23 @@ def _optimizer(value: str) -> str:
     return value
 
 
+#: Loader processes of a rank: more than any machine has use for, and few enough to be started.
+MAX_WORKERS = 1024
+
+
 def _workers(value: object) -> object:
     """One message for a value that is neither."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if number is None or number == "auto" or (type(number) is int and number >= 0):
+    if number is None or number == "auto" or (type(number) is int and 0 <= number <= MAX_WORKERS):
         return number
-    raise ValueError("it must be `auto` or a number from 0")
+    raise ValueError(f"it must be `auto` or a number from 0 to {MAX_WORKERS}")
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)]
 Precision = Literal["auto", "32", "tf32", "16-mixed", "bf16-mixed", "bf16-true"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Strategy = Annotated[str, AfterValidator(_strategy)]
-Workers = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"] | None, BeforeValidator(_workers)]
+Workers = Annotated[Annotated[int, Field(ge=0, le=MAX_WORKERS)] | Literal["auto"] | None, BeforeValidator(_workers)]
 
 
 class Section(BaseModel):
