@@ -15,11 +15,9 @@ for _ in session.epochs(3):
         states, chosen, returns = map(torch.cat, zip(*(play(actor, seed) for seed in seeds.tolist()), strict=True))
         advantages = returns - critic(states).squeeze(1)
         a_loss = -(chosen * advantages.detach()).mean()
-        a_optimizer.zero_grad()
         session.backward(a_loss, weight=len(returns))
         session.step(a_optimizer)
         c_loss = advantages.square().mean()
-        c_optimizer.zero_grad()
         session.backward(c_loss, weight=len(returns))
         session.step(c_optimizer)
     with torch.no_grad():

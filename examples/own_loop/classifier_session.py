@@ -12,7 +12,6 @@ optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 session.prepare(model, optimizer)
 for _ in session.epochs(5):
     for inputs, labels in session.batches(train_set):
-        optimizer.zero_grad()
         loss = cross_entropy(model(inputs), labels)
         session.backward(loss, weight=len(labels))
         session.step(optimizer)

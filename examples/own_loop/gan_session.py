@@ -15,13 +15,12 @@ for _ in session.epochs(5):
     for real, noise in session.batches(ring_set):
         fake = generator(noise)
         c_loss = (softplus(-critic(real)) + softplus(critic(fake.detach()))).mean()
-        c_optimizer.zero_grad()
         session.backward(c_loss, weight=len(real))
-        session.step(c_optimizer)
-        g_loss = softplus(-critic(fake)).mean()
-        g_optimizer.zero_grad()
-        session.backward(g_loss, weight=len(real))
-        session.step(g_optimizer)
+        if session.step(c_optimizer):  # the critic has seen the whole batch
+            for real, noise in session.again():
+                g_loss = softplus(-critic(generator(noise))).mean()
+                session.backward(g_loss, weight=len(real), models=[generator])
+            session.step(g_optimizer)
     with torch.no_grad():
         real, noise = ring_set.tensors
         print("loss", softplus(-critic(real)).mean().item(), softplus(-critic(generator(noise))).mean().item())

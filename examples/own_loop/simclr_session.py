@@ -14,7 +14,6 @@ for _ in session.epochs(5):
     for one, two in session.batches(views):
         one, two = session.gather(model(one)), session.gather(model(two))
         loss = nt_xent(one, two)
-        optimizer.zero_grad()
         session.backward(loss, weight=len(one))
         session.step(optimizer)
     with torch.no_grad():

@@ -182,7 +182,7 @@ def test_models_without_memory() -> None:
     with Watch():
         value = torch.zeros(2).add_(1)
     assert ("aten.add_", True) in seen
-    assert fake_tensors.storage_key(value) == fake_tensors.storage_key(value[1:])
+    assert compat.storage_key(value) == compat.storage_key(value[1:])
 
 
 class Whole(torch.utils.data.Dataset[int]):

@@ -33,8 +33,8 @@ session.checkpoint(average=average)
 for epoch in session.epochs(3):
     for x, y in session.batches(train_set):
         session.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
-        session.step(optimizer, max_norm=1.0)
-        average.update_parameters(model)
+        if session.step(optimizer, max_norm=1.0):
+            average.update_parameters(model)
         time.sleep(pause)
     rows = right = 0
     for logits, y in session.evaluate(val_set, lambda batch: (model(batch[0]), batch[1]), batch_size=7):

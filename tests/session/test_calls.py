@@ -402,6 +402,92 @@ def test_rows_follow_the_loop(session: lockstep.Session) -> None:
                 session.step(optimizer)
 
 
+class Cached(nn.Linear):
+    """Has a table that the first call makes."""
+
+    table: Tensor | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0).cos().type_as(values)
+        return super().forward(values * self.table)
+
+
+@pytest.mark.parametrize("how", [{}, {"accumulate": 2}], ids=["whole", "parts"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_the_body_may_keep_between_batches(
+    how: dict[str, int], is_kept: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables, sums for a message, averages after the step and clipped weights; a state if the step has one part."""
+
+    class State:
+        value = torch.zeros(1)
+
+        def state_dict(self) -> dict[str, Tensor]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Tensor]) -> None:
+            self.value = state["value"]
+
+    with lockstep.Session({"telemetry.system_metrics": False}, global_batch_size=8, save_dir=tmp_path) as session:
+        model, state, total = Cached(4, 1), State(), torch.zeros(())
+        average = torch.optim.swa_utils.AveragedModel(model)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        session.checkpoint(average=average, **({"state": state} if is_kept else {}))
+        for x, y in batches(session, **how):
+            loss = squares(model, x, y)
+            if not how:
+                loss = loss + (model(x) - state.value).square().sum()
+                state.value = model(x).detach().mean(0)
+            session.backward(loss, len(y))
+            total += loss.detach()
+            if session.step(optimizer):
+                average.update_parameters(model)
+            model.weight.data.clamp_(-1, 1)
+        assert int(average.n_averaged) == session.step_count == 5
+    is_missed = "float32 tensor of shape (1,) that the body keeps" in "".join(capsys.readouterr())
+    assert is_missed == (not how and not is_kept)
+
+
+def two_passes(reproducibility: str, norm: type[nn.Module], **how: Any) -> list[list[float]]:
+    """SAM for one optimizer, then a second one whose loss reads the new weights."""
+    settings = QUIET | {"training.reproducibility": reproducibility}
+    with lockstep.Session(settings, global_batch_size=16, seed=0) as session:
+        torch.manual_seed(1)
+        one, two = nn.Sequential(nn.Linear(4, 4), norm(4)), nn.Linear(4, 1)
+        first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+        session.prepare(one, two, first, second)
+        for x, y in batches(session, **how):
+            session.backward(squares(two, one(x), y), len(y), models=[one])
+            if session.reduce(first):
+                before = [p.detach().clone() for p in one.parameters()]
+                with torch.no_grad():
+                    for p in one.parameters():
+                        assert p.grad is not None
+                        p += 0.05 * p.grad
+                first.zero_grad()
+                for x, y in session.again():
+                    session.backward(squares(two, one(x), y), len(y), models=[one])
+                with torch.no_grad():
+                    for p, value in zip(one.parameters(), before, strict=True):
+                        p.copy_(value)
+                session.step(first)
+                for x, y in session.again():
+                    session.backward(squares(two, one(x).detach(), y), len(y))
+                session.step(second)
+        return [value.flatten().tolist() for module in (one, two) for value in module.state_dict().values()]
+
+
+def test_second_passes_are_exact_on_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exact = two_passes("exact", nn.BatchNorm1d)
+    place: dict[str, Any] = {"devices": "cpu,cpu", "save_dir": tmp_path / "two"}
+    assert lockstep.Session.launch(two_passes, "exact", nn.BatchNorm1d, **place) == exact
+    whole = two_passes("fast", nn.LayerNorm)
+    for other in (two_passes("exact", nn.LayerNorm), two_passes("fast", nn.LayerNorm, accumulate=3)):
+        assert other == [pytest.approx(value, abs=1e-5) for value in whole]
+
+
 def test_parts_of_a_loss_for_some_models(session: lockstep.Session) -> None:
     one, two = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
@@ -578,6 +664,41 @@ def scaled(session: lockstep.Session) -> None:
         session.backward(scaler.scale(squares(model, x, y)), len(y))
 
 
+def stepped_weights(session: lockstep.Session) -> None:
+    """The order of a GAN: the second loss reads weights that the first step changes."""
+    one, two = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+    session.prepare(one, two, first, second)
+    for number, (x, y) in enumerate(batches(session, accumulate=2)):
+        session.backward(squares(two, one(x), y), len(y), models=[one])
+        session.step(first)
+        if number > 5:  # in a later step
+            with torch.no_grad():
+                features = one(x)
+            session.backward(squares(two, features, y), len(y))
+            session.step(second)
+
+
+def carried_state(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    state = torch.zeros(1)
+    for x, y in batches(session, accumulate=2):
+        output = model(x) + state[: len(x)]
+        state = output.detach().mean(0)
+        session.backward((output.squeeze(1) - y).square().sum(), len(y))
+        session.step(optimizer)
+
+
+def average_of_each_micro_batch(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    average = copy.deepcopy(model)
+    for x, y in batches(session, accumulate=2):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data.copy_(0.9 * mean.data + 0.1 * parameter.data)
+
+
 def closure(session: lockstep.Session) -> None:
     session.prepare(torch.optim.LBFGS(nn.Linear(4, 1).parameters()))
 
@@ -598,6 +719,9 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
     [
         (scaled, TaskError, "scales its loss by a GradScaler"),
         (closure, UnsupportedError, "LBFGS needs a closure"),
+        (stepped_weights, UnsupportedError, r"weights that step\(optimizer\) changes"),
+        (carried_state, UnsupportedError, r"float32 tensor of shape \(1,\) that the body has kept"),
+        (average_of_each_micro_batch, UnsupportedError, "average of weights"),
         (an_optimizer_in_another_object, TaskError, r"was given a Warmed[\s\S]* its \.inner, and call session\.step"),
         (without_backward, TaskError, "without a backward"),
         (foreign_parameters, TaskError, "no prepared model"),

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,8 +148,20 @@ def test_settings_that_a_session_cannot_follow_are_refused(folder: Path) -> None
 def test_verify_compares_one_device_with_two(folder: Path) -> None:
     command = ("verify", "script.py", "--devices", "cpu,cpu", "--steps", "6", "--json")
     found = json.loads(run(*LOCKSTEP, *command, "--set", "training.reproducibility=exact", cwd=folder))
-    assert (found["steps"], found["verdict"], found["first_step"]) == (6, "equal to rounding", None)
+    assert (found["steps"], found["verdict"], found["first_step"]) == (6, "identical", None)
     assert set(found["differences"].values()) == {0.0}, "every lane is computed alone, and sums are made in one order"
+    # A counter of bodies, which moves the loss by less than rounding would be allowed to.
+    counted = CLASSIFIER.replace("pause =", "calls, pause = 0,").replace(
+        "session.backward(", "calls += 1; session.backward((1 + 1e-7 * calls) * "
+    )
+    (folder / "counted.py").write_text(counted)
+    command = ("verify", "counted.py", "--devices", "cpu,cpu", "--steps", "2", "--json", "--reproducibility", "exact")
+    ended = start(*LOCKSTEP, *command, cwd=folder)
+    said, _ = ended.communicate(timeout=100)
+    assert ended.returncode == 1
+    found = json.loads(said)
+    assert (found["verdict"], found["reproducibility"], found["identical"]) == ("different", "exact", False)
+    assert 0 < found["differences"]["loss"] < 2.8e-5
     said = run(*LOCKSTEP, "verify", "script.py", "--devices", "cpu,cpu", "--", "--none", cwd=folder, code=1)
     assert "could not convert string to float: '--none'" in said, "what follows -- is the script's"
 
@@ -354,3 +367,6 @@ def test_rounding_that_grew_is_a_cause_where_the_first_steps_agree(first: int, g
     found = ScriptReport("script.py", ("cpu", "cpu"), 4, far, noise, first)
     print_script_report(found, text := io.StringIO())
     assert ("rounding that grew" in text.getvalue()) == grown
+    assert "--reproducibility exact" in text.getvalue()
+    print_script_report(replace(found, reproducibility="exact"), text := io.StringIO())
+    assert "--reproducibility" not in text.getvalue(), "the mode that is on is no advice"

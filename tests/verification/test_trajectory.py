@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.verification.trajectory import ROUNDING, Divergence, Trajectory, divergence, floor_of, gap_between
+from lockstep.verification.trajectory import (
+    ROUNDING,
+    Divergence,
+    Trajectory,
+    divergence,
+    floor_of,
+    gap_between,
+    order_effect,
+)
 
 LOSSES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)
 
@@ -137,3 +145,16 @@ def test_a_run_and_its_resume_make_one() -> None:
     assert both.merged == whole.merged
     assert whole.first_other_samples(both) is None
     assert floor_of([], whole).parting(gap_between(whole, both), 30) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "effect"),
+    [
+        ([0.0, 4e-7, 5e-3], (3, 5e-3)),  # kept from batch to batch
+        ([2e-3, 0.0, 0.0], (1, 2e-3)),
+        ([4e-7, 2e-5, 5e-3], None),  # rounding that grew
+        ([0.0, 0.0, 0.0], None),
+    ],
+)
+def test_a_jump_of_the_loss_is_no_rounding(losses: list[float], effect: tuple[int, float] | None) -> None:
+    assert order_effect({"loss": np.array(losses)}) == effect

@@ -19,12 +19,6 @@ except ImportError as error:
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "unset_fake_temporarily"]
 
 
-def storage_key(tensor: Tensor) -> int:
-    """The same for tensors that share a storage, while it is alive."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def is_mutable(operator: Any) -> bool:
     """Whether an operator writes to its arguments."""
     return bool(operator._schema.is_mutable)

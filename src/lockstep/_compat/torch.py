@@ -102,6 +102,12 @@ def saved(node: Any, name: str) -> Any:
 # Modules and buffers.
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors that share a storage, while it is alive."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 class ConvertedModule(nn.Module):
     """A module with a method that is called when ``to()`` and its relatives have replaced its tensors."""
 

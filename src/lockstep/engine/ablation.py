@@ -28,7 +28,8 @@ _RATES = {
 }
 #: ``scaled_dot_product_attention`` is built in and has no signature: (query, key, value, mask, rate).
 _ATTENTION_RATE = 4
-_DRAWS = {
+#: Functions that draw random numbers.
+DRAWS = {
     *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "random_", "rand"),
     *("rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson", "gumbel_softmax", "rrelu"),
     *("fractional_max_pool2d", "fractional_max_pool3d"),
@@ -75,7 +76,7 @@ class _Watch(TorchFunctionMode):
                 kwargs["dropout_p"] = args[_ATTENTION_RATE]
                 args = [*args[:_ATTENTION_RATE], *args[_ATTENTION_RATE + 1 :]]
             self._drop(kwargs, "dropout_p", True)
-        elif name in _DRAWS:
+        elif name in DRAWS:
             self._draws.add(name.rstrip("_"))
         return func(*args, **kwargs)
 

@@ -21,12 +21,12 @@ from lockstep.verification.experiments import Comparison, Lab, Variant
 from lockstep.verification.report import BLIND, Outcome, VerifyReport
 from lockstep.verification.trajectory import (
     FACTOR,
-    NOT_ROUNDING,
     ROUNDING,
     Floor,
     Gap,
     floor_of,
     gap_between,
+    order_effect,
 )
 
 __all__ = ["VerifyReport", "verify"]
@@ -124,10 +124,10 @@ def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
                 f"{when} the data set returns other samples: each depends on those read before it, so that run says "
                 "nothing about rounding"
             )
-        elif gap["loss"][0] > NOT_ROUNDING:
+        elif (effect := order_effect(gap)) is not None:
             lab.notes.append(
-                f"{when} the first loss differs by {gap['loss'][0]:.1e}: it depends on their order, so that run says "
-                "nothing about rounding"
+                f"{when} the loss of step {effect[0]} differs by {effect[1]:.1e}: it depends on their order, so that "
+                "run says nothing about rounding"
             )
         else:
             gaps.append(gap)

@@ -241,7 +241,8 @@ def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]
 def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Cause]:
     """What makes the difference go away when it is switched off in both runs. Runs more variants."""
     plan = lab.plan
-    if plan.task.has_batchnorm and floor.parting(lab.compare((*quiet, "batchnorm")).gap) is None:
+    per_rank = plan.reproducibility == "fast"  # in exact mode statistics are those of a lane, on any devices
+    if per_rank and plan.task.has_batchnorm and floor.parting(lab.compare((*quiet, "batchnorm")).gap) is None:
         yield Cause(
             "batchnorm",
             "with BatchNorm's batch statistics switched off the runs agree: each device normalises by the "

@@ -13,21 +13,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.content import Place, walked
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.launch.session.script import run_script, several_devices
 from lockstep.rundir.files import make_folders, write_json
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.console import say
-from lockstep.verification.trajectory import FACTOR, NOT_ROUNDING, ROUNDING, Gap, floor_over, relative
+from lockstep.verification.report import BLIND
+from lockstep.verification.trajectory import FACTOR, ROUNDING, Gap, floor_over, order_effect, relative
 
 #: By the ``debug.trace`` of another run on one device: what it is, and what it shows where not only rounding differs.
-_DEPENDS = "it depends on their order, so that run says nothing about rounding"
+_DEPENDS = (
+    "it depends on their order (on values kept from batch to batch, or drawn by place), so that run says nothing about "
+    "rounding"
+)
 _REPEATS = {
     "off": ("again", "the loop draws random numbers that no seed determines"),
     "reversed": ("samples reversed", _DEPENDS),
     "shuffled": ("samples shuffled", _DEPENDS),
 }
+
+_ADVICE = (
+    "check that the loop draws random numbers of a sample inside the data set or from session.generator, that losses\n"
+    "are sums with their counts, that the session is made before the models, and that "
+)
+_ADVICE_FAST = (
+    "nothing in the body depends on\nthe number of ranks. Dropout and other draws of a model differ between ranks: set "
+    "dropout to 0 for this check, or\nadd --reproducibility exact, which gives every rank the draws of one device"
+)
+_ADVICE_EXACT = (
+    "what the body keeps\nfrom one batch to the next (a counter, a list, an average of weights) changes once a step: "
+    "`if session.step(...)`.\nThe body runs once for each lane, in another order and number on each rank"
+)
+_COLUMNS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,7 @@ class ScriptReport:
 
     ``differences`` are the largest relative ones of losses, gradient norms and weights; ``noise`` those between runs on
     one device that differ by rounding alone. ``first_step`` differs by more than ``factor`` times the noise until then.
+    ``identical``: all of it is equal bit for bit, as it must be in exact mode; ``noise`` and ``factor`` are 0 there.
     """
 
     script: str
@@ -46,6 +66,8 @@ class ScriptReport:
     first_step: int | None
     notes: tuple[str, ...] = ()
     factor: float = FACTOR
+    reproducibility: str = "fast"
+    identical: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -53,17 +75,24 @@ class ScriptReport:
 
     @property
     def verdict(self) -> str:
-        return "equal to rounding" if self.exit_code == 0 else "different"
+        if self.exit_code:
+            return "different"
+        return "identical" if self.identical else "equal to rounding"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict}
 
 
 class _Run(NamedTuple):
-    """Losses and gradient norms of the steps, and the final weights."""
+    """Losses and gradient norms of the steps; final weights, and other tensors of the last checkpoint."""
 
+    reproducibility: str
     rows: list[dict[str, Any]]
     weights: dict[str, Tensor]
+
+    @property
+    def steps(self) -> list[tuple[Any, ...]]:
+        return [tuple(row[name] for name in _COLUMNS) for row in self.rows]
 
 
 def verify_script(
@@ -72,7 +101,8 @@ def verify_script(
     """Run ``steps`` steps of a script on the first of the devices in ``given`` and on all, and compare.
 
     What rounding alone changes is measured as for a task: on one device, again and with the samples of each
-    micro-batch in other orders. Raises :class:`LockstepError`: fewer than two devices, or a run failed.
+    micro-batch in other orders. In exact mode it changes nothing, so the runs must be equal bit for bit.
+    Raises :class:`LockstepError`: fewer than two devices, or a run failed.
     """
     names = several_devices(given, "one device cannot differ from itself")
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -89,27 +119,67 @@ def verify_script(
             return _measured(run_script(path, arguments, merge(given, changes), redirect=True)[0])
 
         one, many = run(names[:1], "off", ""), run(names, "off", "")
-        gap, notes, gaps = _gap(one, many), [], list[Gap]()
-        if any(values.any() for values in gap.values()):
-            for trace, (what, reason) in _REPEATS.items():
-                other = _gap(one, run(names[:1], trace, f", {what}"))
-                if other["loss"][:1].max(initial=0) <= NOT_ROUNDING:
-                    gaps.append(other)
-                else:
-                    notes.append(f"{what}, the first loss differs by {other['loss'][0]:.1e}: {reason}")
-    floor = floor_over(gaps, {name: np.full(len(values), ROUNDING) for name, values in gap.items()})
-    parting = floor.parting(gap)
-    first = min(len(one.rows), len(many.rows)) + 1 if len(one.rows) != len(many.rows) else None
+        gap, identical = _gap(one, many), _is_identical(one, many)
+        is_exact = many.reproducibility == "exact"
+        gaps, notes = list[Gap](), list[str]()
+        for trace, (change, reason) in {} if identical or is_exact else _REPEATS.items():
+            other = _gap(one, run(names[:1], trace, f", {change}"))
+            effect = order_effect(other)
+            if effect is None:
+                gaps.append(other)
+            else:
+                notes.append(f"{change}, the loss of step {effect[0]} differs by {effect[1]:.1e}: {reason}")
+    least, factor = (0.0, 0.0) if is_exact else (ROUNDING, FACTOR)
+    floor = floor_over(gaps, {name: np.full(len(values), least) for name, values in gap.items()})
+    blind = np.flatnonzero(floor["loss"] * factor > BLIND)
+    if blind.size:
+        notes.append(f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little")
+    parting = floor.parting(gap, factor)
+    first = None if parting is None else parting[1] + 1
+    if first is None and (len(one.rows) != len(many.rows) or (is_exact and not identical)):
+        first = len(gap["loss"]) + (len(one.rows) != len(many.rows))
     differences, noise = ({name: float(v.max(initial=0)) for name, v in of.items()} for of in (gap, floor))
-    place = first if parting is None else parting[1] + 1
-    return ScriptReport(path.name, tuple(names), len(gap["loss"]), differences, noise, place, tuple(notes))
+    return ScriptReport(
+        path.name,
+        tuple(names),
+        len(gap["loss"]),
+        differences,
+        noise,
+        first,
+        tuple(notes),
+        factor=factor,
+        reproducibility=many.reproducibility,
+        identical=identical,
+    )
 
 
 def _measured(run: RunDir) -> _Run:
-    store = CheckpointStore(run.checkpoints)
+    store, tensors = CheckpointStore(run.checkpoints), dict[str, Tensor]()
     step = store.step_of("last")
-    saved = {} if step is None else store.load(step).model
-    return _Run(run.steps(), {name: value.double() for name, value in saved.items() if torch.is_floating_point(value)})
+    if step is not None:
+        saved = store.load(step)
+
+        def keep(value: Any, place: Place) -> None:
+            if isinstance(value, Tensor):
+                tensors["/".join(map(str, place))] = value
+
+        walked({"model": saved.model, "registered": saved.trainer["task"]}, keep)
+    return _Run(run.plan()["decisions"]["reproducibility"]["value"], run.steps(), tensors)
+
+
+def _is_identical(one: _Run, other: _Run) -> bool:
+    """Whether all steps and final tensors are equal bit for bit."""
+    return (
+        repr(one.steps) == repr(other.steps)  # NaN equals itself here
+        and one.weights.keys() == other.weights.keys()
+        and all(_same_bits(value, other.weights[name]) for name, value in one.weights.items())
+    )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(value.contiguous().flatten().view(torch.uint8) for value in (one, other)))
 
 
 def _gap(one: _Run, other: _Run) -> Gap:
@@ -117,13 +187,24 @@ def _gap(one: _Run, other: _Run) -> Gap:
     steps = min(len(one.rows), len(other.rows))
     columns = {
         name: [np.array([row[name] for row in run.rows[:steps]], dtype=np.float64) for run in (one, other)]
-        for name in ("loss", "grad_norm")
+        for name in _COLUMNS
     }
-    apart = math.sqrt(sum((one.weights[name] - other.weights[name]).square().sum().item() for name in one.weights))
-    scale = math.sqrt(sum(value.square().sum().item() for value in one.weights.values()))
     weights = np.zeros(steps)
-    weights[-1:] = apart / scale if apart else 0.0
+    weights[-1:] = _distance(one.weights, other.weights)
     return {**{name: relative(*pair) for name, pair in columns.items()}, "weights": weights}
+
+
+def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The distance of floating-point tensors, relative to their size; infinite where the others are of another form."""
+    apart = scale = 0.0
+    for name, value in one.items():
+        if not torch.is_floating_point(value):
+            continue
+        if name not in other or other[name].shape != value.shape:
+            return math.inf
+        apart += (value.double() - other[name].double()).square().sum().item()
+        scale += value.double().square().sum().item()
+    return math.sqrt(apart / scale) if apart else 0.0
 
 
 def write_script_report(report: ScriptReport, folder: Path) -> list[Path]:
@@ -138,16 +219,12 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     for name, value in report.differences.items():
         say(f"  {name:10s} largest relative difference {value:.1e} (noise floor {report.noise[name]:.1e})", stream)
     where = f", from step {report.first_step} on" if report.first_step else ""
-    say(f"{report.verdict}{where} (limit: {report.factor:g} × noise floor)", stream)
+    is_exact = report.reproducibility == "exact"
+    limit = "exact mode: equal bit for bit" if is_exact else f"limit: {report.factor:g} × noise floor"
+    say(f"{report.verdict}{where} ({limit})", stream)
     for note in report.notes:
         say(note, stream)
     if report.exit_code:
-        say(
-            "check that the loop draws random numbers of a sample inside the data set or from session.generator, that\n"
-            "losses are sums with their counts, and that the session is made before the models. Dropout and other\n"
-            "draws of a model differ between ranks: set dropout to 0 for this check, or add --reproducibility exact,\n"
-            "which gives every rank the draws of one device",
-            stream,
-        )
-        if (report.first_step or 1) > 1:
+        say(_ADVICE + (_ADVICE_EXACT if is_exact else _ADVICE_FAST), stream)
+        if not is_exact and (report.first_step or 1) > 1:
             say("The first steps agree, so it may be rounding that grew: a smaller learning rate shows it", stream)

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 #: Rounding of a float32 sum, with room for its length: what two runs may differ by even where no noise was seen.
 ROUNDING = 8 * 2.0**-23
-#: With a larger difference in its first loss, another run on one device did not change by rounding alone.
+#: A first difference of the loss above this is not rounding; see :func:`order_effect`.
 NOT_ROUNDING = 1e-3
 #: By how many times the noise floor two correct runs may differ. One device and several do not round alike;
 #: real faults are larger by orders of magnitude.
@@ -212,6 +212,18 @@ def _ratio(distance: Floats, scale: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(distance == 0, 0.0, distance / scale)
     return np.where(np.isnan(ratio), np.inf, ratio)
+
+
+def order_effect(gap: Gap) -> tuple[int, float] | None:
+    """Step and size of the first difference between two losses, if it is too large for rounding.
+
+    Rounding grows from step to step. A loss that differs by more than ``NOT_ROUNDING``, after steps that agree to
+    rounding, depends on what was changed between the runs.
+    """
+    beyond = np.flatnonzero(~(gap["loss"] <= ROUNDING))
+    if not beyond.size or gap["loss"][beyond[0]] <= NOT_ROUNDING:
+        return None
+    return int(beyond[0]) + 1, float(gap["loss"][beyond[0]])
 
 
 class Floor(dict[str, Floats]):

@@ -218,6 +218,11 @@ def _not_trained(thing: Any) -> TaskError:
     return TaskError(f"prepare() was given a {type(thing).__name__}", why=why, fix=fix)
 
 
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers that have versions."""
+    return [t for t in chain(module.parameters(), module.buffers()) if not t.is_inference()]
+
+
 class Beside:
     """Modules in a loop's variables that no checkpoint keeps, since they are neither prepared nor registered.
 
@@ -247,11 +252,12 @@ class Beside:
             )
 
     def _state(self) -> dict[str, Any]:
-        def tensors(module: nn.Module) -> list[torch.Tensor]:
-            return [t for t in chain(module.parameters(), module.buffers()) if not t.is_inference()]
+        known = {id(t) for module in self._kept for t in tensors_of(module)}
+        return {name: versions([t for t in tensors_of(m) if id(t) not in known]) for name, m in self._found.items()}
 
-        known = {id(t) for module in self._kept for t in tensors(module)}
-        return {name: versions([t for t in tensors(m) if id(t) not in known]) for name, m in self._found.items()}
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers of the modules."""
+        return chain.from_iterable(map(tensors_of, self._found.values()))
 
     def changed(self) -> list[tuple[str, str]]:
         """Names and types of those whose parameters or buffers have been replaced or written to."""

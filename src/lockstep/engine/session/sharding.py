@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engine.distributed.dtensor_state import gathered
@@ -17,6 +19,7 @@ from lockstep.engine.partition import Undivided
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.fsdp import ShardedModel, divide, through
 from lockstep.engine.task import Datasets, Task
+from lockstep.errors import UnsupportedError
 
 #: Methods that use no values of parameters.
 _KEPT = set(dir(nn.Module)) - {"forward"}
@@ -34,6 +37,8 @@ class Shards:
     ) -> None:
         where = rank.config, rank.plan, Datasets(None), rank.device, rank.world, rank.collectives
         names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        #: By identity: the parameters before, which a loop may have in a list.
+        self._undivided = {id(p): weakref.ref(p) for p in module.parameters()}
         self._models = [cast(ShardedModel, divide(Undivided(Task(), model, *where))) for model in models]
         divided = dict(module.named_parameters(remove_duplicate=False))
         for optimizer in optimizers:
@@ -44,6 +49,18 @@ class Shards:
             optimizer.load_state_dict(self._models[0].divided_state(state, optimizer))
         for one in self._models:
             _call_through(one)
+
+    def check_call(self, function: Any, tensors: Iterable[Tensor], options: Mapping[str, Any]) -> None:
+        """Raise :class:`UnsupportedError` for a call of the loop that needs whole parameters after they were divided."""
+        if function is torch.autograd.grad and options.get("create_graph"):
+            raise second_order("torch.autograd.grad(..., create_graph=True)")
+        undivided = (self._undivided.get(id(tensor), lambda: None)() is tensor for tensor in tensors)
+        if any(undivided):
+            raise UnsupportedError(
+                "the loop uses a parameter that it has kept since before the first batch",
+                why="strategy fsdp has divided the parameters among the ranks since, and trains the parts",
+                fix="use --strategy ddp; for a penalty on the weights, weight_decay of the optimizer",
+            )
 
     def of(self, optimizer: Optimizer) -> ShardedModel:
         """The part of the models that ``optimizer`` trains, for its update."""
@@ -63,6 +80,14 @@ class Shards:
             for one in self._models:
                 stack.enter_context(one.silent())
             yield
+
+
+def second_order(call: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{call} is incompatible with strategy fsdp",
+        why="a gradient of gradients needs parameters that a backward pass has freed",
+        fix="use --strategy ddp",
+    )
 
 
 def _call_through(one: ShardedModel) -> None:

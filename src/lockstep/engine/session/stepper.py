@@ -212,6 +212,20 @@ class Stepper:
         if self._buckets is not None and self._buckets.is_armed:
             self._buckets.launch(self._numbers(flags()))
 
+    def begin_pass(self) -> None:
+        """Begin a second pass over the micro-batches of the window. Raises :class:`UnsupportedError`: a sum is open."""
+        if self._lanes is None:
+            return
+        self.notice_clearing()
+        if not self.held and any(call.touched for call in self.calls):
+            raise UnsupportedError(
+                f"again() was called with gradients of {self.name} that no step has used, and the run is exact",
+                why="each lane is computed alone, and its parts in two passes would be summed in another order",
+                fix=f"call step({self.name}) before it, or backward() in one of the two passes only",
+            )
+        self._lanes.begin()
+        self._has_reduced = False
+
     def end_micro_batch(self, request: Request) -> None:
         """The body has run for ``request``, which is not the last one of the window, or the window's step follows."""
         if self._lanes is not None:
@@ -295,7 +309,7 @@ class Stepper:
                 raise UnsupportedError(
                     f"{self.name} takes a second step on a batch, and the run is exact",
                     why="each lane is computed alone, and its part of the first step is gone",
-                    fix="use reproducibility: fast",
+                    fix="compute its loss in `for batch in session.again():`, or use reproducibility: fast",
                 )
             self._has_reduced = True
             self.end_micro_batch(request)

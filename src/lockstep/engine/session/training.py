@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import default_store
+from lockstep._compat.torch import default_store, tree_leaves
 from lockstep.data.requests import Request, Window, readable
 from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
@@ -19,15 +20,19 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
-from lockstep.engine.session.prepared import Beside, Prepared
+from lockstep.engine.session.origins import LossOrigins
+from lockstep.engine.session.prepared import Beside, Prepared, parameters_of, tensors_of
 from lockstep.engine.session.saving import Resumed
+from lockstep.engine.session.sharding import second_order
 from lockstep.engine.session.stepper import SharedPrecision, Stepper, backward, build_steppers, checked_loss
 from lockstep.engine.strategies.base import Flags, Reduced, SeededDraws
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.errors import CheckpointError, CollectiveError, TaskError, UnsupportedError
 
-#: Windows of an attempt in which losses are checked to be sums.
+#: Windows of an attempt in which losses are checked to be sums, and followed to batches and weights.
 CHECKED_WINDOWS = 2
+#: The same, at most, where an optimizer has not stepped so far.
+MAX_FOLLOWED_WINDOWS = 64
 
 
 def outside_batches(call: str) -> TaskError:
@@ -88,6 +93,11 @@ class Training(Saves):
         self.has_stepped, self.is_cut, self.is_ghost, self._is_unjudged = False, False, False, False
         self.reshuffles, self.skips, self._left_out = True, rank.config.data.on_bad_row == "skip", 0
         self._flags: Flags | None = None
+        self._origins = LossOrigins(self._shards.check_call if self._shards else None)
+        self._bodies, self._has_repeated = 0, False
+        self._left_in: str | None = None
+        self._stepped: set[str] = set()
+        self._is_compiled = any(getattr(layer, "_compiled_call_impl", None) for layer in module.modules())
         self.scalars: dict[str, Any] = {}
 
     def close(self) -> None:
@@ -107,6 +117,7 @@ class Training(Saves):
                 fix="use ddp, reproducibility: fast and accumulate=1, or optimizers without common parameters",
             )
         self.window, self._split, self._flags, self.has_stepped = window, split, None, False
+        self._has_repeated = False
         for stepper in self.steppers.values():
             stepper.begin_window()
         self._buffers.begin()
@@ -130,13 +141,19 @@ class Training(Saves):
                     self._around.enter_context(self._buffers.untouched())
                     if self._shards:
                         self._around.enter_context(self._shards.silent())
-                yield self._arrive(batch)
+                arrived = self._arrive(batch)
+                self._follow(arrived)
+                yield arrived
+            except GeneratorExit:
+                if self.has_parts and not self.has_stepped and (place or self._calls):
+                    self._left_in = f"micro-batch {place + 1} of {len(requests)} of step {self.state.step + 1}"
+                raise
             finally:
                 self._around.close()
                 if not self.is_last:
                     for stepper in self.steppers.values():
                         stepper.end_micro_batch(request)
-                if self._lanes is not None:
+                if self._lanes is not None and again == self._has_repeated:
                     self._lanes.end(request)
                 if not again:
                     self.place, self.is_ghost = -1, False
@@ -150,7 +167,40 @@ class Training(Saves):
                 fix="call it where session.reduce(optimizer) has returned True",
             )
         self._around.close()  # the body of the last one has made its passes
+        for stepper in self.steppers.values():
+            stepper.begin_pass()
+        if self._lanes is not None:
+            if not self._has_repeated:
+                self._lanes.end(window.requests[-1])
+            self._lanes.take(self._lanes.total())
+            self._lanes.begin()
+        self._has_repeated = True
         return window.requests
+
+    def _follow(self, batch: Any) -> None:
+        """In the first steps, follow values through the body to its loss."""
+        window, count = self.window, self._checked
+        assert window is not None
+        unknown = self.has_parts and self._stepped != self.steppers.keys() and count < MAX_FOLLOWED_WINDOWS
+        if not (self.checks_losses or unknown) or self._is_compiled:
+            return
+        trained = {name: parameters_of(optimizer) for name, optimizer in self.prepared.optimizers.items()}
+        registered = self._resumed.registered.values()
+        modules = [thing for thing in registered if isinstance(thing, nn.Module)]
+        leaves = (
+            [leaf for thing in registered for leaf in tree_leaves(thing.state_dict())] if not self.has_parts else []
+        )
+        self._origins.begin_body(
+            self._bodies + self.place,
+            batch,
+            weights=trained,
+            buffers=self._module.buffers(),
+            averages=chain(self._module.parameters(), self._beside.tensors(), *map(tensors_of, modules)),
+            kept=(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+            is_part=self.has_parts,
+            is_last=self.is_last,
+        )
+        self._around.enter_context(self._origins)
 
     @property
     def generator(self) -> torch.Generator:
@@ -164,6 +214,11 @@ class Training(Saves):
     def is_last(self) -> bool:
         """Whether this is the last micro-batch of its window."""
         return self.window is not None and self.place == len(self.window.requests) - 1
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the body runs for parts of the step's batch: micro-batches or lanes."""
+        return self.window is not None and (self.rank.plan.batch.lanes is not None or len(self.window.requests) > 1)
 
     @property
     def checks_losses(self) -> bool:
@@ -200,6 +255,9 @@ class Training(Saves):
         self._buffers.end(window)
         self.window = None
         self._checked += 1
+        self._bodies += len(window.requests)
+        if self._checked == CHECKED_WINDOWS:
+            self._note_carried()
         for name, kind in self._beside.changed() if self._checked == CHECKED_WINDOWS else ():
             self.rank.note(
                 "not_kept",
@@ -215,6 +273,18 @@ class Training(Saves):
             self.save()
         if log.ended_by is None and log.is_logged(state.step + 1):
             log.time_own_work()
+
+    def _note_carried(self) -> None:
+        """Warn of a tensor that is kept from batch to batch and is in no checkpoint."""
+        carried = self._origins.carried
+        if carried is not None:
+            self.rank.note(
+                "carried",
+                f"The loss depends on a {carried.description} that the body keeps from the batch before, and no "
+                "checkpoint has it: a resume within an epoch would begin without it. Put it into an object with "
+                "state_dict() and load_state_dict(), and give that to session.checkpoint(state=...)",
+                "warning",
+            )
 
     def _log_step(self) -> None:
         update, scalars = next(iter(self._updates())), as_numbers(self.scalars)
@@ -233,10 +303,13 @@ class Training(Saves):
         self, total: Any, count: Any, weight: Any, models: Iterable[nn.Module] | nn.Module | None, **how: Any
     ) -> None:
         window, samples = self._inside("backward"), None
+        self._origins.check(total)
         if self.checks_losses:
             self._beside.refuse_scaled()
             samples = window.requests[self.place].size
         total, count = checked_loss(total, count, weight, samples)
+        if how.get("create_graph") and self._shards:
+            raise second_order("backward(..., create_graph=True)")
         if models is not None and self._shards:
             raise UnsupportedError(
                 "backward(..., models=...) is incompatible with strategy fsdp",
@@ -247,7 +320,8 @@ class Training(Saves):
         self._calls += 1
         for stepper in self.steppers.values():
             stepper.before_backward(self.state.step, self._calls, last=self.is_last)
-        value: Tensor | float = backward(total, self.precision, inputs, how, counts=not self.is_ghost)
+        with self._origins.paused():
+            value: Tensor | float = backward(total, self.precision, inputs, how, counts=not self.is_ghost)
         if self.is_ghost:
             value, count = 0.0, 0.0
         for stepper in self.steppers.values():
@@ -272,12 +346,15 @@ class Training(Saves):
     def step(self, optimizer: Any, max_norm: float | None) -> bool:
         stepper, window = self._stepper(optimizer, "step")
         stepper.check_ready()
+        self._origins.step(stepper.name)
+        self._stepped.add(stepper.name)
         if not self.is_last:
             return False
-        sums = self._reduced(stepper, window)
-        self.has_stepped = True
-        self._losses[stepper.name].add(sums.total, sums.count)
-        stepper.apply(sums, self.state.step, max_norm, want_norm=self.log.is_logged(self.state.step + 1))
+        with self._origins.paused():
+            sums = self._reduced(stepper, window)
+            self.has_stepped = True
+            self._losses[stepper.name].add(sums.total, sums.count)
+            stepper.apply(sums, self.state.step, max_norm, want_norm=self.log.is_logged(self.state.step + 1))
         for name in self._sharing.get(stepper.name, ()):
             self.steppers[name].share(stepper.name)
         return True
@@ -286,7 +363,8 @@ class Training(Saves):
         """Make ``p.grad`` the mean gradient over all ranks; :meth:`step` may follow."""
         stepper, window = self._stepper(optimizer, "reduce")
         if self.is_last and not stepper.held:
-            stepper.hold(self._reduced(stepper, window))
+            with self._origins.paused():
+                stepper.hold(self._reduced(stepper, window))
         return self.is_last
 
     # Ranks that leave the loop.
@@ -322,6 +400,15 @@ class Training(Saves):
         """Write the epoch's row, and save; ``logged`` may be the best so far."""
         log, monitor = self.log, self.rank.plan.monitor
         self.ranks.check("the end of an epoch")
+        if self._left_in is not None:
+            self.rank.note(
+                "left_within_step",
+                f"The loop was left in {self._left_in}, so that step was not taken. The body runs once for each "
+                "micro-batch: a counter of bodies depends on the devices. Count by session.step_count, where "
+                "session.step() has returned True, or set training.max_steps",
+                "warning",
+            )
+            self._left_in = None
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self._updates())).lr, "samples_per_s": speed.samples_per_s}

@@ -24,10 +24,9 @@ from lockstep._compat.fake_tensors import (
     is_mutable,
     overload_packet,
     replace_tensors,
-    storage_key,
     unset_fake_temporarily,
 )
-from lockstep._compat.torch import BatchNorm, tree_leaves, tree_map
+from lockstep._compat.torch import BatchNorm, storage_key, tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import blueprint
 from lockstep.engine.optim.optimizers import build_optimizer

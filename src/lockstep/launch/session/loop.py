@@ -245,7 +245,6 @@ class Loop:
         self._stop_if_asked()
 
     def again(self) -> Iterator[Any]:
-        self.refuse_exact("again")
         self.running("again")
         return self._feeds[self._number - 1][0].again()
 

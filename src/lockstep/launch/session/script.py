@@ -105,7 +105,7 @@ def _start(
         try:
             results = run_on_ranks(
                 _as_rank,
-                (function, tuple(arguments), dict(given), found),
+                (function, tuple(arguments), dict(given), found, redirect),
                 folder=run,
                 ranks=placement.world_size,
                 settings=config.launch,
@@ -117,26 +117,42 @@ def _start(
         except LockstepError as error:
             keep_failure(run, str(error))
             raise
+        if run.read().status == "pending":  # a script without a session
+            run.update(status="completed")
     return run, 0, results
 
 
 # --- in a rank -----------------------------------------------------------------------------------
 
 
-def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool]) -> Any:
-    """Call ``function(*arguments)`` with its sessions on ``rank``."""
+def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, bool]) -> Any:
+    """Call ``function(*arguments)`` with its sessions on ``rank``.
+
+    A script that makes a process group itself, as for DDP, needs no session, unless ``call`` says so at last.
+    """
+    import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    def warn_once(*_: Any) -> None:
+    function, arguments, given, found, needs_session = call
+    has_group = False
+
+    def at_first_step(*_: Any) -> None:
+        nonlocal has_group
         watch.remove()
-        if rank.world.is_main:
+        has_group = dist.is_initialized()
+        if needs_session:
+            raise TaskError(
+                "an optimizer takes its first step, and the script has made no lockstep.Session",
+                why="only the session shows its steps and weights, which are to be compared or measured",
+                fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
+            )
+        if rank.world.is_main and not has_group:
             warn(
                 "an optimizer takes a step, and the script has made no lockstep.Session: each rank trains on all "
                 "samples, alone. See docs/own-loop.md"
             )
 
-    function, arguments, given, found = call
-    watch = register_optimizer_step_pre_hook(warn_once)  # removed by a session: it would slow down every step
+    watch = register_optimizer_step_pre_hook(at_first_step)  # removed by a session: it would slow down every step
     started[:] = [Started(rank.folder, rank.world, rank.stop, given, found, on_session=watch.remove)]
     try:
         result = function(*arguments)
@@ -146,10 +162,10 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
         close_open_session(error)
         raise
     close_open_session(None)
-    if not started[0].has_session:
+    if not started[0].has_session and (needs_session or not (has_group or dist.is_initialized())):
         raise TaskError(
             "no lockstep.Session was made",
-            why="each rank has run all of it, with all samples, and the ranks have not shared anything",
+            why="each rank has run all of the script, and neither a session nor a process group joins the ranks",
             fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
         )
     return result
