@@ -449,6 +449,47 @@ def test_what_the_body_may_keep_between_batches(
     assert is_missed == (not how and not is_kept)
 
 
+def test_a_loop_that_is_left_within_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"telemetry.system_metrics": False}
+    for bodies in (3, 4):
+        with lockstep.Session(settings, global_batch_size=8, save_dir=tmp_path / str(bodies)) as session:
+            model, optimizer = prepared(session)
+            for _ in session.epochs(1):
+                for number, (x, y) in enumerate(session.batches(data(), accumulate=2), start=1):
+                    session.backward(squares(model, x, y), len(y))
+                    session.step(optimizer)
+                    if number == bodies:
+                        break
+            assert session.step_count == bodies // 2
+    said = "".join(capsys.readouterr())
+    assert said.count("micro-batch 1 of 2 of step 2") == 1
+    assert said.count("The loop was left in") == 1
+
+
+def penalty_on_a_list(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    parameters = list(model.parameters())
+    for x, y in batches(session):
+        session.backward(squares(model, x, y) + sum(p.square().sum() for p in parameters), len(y))
+        session.step(optimizer)
+
+
+def gradient_penalty(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        slopes = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
+        session.backward(squares(model, x, y) + slopes[0].square().sum(), len(y))
+        session.step(optimizer)
+
+
+@pytest.mark.parametrize("loop", [penalty_on_a_list, gradient_penalty])
+def test_what_needs_whole_parameters_is_refused_under_fsdp(
+    loop: Callable[[lockstep.Session], None], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="fsdp"):
+        lockstep.Session.launch(in_a_session, loop, devices="cpu,cpu", strategy="fsdp", save_dir=tmp_path / "run")
+
+
 def two_passes(reproducibility: str, norm: type[nn.Module], **how: Any) -> list[list[float]]:
     """SAM for one optimizer, then a second one whose loss reads the new weights."""
     settings = QUIET | {"training.reproducibility": reproducibility}

@@ -305,18 +305,35 @@ def test_a_resume_from_another_folder_runs_the_script_in_its_own(tmp_path: Path)
 
 
 WITHOUT = """
+import sys
+from pathlib import Path
 import torch
+import torch.distributed as dist
+joins = len(sys.argv) > 1
+if joins:
+    dist.init_process_group("gloo")
 optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 for _ in range(2):
     optimizer.step()
+Path("trained").touch()
+if joins:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("ranks", total.item(), flush=True)
 """
 
 
-def test_a_script_without_a_session_is_told_at_its_first_step(tmp_path: Path) -> None:
+def test_a_script_without_a_session(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WITHOUT)
-    said = run(*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", cwd=tmp_path, code=2)
+    on_two = ("script.py", "--devices", "cpu,cpu")
+    run(*LOCKSTEP, "verify", *on_two, cwd=tmp_path, code=2)
+    assert not (tmp_path / "trained").exists(), "refused at its first step"
+    said = run(*LOCKSTEP, "run", *on_two, cwd=tmp_path, code=2)
     assert said.count("warning: an optimizer takes a step, and the script has made no lockstep.Session") == 1
     assert said.index("warning: an optimizer") < said.index("error: no lockstep.Session was made")
+    said = run(*LOCKSTEP, "run", *on_two, "--save-dir", "joined", "--", "joins", cwd=tmp_path)
+    assert numbers(said, "ranks") == [2.0]
+    assert RunDir.open(tmp_path / "joined").read().status == "completed"
 
 
 @pytest.mark.parametrize(

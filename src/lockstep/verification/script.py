@@ -116,7 +116,7 @@ def verify_script(
                 "debug": {"trace": trace},
                 "save_dir": tempfile.mkdtemp(dir=folder) + "/run",
             }
-            return _measured(run_script(path, arguments, merge(given, changes), redirect=True)[0])
+            return _measured(run_script(path, arguments, merge(given, changes), needs_session=True)[0])
 
         one, many = run(names[:1], "off", ""), run(names, "off", "")
         gap, identical = _gap(one, many), _is_identical(one, many)

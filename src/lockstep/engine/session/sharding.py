@@ -51,7 +51,7 @@ class Shards:
             _call_through(one)
 
     def check_call(self, function: Any, tensors: Iterable[Tensor], options: Mapping[str, Any]) -> None:
-        """Raise :class:`UnsupportedError` for a call of the loop that needs whole parameters after they were divided."""
+        """Raise :class:`UnsupportedError` for a call of the loop that needs whole parameters."""
         if function is torch.autograd.grad and options.get("create_graph"):
             raise second_order("torch.autograd.grad(..., create_graph=True)")
         undivided = (self._undivided.get(id(tensor), lambda: None)() is tensor for tensor in tensors)

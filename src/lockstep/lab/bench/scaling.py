@@ -145,7 +145,7 @@ def bench_script(
                 changes["training"]["global_batch_size"] = one * (count if mode == "weak" else 1)
             row: dict[str, Any] = {"devices": names[:count], "ranks": count, "strategy": "session", "mode": mode}
             try:
-                run, _ = run_script(path, arguments, merge(given, changes), redirect=True)
+                run, _ = run_script(path, arguments, merge(given, changes), needs_session=True)
                 row |= _speed_of(run, warm_up)
             except LockstepError as error:
                 row |= {"status": "failed", "reason": error.what}

@@ -24,17 +24,20 @@ from lockstep.rundir.folder import RunDir
 
 
 def run_script(
-    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, resume: bool = False, redirect: bool = False
+    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, resume: bool = False, needs_session: bool = False
 ) -> tuple[RunDir, int]:
     """Run a script on every device that ``given`` names, a process for each; the run and the exit code.
 
-    ``redirect``: print what it prints to standard error. Raises :class:`LockstepError`: there is no such script, a
-    setting is wrong, the folder cannot be used, or a rank failed.
+    ``needs_session``: refuse a script without one at its first step, and print its output to standard error.
+    Raises :class:`LockstepError`: there is no such script, a setting is wrong, the folder cannot be used, or a rank
+    failed.
     """
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
-    run, code, _ = _start(_run_script, script[:3], given, path.name, script=script, resume=resume, redirect=redirect)
+    run, code, _ = _start(
+        _run_script, script[:3], given, path.name, script=script, resume=resume, needs_session=needs_session
+    )
     return run, code
 
 
@@ -77,7 +80,7 @@ def _start(
     *,
     script: Script | None = None,
     resume: bool,
-    redirect: bool = False,
+    needs_session: bool = False,
 ) -> tuple[RunDir, int, list[Any]]:
     """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and what they returned."""
     given = merge({"task": {"name": name}}, given)
@@ -105,12 +108,12 @@ def _start(
         try:
             results = run_on_ranks(
                 _as_rank,
-                (function, tuple(arguments), dict(given), found, redirect),
+                (function, tuple(arguments), dict(given), found, needs_session),
                 folder=run,
                 ranks=placement.world_size,
                 settings=config.launch,
                 threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
-                redirect=redirect,
+                redirect=needs_session,
             )
         except RanksStopped as end:
             return run, end.exit_code, []
