@@ -353,6 +353,11 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return cast(nn.Module, inner)
 
 
+def has_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to the model or a part of it."""
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+
+
 def within_wrapper(model: nn.Module) -> Any:
     """The module that ``torch.compile(module)`` was given, if ``model`` is what it returned; else ``model``."""
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())

@@ -30,6 +30,7 @@ from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import autocast, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
+from lockstep.engine.session.origins import CheckCall, LossOrigins
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
@@ -142,6 +143,10 @@ class Prepared:
         from lockstep.engine.session.sharding import Shards
 
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
+
+    def origins(self, check_call: CheckCall | None) -> LossOrigins:
+        """Follows the values of bodies to their losses; ``check_call``: see there."""
+        return LossOrigins(check_call)
 
     def check(self) -> None:
         """Raise :class:`TaskError` where an optimizer could not train what it has."""

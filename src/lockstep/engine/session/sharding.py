@@ -53,7 +53,7 @@ class Shards:
     def check_call(self, function: Any, tensors: Iterable[Tensor], options: Mapping[str, Any]) -> None:
         """Raise :class:`UnsupportedError` for a call of the loop that needs whole parameters."""
         if function is torch.autograd.grad and options.get("create_graph"):
-            raise second_order("torch.autograd.grad(..., create_graph=True)")
+            raise self.second_order("torch.autograd.grad(..., create_graph=True)")
         undivided = (self._undivided.get(id(tensor), lambda: None)() is tensor for tensor in tensors)
         if any(undivided):
             raise UnsupportedError(
@@ -61,6 +61,15 @@ class Shards:
                 why="strategy fsdp has divided the parameters among the ranks since, and trains the parts",
                 fix="use --strategy ddp; for a penalty on the weights, weight_decay of the optimizer",
             )
+
+    @staticmethod
+    def second_order(call: str) -> UnsupportedError:
+        """The refusal of a ``call`` for gradients of gradients."""
+        return UnsupportedError(
+            f"{call} is incompatible with strategy fsdp",
+            why="a gradient of gradients needs parameters that a backward pass has freed",
+            fix="use --strategy ddp",
+        )
 
     def of(self, optimizer: Optimizer) -> ShardedModel:
         """The part of the models that ``optimizer`` trains, for its update."""
@@ -80,14 +89,6 @@ class Shards:
             for one in self._models:
                 stack.enter_context(one.silent())
             yield
-
-
-def second_order(call: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{call} is incompatible with strategy fsdp",
-        why="a gradient of gradients needs parameters that a backward pass has freed",
-        fix="use --strategy ddp",
-    )
 
 
 def _call_through(one: ShardedModel) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import default_store, tree_leaves
+from lockstep._compat.torch import default_store, has_compiled, tree_leaves
 from lockstep.data.requests import Request, Window, readable
 from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
@@ -20,10 +20,8 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
-from lockstep.engine.session.origins import LossOrigins
 from lockstep.engine.session.prepared import Beside, Prepared, parameters_of, tensors_of
 from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.sharding import second_order
 from lockstep.engine.session.stepper import SharedPrecision, Stepper, backward, build_steppers, checked_loss
 from lockstep.engine.strategies.base import Flags, Reduced, SeededDraws
 from lockstep.engine.strategies.exact import LaneSums
@@ -93,11 +91,11 @@ class Training(Saves):
         self.has_stepped, self.is_cut, self.is_ghost, self._is_unjudged = False, False, False, False
         self.reshuffles, self.skips, self._left_out = True, rank.config.data.on_bad_row == "skip", 0
         self._flags: Flags | None = None
-        self._origins = LossOrigins(self._shards.check_call if self._shards else None)
+        self._origins = prepared.origins(self._shards.check_call if self._shards else None)
         self._bodies, self._has_repeated = 0, False
         self._left_in: str | None = None
         self._stepped: set[str] = set()
-        self._is_compiled = any(getattr(layer, "_compiled_call_impl", None) for layer in module.modules())
+        self._is_compiled = has_compiled(module)
         self.scalars: dict[str, Any] = {}
 
     def close(self) -> None:
@@ -309,7 +307,7 @@ class Training(Saves):
             samples = window.requests[self.place].size
         total, count = checked_loss(total, count, weight, samples)
         if how.get("create_graph") and self._shards:
-            raise second_order("backward(..., create_graph=True)")
+            raise self._shards.second_order("backward(..., create_graph=True)")
         if models is not None and self._shards:
             raise UnsupportedError(
                 "backward(..., models=...) is incompatible with strategy fsdp",
