@@ -125,6 +125,10 @@ def _start(
     return run, 0, results
 
 
+#: Variables of the script, kept to the end of the process as those of ``python path`` are: DDP's reducer, destroyed
+#: before, may wait for ever for a thread of its process group, which waits for the interpreter.
+_variables: list[dict[str, Any]] = []
+
 # --- in a rank -----------------------------------------------------------------------------------
 
 
@@ -180,7 +184,7 @@ def _run_script(path: str, arguments: tuple[str, ...], folder: str) -> None:
     sys.argv[:] = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     try:
-        runpy.run_path(path, run_name="__main__")
+        _variables.append(runpy.run_path(path, run_name="__main__"))
     except SystemExit as end:
         if isinstance(end, Stopped) or end.code not in (None, 0):
             raise
