@@ -282,7 +282,7 @@ class Session:
         Random numbers of samples and of the forward pass are the same. The data are read again.
 
         Raises:
-            TaskError: before the last micro-batch. UnsupportedError: the data are iterable, or the run is exact.
+            TaskError: before the last micro-batch. UnsupportedError: the data are iterable.
         """
         return self._loop.again()
 
