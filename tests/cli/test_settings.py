@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.cli.settings import NO_SETTINGS, Settings, all_flags, flag_table, to_mapping
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import all_keys, class_paths, remember
+from lockstep.config.load import all_keys
+from lockstep.config.named import code_in, named
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from lockstep.rundir.folder import RunDir
 
@@ -104,9 +105,9 @@ def test_later_places_win(tmp_path: Path) -> None:
 def test_the_task_comes_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("task: {name: other.py:Task, width: 3}\n")
-    with pytest.raises(TaskError, match="which you have not trained"):
+    with pytest.raises(TaskError, match=r"other\.py:Task as task\.name"):
         to_mapping(Settings(config=[file]), None)
-    remember(class_paths({"name": "other.py:Task"}))
+    named.add(code_in({"task": {"name": "other.py:Task"}}))
     assert to_mapping(Settings(config=[file]), None)[0] == "other.py:Task"
     name, mapping = to_mapping(Settings(config=[file]), "mine.py:Task")
     assert (name, mapping["task"]) == ("mine.py:Task", {"name": "mine.py:Task", "width": 3})

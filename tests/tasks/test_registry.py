@@ -18,7 +18,7 @@ from torch import nn
 import lockstep
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
-from lockstep.config.load import remember
+from lockstep.config.named import code_in, named
 from lockstep.errors import ConfigError, TaskError
 from lockstep.tasks.registry import configured, find_task, make_task
 from tests.conftest import cli_environment
@@ -279,7 +279,7 @@ def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(
     for verb in (["resume", "sent"], ["evaluate", "sent"], ["export", "sent"], ["transcribe", "sent", "x.wav"]):
         code, said = call("stranger", *verb)
         assert code == 2, verb
-        assert "which you have not trained on this machine" in said, verb
+        assert f"{task} as task.name" in said, verb
         assert "Traceback" not in said
         assert not canary.exists(), verb
     assert call("stranger", "show", "sent")[0] == 0, "looking at a run needs none of its code"
@@ -295,9 +295,9 @@ def test_the_fix_for_an_unknown_module_and_its_data_works(
     monkeypatch.chdir(tmp_path)
     module, data = (f"{folder / 'theirs.py'}:{name}" for name in ("Classifier", "Numbered"))
     Path("config.yaml").write_text(f"task:\n  name: {module}\n  datamodule: {data}\n")
-    remember({module})
+    named.add(code_in({"task": {"name": module}}))
     assert main(["plan", "--config", "config.yaml"]) == 2
-    fix = capsys.readouterr().err.partition("say so once: ")[2].strip()
+    fix = capsys.readouterr().err.partition("name it: ")[2].strip()
     assert shlex.split(fix) == ["lockstep", "plan", module, "--set", f"task.datamodule={data}"]
     assert main([*shlex.split(fix)[1:], "--config", "config.yaml"]) == 0, "what the command line names is named"
     assert main(["plan", "--config", "config.yaml"]) == 0, "and remembered"

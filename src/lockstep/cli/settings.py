@@ -19,7 +19,7 @@ from cyclopts import Group, Parameter
 from lockstep.api.settings import weights_folder
 from lockstep.cli.output import DEFAULT_RUNS_DIR
 from lockstep.config import RunConfig
-from lockstep.config.load import SHORT_NAMES, nested
+from lockstep.config.load import SHORT_NAMES, merge, nested
 from lockstep.errors import UsageError
 
 _DEVICES = Group("Devices", sort_key=1)
@@ -176,19 +176,21 @@ def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any
         )
     if isinstance(section, dict) or section is None:
         mapping["task"] = {**(section or {}), "name": name}
-    _refuse_unknown_code(settings.set or (), task, mapping)
+    given = merge(load(sets=settings.set or (), overrides=overrides), {"task": {"name": task}} if task else {})
+    _require_named(settings.config or (), given, mapping)
     resolve(mapping)  # the task's own defaults are still missing, but what is wrong now is said before torch is loaded
     return name, mapping
 
 
-def _refuse_unknown_code(sets: Sequence[str], task: str | None, mapping: dict[str, Any]) -> None:
-    """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before."""
-    from lockstep.config import load
-    from lockstep.config.load import class_paths, named_in, require_known
+def _require_named(files: Sequence[Path], given: Mapping[str, Any], mapping: Mapping[str, Any]) -> None:
+    """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before.
 
-    if isinstance(mapping["task"], dict):
-        given = class_paths({"name": task}) | class_paths(named_in(load(sets=sets)))
-        require_known(named_in(mapping), "the configuration", given)
+    A file of a run folder may not name an address to write to, either. ``given``: settings of the command line.
+    """
+    from lockstep.config.named import code_in, named, references_in
+
+    of_run = any((file.parent / "run.json").exists() for file in files)
+    named.require((references_in if of_run else code_in)(mapping), "the configuration", references_in(given))
 
 
 def _aliases(settings: Settings) -> dict[str, Any]:

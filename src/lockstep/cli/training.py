@@ -142,10 +142,12 @@ def resume(
     found = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
-        from lockstep.launch.session.join import script_of
         from lockstep.launch.session.script import resume_session
+        from lockstep.telemetry.origin import require_script_named, script_of
 
     script = script_of(found)
+    if script is not None:
+        require_script_named(found, script, overrides)  # before its imports are shared
     fork_ranks_from_here(devices, script.path if script else "", script=script is not None)
     code = resume_session(found, overrides, devices)
     if code is not None:

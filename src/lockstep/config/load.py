@@ -1,21 +1,11 @@
-"""From YAML files, ``--set`` pairs and flags to one frozen :class:`RunConfig`, and back; which classes a file may name.
-
-A configuration or a run folder that came from elsewhere could name any class, and importing a class runs its
-module. So a class path in a file is imported only when it has been given on a command line or to
-:func:`lockstep.train` before; a list of these is kept in the user's state folder (XDG Base Directory Specification).
-"""
+"""From YAML files, ``--set`` pairs and flags to one frozen :class:`RunConfig`, and back."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
-import json
-import os
 import re
-import shlex
-import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.sections import RunConfig
-from lockstep.errors import ConfigError, TaskError
+from lockstep.errors import ConfigError
 
 #: Of a user's file as of a run's; the values are enough for a list of the classes of ImageNet-21k.
 MAX_CONFIG_BYTES = 1 << 20
@@ -33,8 +23,6 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 #: Of the core schema (YAML 1.2, section 10.3.2); in YAML 1.1, which PyYAML reads and writes, ``1e-5`` is text, 010 8.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
-
-_STATE_FIX = "set the environment variable XDG_STATE_HOME to a folder that you can write and keep"
 
 #: Settings of earlier versions, and what replaces each. Removed at the next minor version.
 REMOVED = {
@@ -404,95 +392,3 @@ def _suggestion(name: str) -> str:
     if key is not None and key not in SHORT_NAMES.values():
         return f'it has no short name: pass it by its key, in config={{"{key}": …}}'
     return f"did you mean {close[0]}?" if close else "docs/configuration.md lists every setting"
-
-
-def class_paths(task: Mapping[str, Any]) -> set[str]:
-    """The class paths in the section ``task`` of a configuration: its name, a data module's, and ``optimizer``.
-
-    Files are named by their whole paths; built-in tasks have none. Sections of LightningCLI, which may name anything
-    anywhere, and a checkpoint file that may run code count as a whole, by their hash.
-    """
-    named = (task.get("name"), task.get("datamodule"), task.get("optimizer"))
-    found = {_whole(name) for name in named if isinstance(name, str) and ":" in name}
-    if task.get("cli") or task.get("weights_only") is False:
-        content = json.dumps([task.get("cli"), task.get("weights_only"), str(task.get("ckpt_path"))], sort_keys=True)
-        found.add(f"sha256:{hashlib.sha256(content.encode()).hexdigest()}")
-    return found
-
-
-def named_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The section ``task`` of a configuration, and as ``optimizer`` the name of its optimizer."""
-    task, optimizer = config.get("task"), config.get("optimizer")
-    section = dict(task) if isinstance(task, Mapping) else {}
-    return {**section, "optimizer": optimizer.get("name")} if isinstance(optimizer, Mapping) else section
-
-
-def remember(paths: Iterable[str]) -> None:
-    """Note that the user has named these; warn where that cannot be written, since later commands will refuse them."""
-    new = sorted(set(paths) - known())
-    problem = _append("".join(f"{path}\n" for path in new)) if new else ""
-    if problem:
-        _warn_unwritable(f"{problem}, so later commands will not know that you named {new[0]}")
-
-
-@functools.cache
-def _warn_unwritable(text: str) -> None:
-    sys.stderr.write(f"warning: {text}: {_STATE_FIX}\n")
-
-
-def _append(text: str) -> str:
-    """Append to the list of known classes; returns why it cannot be written, or an empty text."""
-    try:
-        _known_file().parent.mkdir(parents=True, exist_ok=True)
-        with _known_file().open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        return f"the list of classes that you have named cannot be written ({error})"
-    return ""
-
-
-def require_known(task: Mapping[str, Any], source: str, given: Collection[str] = ()) -> None:
-    """Refuse to import what only a file names."""
-    unknown = sorted(class_paths(task) - known() - set(given))
-    if unknown:
-        problem = _append("")
-        raise TaskError(
-            f"{source} names the class {unknown[0]}, which you have not trained on this machine",
-            why="importing it runs its code, and a file from elsewhere could name anything"
-            + f"; {problem}" * bool(problem),
-            fix=f"{_STATE_FIX}; then, " * bool(problem) + f"if you trust it, say so once: {_naming(task)}",
-        )
-
-
-def _naming(task: Mapping[str, Any]) -> str:
-    """The command that names the classes of ``task``, and starts nothing."""
-    name, data = task.get("name"), task.get("datamodule")
-    if task.get("cli"):
-        return "lockstep lightning fit, with the sections that task.cli has in its config.yaml"
-    command = ["lockstep", "plan", _whole(str(name))]
-    if isinstance(data, str) and ":" in data:
-        command += ["--set", f"task.datamodule={_whole(data)}"]
-    if isinstance(task.get("optimizer"), str) and ":" in task["optimizer"]:
-        command += ["--set", f"optimizer.name={task['optimizer']}"]
-    return shlex.join(command)
-
-
-def _whole(name: str) -> str:
-    place, _, attribute = name.rpartition(":")
-    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
-
-
-def known() -> set[str]:
-    try:
-        return set(_known_file().read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError):
-        return set()
-
-
-def _known_file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME")
-    try:
-        folder = Path(state) if state else Path.home() / ".local" / "state"
-    except RuntimeError as error:  # a user without a home folder
-        raise OSError(str(error)) from None
-    return folder / "lockstep" / "known-tasks"

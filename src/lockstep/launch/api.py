@@ -75,8 +75,8 @@ def resume(
 ) -> RunResult:
     """Resume a run on ``devices``, with ``overrides`` of its settings, nested; see :meth:`lockstep.Run.resume`."""
     run_claim.refuse_running(run)
-    config = run_claim.changed_config(run, overrides or {}, devices)
-    built = run_claim.task_again(run, config, task)
+    config = run_claim.changed_config(run, overrides or {}, devices, task_is_given=task is not None)
+    built = run_claim.task_again(run, config, task, is_named=True)
     with run_claim.claimed(run):
         return _go_on(run, built, config, hold=not rescale_batch, accept_data=accept_data)
 

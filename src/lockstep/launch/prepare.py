@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from lockstep.config import RunConfig, resolve
-from lockstep.config.load import class_paths, merge, nested, one_micro_batch, remember
+from lockstep.config import RunConfig, merge, nested, resolve
+from lockstep.config.load import one_micro_batch
+from lockstep.config.named import code_in, named
 from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
@@ -59,10 +60,10 @@ def settle(
 ) -> tuple[Task, RunConfig]:
     """The task as an object and the complete configuration: general defaults < the task's < what was given."""
     given = overrides_of(config)
-    named = given.get("task") or {}
-    if not isinstance(named, Mapping):
-        raise ConfigError("`task` must be a section", why=f"it is {named!r}", fix="write `task: {name: har}`")
-    settings = {key: value for key, value in named.items() if key not in RESERVED}
+    task_section = given.get("task") or {}
+    if not isinstance(task_section, Mapping):
+        raise ConfigError("`task` must be a section", why=f"it is {task_section!r}", fix="write `task: {name: har}`")
+    settings = {key: value for key, value in task_section.items() if key not in RESERVED}
     if isinstance(task, Task) and settings:
         raise ConfigError(
             f"task settings {', '.join(settings)} are given beside a task object",
@@ -74,8 +75,8 @@ def settle(
         check_methods(kind)
         built = configured(task)
     else:
-        refuse_unrecorded(named)
-        task = task or str(named.get("name", "har"))
+        refuse_unrecorded(task_section)
+        task = task or str(task_section.get("name", "har"))
         kind = find_task(task) if isinstance(task, str) else task_class(task if isinstance(task, type) else type(task))
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
@@ -86,7 +87,7 @@ def settle(
     if whole.data.data_dir is not None:
         data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
         whole = whole.model_copy(update={"data": data})
-    remember(class_paths({**section, "optimizer": whole.optimizer.name}))
+    named.add(code_in({"task": section, "optimizer": {"name": whole.optimizer.name}}))
     if isinstance(built, ModuleTask):
         if importlib.util.find_spec("lightning") is None:
             fix = "pip install 'lockstep-train[lightning]'"
@@ -188,9 +189,9 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
     torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it is ignored there.
     """
     variables = {"none": "OMP_NUM_THREADS", "lockstep": NAMED_THREADS}
-    named = os.environ.get(variables.get(read_world(os.environ).launcher, ""), "")
-    if named.isdecimal() and int(named):
-        return int(named), "OMP_NUM_THREADS"
+    threads = os.environ.get(variables.get(read_world(os.environ).launcher, ""), "")
+    if threads.isdecimal() and int(threads):
+        return int(threads), "OMP_NUM_THREADS"
     here = torch.get_num_threads()
     if placement.world_size == 1 and here < cores:
         return here, "torch.get_num_threads() of this process"

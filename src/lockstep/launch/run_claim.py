@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import named_in, one_micro_batch, require_known
+from lockstep.config.load import one_micro_batch
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
@@ -27,15 +27,14 @@ from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.rundir.files import absolute, damaged, flattened, names_in, storing, write_json
+from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing, write_json
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
 from lockstep.rundir.summary import read_forecast
 from lockstep.tasks.registry import FROM_PARTS, make_task, refuse_unrecorded, section_of, task_class
+from lockstep.telemetry.origin import SCRIPT, note_named, require_code_named, require_named
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0
-#: In the run folder of a script with a session; see :class:`lockstep.launch.session.join.Script`.
-SCRIPT = "script.json"
 #: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
 _LEASE_S = 120.0
 _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
@@ -50,6 +49,7 @@ def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     _set_failed_aside(RunDir(absolute(path)))
     foreseen = None if config.telemetry.forecast is None else read_forecast(config.telemetry.forecast)
     run = RunDir.create(path, config, run_id=run_id, command=sys.argv)
+    note_named(config.model_dump(mode="json"))
     if foreseen is not None:
         write_json(run.forecast_file, foreseen)
     return run
@@ -105,6 +105,7 @@ def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
     system without locks has no claims. Raises :class:`RunFolderError`: another process has begun an attempt, or still
     has the claim after ``wait_s`` seconds.
     """
+    check_own_files(run.path)
     file = run.path / ".claim"
     key = file.resolve()
     wait_s = max(wait_s, _LEASE_S) if is_own_job(run, os.environ) else wait_s
@@ -132,7 +133,7 @@ def _claim(file: Path, key: Path) -> int | None:
         if key in _claimed_here:
             return None
         with storing(file):
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_own(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -143,10 +144,14 @@ def _claim(file: Path, key: Path) -> int | None:
         return descriptor
 
 
-def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None = None) -> RunConfig:
+def changed_config(
+    run: RunDir, changes: Mapping[str, Any], devices: str | None = None, *, task_is_given: bool = True
+) -> RunConfig:
     """The run's configuration with ``changes`` and, if given, on other ``devices``; task and seed stay as they were.
 
-    An edit of ``config.yaml`` since the newest attempt is refused, unless ``changes`` include it.
+    ``task_is_given``: whether the task is the user's; else it is made from the name in the configuration. Raises
+    :class:`TaskError`: the user has not named something in it. An edit of ``config.yaml`` since the newest attempt is
+    refused, unless ``changes`` include it.
     """
     record, edited = run.read(), run.config()
     recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
@@ -162,6 +167,8 @@ def changed_config(run: RunDir, changes: Mapping[str, Any], devices: str | None 
         old.model_dump(mode="json"), kept, {} if devices is None else {"hardware": {"selected_devices": devices}}
     )
     new = one_micro_batch(kept, new)
+    require_named(run, new.model_dump(mode="json"), changes, task_is_given=task_is_given)
+    note_named(changes)
     fixed = {
         "task": (old.task, new.task),
         "training.seed": (old.training.seed, new.training.seed),
@@ -204,8 +211,12 @@ def keep_config(run: RunDir, config: RunConfig) -> None:
         run.keep_config(config)
 
 
-def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = None) -> Task:
+def task_again(
+    run: RunDir, config: RunConfig, task: Task | type[Task] | None = None, *, is_named: bool = False
+) -> Task:
     """The task of a run: ``task`` if it is given and has the run's settings, else made from these.
+
+    ``is_named``: the user has named all that ``config`` names (:func:`changed_config`).
 
     Raises :class:`RunFolderError` where only the program that started the run can make it.
     """
@@ -243,7 +254,8 @@ def task_again(run: RunDir, config: RunConfig, task: Task | type[Task] | None = 
             why="only the program that made it can make it again",
             fix=f"there, pass the task: lockstep.Run({str(run.path)!r}).resume(task)",
         )
-    require_known(named_in(run.config().model_dump()), f"run {run.read().id}")
+    if not is_named:
+        require_code_named(run)
     return settle(name, config)[0]
 
 

@@ -183,9 +183,10 @@ class JsonLines:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one line. Raises :class:`StorageError`, after which the file ends where it ended before."""
         line = json.dumps(plain(row), ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
-        with storing(self.path), self.path.open("ab", buffering=0) as file:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        with storing(self.path), os.fdopen(open_own(self.path, flags), "r+b", buffering=0) as file:
             if not self._repaired:
-                _cut_torn_line(self.path)
+                _cut_torn_line(file)
                 self._repaired = True
             end = os.fstat(file.fileno()).st_size
             try:
@@ -196,16 +197,58 @@ class JsonLines:
                 raise
 
 
-def _cut_torn_line(path: Path) -> None:
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = max(0, end - _MAX_LINE_BYTES)
-        file.seek(start)
-        lines_end = start + file.read(end - start).rfind(b"\n") + 1  # a device may have more to read than its end
-        if 0 < start == lines_end:
-            raise OSError(errno.EINVAL, f"its last {_MAX_LINE_BYTES:,} bytes hold no line")
-        if lines_end < end:
-            file.truncate(lines_end)
+def _cut_torn_line(file: BinaryIO) -> None:
+    end = file.seek(0, os.SEEK_END)
+    start = max(0, end - _MAX_LINE_BYTES)
+    file.seek(start)
+    lines_end = start + file.read(end - start).rfind(b"\n") + 1
+    if 0 < start == lines_end:
+        raise OSError(errno.EINVAL, f"its last {_MAX_LINE_BYTES:,} bytes hold no line")
+    if lines_end < end:
+        file.truncate(lines_end)
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """A descriptor of a regular file of the run folder: a link, a pipe or a device there raises :class:`OSError`.
+
+    The folder of ``path`` is opened first, and the name looked up in it.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
+
+
+def check_own_files(folder: Path) -> None:
+    """Raise :class:`RunFolderError` unless ``folder`` has nothing but folders, regular files and links inside itself.
+
+    What would be written through another link, or to a pipe, would be written outside.
+    """
+    root = folder.resolve()
+    for path, folders, names in os.walk(root):
+        for entry in (Path(path, name) for name in (*folders, *names)):
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.lstat()
+                if stat.S_ISLNK(status.st_mode):
+                    if not _resolved(entry).is_relative_to(root):
+                        why = f"{entry.readlink()}: a training would write there"
+                        fix = "replace the link by what it leads to; only the whole run folder may be behind a link"
+                        raise RunFolderError(f"{entry} is a link that leaves the run folder", why=why, fix=fix)
+                elif not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+                    why = "a run folder contains regular files and folders only"
+                    raise RunFolderError(f"{entry} is a pipe, a socket or a device", why=why, fix="remove it")
+
+
+def _resolved(link: Path) -> Path:
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        return Path("/")
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
@@ -218,6 +261,8 @@ def storage_error(error: OSError, path: Path) -> StorageError:
             what, fix = f"{path} is on a read-only file system", "choose another --save-dir, or mount it writable"
         case errno.EEXIST:
             what, fix = f"{path} is there already, and no folder", "choose another --save-dir"
+        case errno.ELOOP | errno.EINVAL | errno.ENXIO:
+            what, fix = f"{path} is not a regular file", "replace it by a file, or remove it"
         case errno.EACCES | errno.EPERM:
             what = f"no permission to write {path}"
             fix = "change the folder's permissions, or choose another --save-dir"
@@ -293,7 +338,7 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
 def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any] | None:
     """The last row of a growing JSON lines file that is ``wanted``; ``None`` when its last 4 MiB have none."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, links=True) as file:
             size = file.seek(0, os.SEEK_END)
             for tail_bytes in (_TAIL_BYTES, _MAX_TAIL_BYTES):
                 file.seek(max(0, size - tail_bytes))

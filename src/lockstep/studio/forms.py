@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from lockstep.config import Precision, RunConfig, resolve
 from lockstep.config.load import merge, to_yaml
-from lockstep.errors import ConfigError, LockstepError, PrecisionError, UsageError
+from lockstep.errors import ConfigError, LockstepError, PrecisionError, TaskError, UsageError
 from lockstep.events import Note
 from lockstep.hardware.detect import Device
 from lockstep.hardware.monitor import SystemSource
@@ -248,7 +248,7 @@ class Forms:
         precisions = [{"value": value, "supported": True, "reason": None} for value in get_args(Precision)]
         try:
             wanted = self.wanted(body)
-        except ConfigError as error:
+        except (ConfigError, TaskError) as error:
             return _answer(error) | {"warnings": [], "precisions": precisions, "preview": None}
         config, devices = resolve(wanted.mapping()), self.devices()
         placement = plan = problem = None

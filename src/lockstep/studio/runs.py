@@ -19,6 +19,7 @@ from fastapi import Query
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.config.load import MAX_CONFIG_BYTES, nested
+from lockstep.config.named import named, targets_in
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.rundir import summary as summaries
 from lockstep.rundir.files import damaged, names_in, open_regular, read_bytes, read_json
@@ -40,6 +41,7 @@ from lockstep.studio.schemas import (
     run_not_found,
 )
 from lockstep.studio.settings import REFUSED, command_of, flatten
+from lockstep.telemetry.origin import require_code_named, require_resumable
 
 _MAX_TABLES, _MAX_FILES, _MAX_REMARKS = 4 << 20, 5000, 200
 #: Settings that the page may not set, and that a copy gets in another way.
@@ -150,6 +152,7 @@ class Runs:
 
     def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
         words = self._resume_words(name, body)
+        require_resumable(self._index.run(name))
         with self._ended(name):
             summary = self._index.summary(name)
             location, devices = self._index.locate(name), body.devices or summary["devices"]
@@ -198,6 +201,8 @@ class Runs:
 
     def _begin_job(self, kind: str, name: str, *words: str) -> dict[str, Any]:
         folder, summary = self._index.run(name).path, self._index.summary(name)
+        if kind != "report":
+            require_code_named(self._index.run(name))
         if summary["starting"]:
             raise in_progress(name)
         return self._jobs.begin(kind, [kind, str(folder), *words, "--json"], run=summary["id"])
@@ -208,6 +213,7 @@ class Runs:
         if task not in self._forms.offered:
             what, fix = f"this run's task, {task}, is not in the list", f"start the studio with --task {task}"
             raise ApiError("TASK_NOT_USABLE", 422, what, fix=fix)
+        require_code_named(self._index.run(name))
         form, left_out = _form_of(config, self._forms.described(task)["defaults"])
         if form.get("init_from") is not None:
             try:
@@ -324,11 +330,12 @@ def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[
     """
     given: dict[str, Any] = {}
     left_out = []
+    foreign = {reference.setting for reference in named.missing(targets_in(config.model_dump(mode="json")))}
     defaults = dict(flatten(resolve(task_defaults).model_dump(mode="json")))
     for key, value in flatten(config.model_dump(mode="json")):
         if key == "name" or (not key.startswith("task.") and defaults.get(key) == value):
             continue
-        if key not in REFUSED:
+        if key not in REFUSED and key not in foreign:
             given[key] = value
         elif value and key not in _OF_ITS_OWN:
             left_out.append(key)

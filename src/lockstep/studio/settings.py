@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge, nested, parse_set, parse_settings, to_yaml
+from lockstep.config.named import code_in, named, references_in
 from lockstep.errors import ConfigError, RunFolderError, TaskError
 from lockstep.rundir.files import read_json, write_json
 from lockstep.rundir.summary import read_runs
@@ -108,6 +109,8 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
     if settings.get("init_from") is not None:
         settings["init_from"] = run_in(settings["init_from"], home)
     read = resolve(settings, {"task": {"name": task}})
+    offered = references_in({"task": {"name": task, "datamodule": tasks[task]}})
+    named.require(code_in(read.model_dump(mode="json")), "this configuration", offered)
     check_ranks(read.hardware.selected_devices or ())
     # What is given, with the values that it was read as: ``gpu:0,gpu:1`` is a list. Only the task knows its own.
     values = read.model_dump(mode="json", exclude={"task"}) | {"task": settings.get("task")}

@@ -72,7 +72,9 @@ def task_class(found: type, where: str = "") -> type[Task]:
 def find_class(where: str) -> type:
     """The class at ``path/to/file.py:Class`` or ``package.module:Class``."""
     place, _, attribute = where.rpartition(":")
-    _search(Path.cwd(), place)  # as `python -m` does; a console script has its own folder instead
+    here = Path.cwd()
+    if not any((folder / "run.json").exists() for folder in (here, *here.parents)):  # files of a run are not code
+        _search(here, place)  # as `python -m` does; a console script has its own folder instead
     module = _imported(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):

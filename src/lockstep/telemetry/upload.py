@@ -119,11 +119,12 @@ class Uploader:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files below ``folder``, and links to folders, without temporary ones."""
+    """The files below ``folder``, and links to folders, without temporary ones and links to files."""
     for base, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if TEMPORARY not in name]
         links = [name for name in folders if (Path(base) / name).is_symlink()]
-        yield from (Path(base) / name for name in [*names, *links] if TEMPORARY not in name)
+        regular = [name for name in names if not (Path(base) / name).is_symlink()]
+        yield from (Path(base) / name for name in [*regular, *links] if TEMPORARY not in name)
 
 
 def _words(error: Exception) -> str:

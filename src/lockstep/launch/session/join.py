@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
@@ -24,9 +24,9 @@ from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.prepare import place
 from lockstep.launch.process.rank_log import rank_output
 from lockstep.launch.process.signals import Stopped, StopRequest
-from lockstep.launch.run_claim import SCRIPT, claimed, create_folder, existing_run, warn
-from lockstep.rundir.files import damaged
-from lockstep.rundir.folder import RunDir, read_json, write_json
+from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
+from lockstep.rundir.folder import RunDir
+from lockstep.telemetry.origin import Script
 from lockstep.telemetry.sinks import check_sinks
 
 #: Set by launchers that Lockstep does not know; each process would think that it is alone.
@@ -204,30 +204,6 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
                 why="it is for the loop of a lockstep.Task, and the script has its own",
                 fix=f"{instead}, or train a lockstep.Task",
             )
-
-
-class Script(NamedTuple):
-    """A script and how it is called, for a resume: its working folder, and the settings of the command line."""
-
-    path: str
-    arguments: Sequence[str]
-    folder: str
-    given: Mapping[str, Any]
-
-    def keep(self, run: RunDir) -> None:
-        write_json(run.path / SCRIPT, self._asdict())
-
-
-def script_of(run: RunDir) -> Script | None:
-    """The script of a session's run; ``None`` of other runs. Raises :class:`RunFolderError`: the file is damaged."""
-    file = run.path / SCRIPT
-    if not file.exists():
-        return None
-    content = read_json(file)
-    try:
-        return Script(content["path"], tuple(content["arguments"]), content["folder"], dict(content["given"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(file, f"{type(error).__name__}: {error}") from None
 
 
 def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:

@@ -19,8 +19,9 @@ from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
-from lockstep.launch.session.join import Script, Started, close_open_session, script_of, started
+from lockstep.launch.session.join import Started, close_open_session, started
 from lockstep.rundir.folder import RunDir
+from lockstep.telemetry.origin import Script, require_script_named, script_of
 
 
 def run_script(
@@ -56,6 +57,7 @@ def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | Non
     script = script_of(run)
     if script is None:
         return None
+    require_script_named(run, script, overrides)
     changes = merge(overrides, {} if devices is None else {"hardware": {"selected_devices": devices}})
     given = merge(merge(script.given, changes), {"save_dir": str(run.path)})
     with contextlib.chdir(script.folder):

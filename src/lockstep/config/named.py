@@ -1,0 +1,209 @@
+"""What the user has named on this machine: the one answer for every reader of a run folder or a configuration file.
+
+A run folder is data. Its files may name classes and scripts, which importing or starting runs, and addresses and
+folders, which a run writes to. Each of these is used only where the user has named it: on this command line, in this
+program, or before; a list is kept in the user's state folder (XDG Base Directory Specification).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.load import parse_yaml
+from lockstep.errors import TaskError
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Code, or an address or folder to write to, outside a run folder.
+
+    ``setting``: the setting or file that names it; ``value``: its value there; ``entry``: its line in the list.
+    """
+
+    setting: str
+    value: Any
+    entry: str
+
+    @property
+    def words(self) -> list[str]:
+        """Words of a command line that name it."""
+        return ["--set", f"{self.setting}={_yaml_word(self.value)}"]
+
+
+def code_in(config: Mapping[str, Any]) -> list[Reference]:
+    """The classes and files that a configuration, nested settings, would import."""
+    return list(_code_in(config))
+
+
+def _code_in(config: Mapping[str, Any]) -> Iterator[Reference]:
+    task, optimizer = (_section(config, name) for name in ("task", "optimizer"))
+    names = {
+        "task.name": task.get("name"),
+        "task.datamodule": task.get("datamodule"),
+        "optimizer.name": optimizer.get("name"),
+    }
+    name = str(task.get("name"))
+    if name.startswith(("__main__:", "lockstep.")) and ".py" not in name:  # a program's task, or one of Lockstep's
+        del names["task.name"]
+    for setting, value in names.items():
+        if isinstance(value, str) and (":" in value or value.endswith(".py")):
+            yield Reference(setting, value, _line(whole_name(value)))
+    # Sections of LightningCLI may name anything anywhere, and so may a checkpoint file that may run code.
+    if task.get("cli") or task.get("weights_only") is False:
+        content = [task.get("cli"), task.get("weights_only"), str(task.get("ckpt_path"))]
+        yield Reference("task.cli", task.get("cli"), f"sha256:{_hash(content)}")
+
+
+def targets_in(config: Mapping[str, Any]) -> list[Reference]:
+    """The addresses and folders that a training with a configuration, nested settings, would write to."""
+    telemetry, data = (_section(config, name) for name in ("telemetry", "data"))
+    settings: dict[str, Any] = {
+        "telemetry.upload_to": telemetry.get("upload_to"),
+        "telemetry.mlflow_uri": telemetry.get("mlflow_uri"),
+    }
+    if telemetry.get("wandb"):  # to the user's account
+        settings["telemetry.wandb"] = True
+    if data.get("download"):
+        settings["data.data_dir"] = str(Path(data["data_dir"]).absolute()) if data.get("data_dir") else None
+    if trainer := _section(config, "task").get("trainer"):  # default_root_dir, for one
+        settings["task.trainer"] = trainer
+    return [
+        Reference(setting, value, f"{setting}={_hash(value) if isinstance(value, Mapping) else _line(str(value))}")
+        for setting, value in settings.items()
+        if value
+    ]
+
+
+def references_in(config: Mapping[str, Any]) -> list[Reference]:
+    """All that a training with a configuration, nested settings, would import or write to."""
+    return [*code_in(config), *targets_in(config)]
+
+
+def script_reference(path: str, arguments: Sequence[str], folder: str) -> Reference:
+    """A script as ``lockstep run`` starts it: with these arguments in this working folder."""
+    return Reference("script.json", path, f"script={json.dumps([path, *arguments, folder])}")
+
+
+class Named:
+    """Answers whether the user has named something on this machine."""
+
+    @property
+    def file(self) -> Path:
+        """The list, one entry a line."""
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(state) / "lockstep" / "known-tasks"
+
+    def entries(self) -> set[str]:
+        try:
+            return set(self.file.read_text(encoding="utf-8").splitlines())
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: the user has no home
+            return set()
+
+    def add(self, references: Iterable[Reference]) -> None:
+        """Note that the user has named these. Where the list cannot be written, they must be named each time."""
+        new = sorted({reference.entry for reference in references} - self.entries())
+        if not new:
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{entry}\n" for entry in new))
+        except (OSError, RuntimeError) as error:
+            _warn_unwritable(str(error), new[0])
+
+    def missing(self, references: Iterable[Reference], given: Collection[Reference] = ()) -> list[Reference]:
+        """The references that the user has neither named before nor ``given`` now."""
+        entries = self.entries() | {reference.entry for reference in given}
+        return [reference for reference in references if reference.entry not in entries]
+
+    def require(
+        self,
+        references: Iterable[Reference],
+        source: str,
+        given: Collection[Reference] = (),
+        *,
+        command: Callable[[Sequence[Reference]], str] | None = None,
+    ) -> None:
+        """Raise :class:`TaskError` unless the user has named all ``references``, before or as ``given``.
+
+        Args:
+            source: what has the references, for the message.
+            command: the command that names what is missing; default: ``lockstep plan``, for code.
+        """
+        references = list(references)
+        missing = self.missing(references, given)
+        if missing:
+            first = missing[0]
+            value = f" {first.value[:300]}" if isinstance(first.value, str) else ""
+            raise TaskError(
+                f"{source} names{value} as {first.setting}, which you have not named on this machine",
+                why="it would run code or write there, and a file from elsewhere could name anything",
+                fix=f"if you trust it, name it: {(command or partial(self._plan_command, references))(missing)}",
+            )
+
+    def _plan_command(self, references: Sequence[Reference], missing: Sequence[Reference]) -> str:
+        """The command that names what is ``missing``, and starts nothing."""
+        if any(reference.setting == "task.cli" for reference in missing):
+            return "lockstep lightning fit, with the sections that task.cli has in its config.yaml"
+        task = [reference.entry for reference in references if reference.setting == "task.name"]
+        words = [word for one in missing if one.setting != "task.name" for word in one.words]
+        text = shlex.join(["lockstep", "plan", *task, *words])
+        return text if self._is_writable() else f"XDG_STATE_HOME=DIR {text} (DIR: a folder that you can write)"
+
+    def _is_writable(self) -> bool:
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = next(folder for folder in self.file.parents if folder.exists())
+            return os.access(self.file if self.file.exists() else folder, os.W_OK)
+        return False
+
+
+named = Named()
+
+
+@functools.cache
+def _warn_unwritable(problem: str, entry: str) -> None:
+    sys.stderr.write(
+        f"warning: the list of what you have named cannot be written ({problem}), so later commands will not know that "
+        f"you named {entry}: set the environment variable XDG_STATE_HOME to a folder that you can write and keep\n"
+    )
+
+
+def whole_name(name: str) -> str:
+    """The name of a class or a file of code, with the whole path of the file."""
+    path, colon, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
+    return f"{Path(path).resolve()}{colon}{attribute}" if path.endswith(".py") else name
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _line(text: str) -> str:
+    """``text`` in one line of the list."""
+    return text if text.isprintable() else json.dumps(text)
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _yaml_word(value: Any) -> str:
+    """The shortest text that ``--set`` reads back as ``value``."""
+    with contextlib.suppress(yaml.YAMLError):
+        if isinstance(value, str) and parse_yaml(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)
