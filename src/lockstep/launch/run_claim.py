@@ -149,9 +149,9 @@ def changed_config(
 ) -> RunConfig:
     """The run's configuration with ``changes`` and, if given, on other ``devices``; task and seed stay as they were.
 
+    An edit of ``config.yaml`` since the newest attempt is refused, unless ``changes`` include it.
     ``task_is_given``: whether the task is the user's; else it is made from the name in the configuration. Raises
-    :class:`TaskError`: the user has not named something in it. An edit of ``config.yaml`` since the newest attempt is
-    refused, unless ``changes`` include it.
+    :class:`TaskError`: the user has not named something in it.
     """
     record, edited = run.read(), run.config()
     recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
