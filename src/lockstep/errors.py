@@ -29,6 +29,16 @@ from __future__ import annotations
 
 from functools import partial
 
+#: Codes that would move a terminal's cursor, change its state or the direction of text; not tab and line feed.
+_CONTROL = dict.fromkeys(
+    {*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {9, 10}, "\ufffd"
+)
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: names, errors and hosts of a run folder may have been written by anybody."""
+    return text.translate(_CONTROL)
+
 
 class LockstepError(Exception):
     """An error for users: what happened, why, and how to fix it."""

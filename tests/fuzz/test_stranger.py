@@ -8,13 +8,16 @@ import os
 import random
 import shutil
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -22,6 +25,7 @@ from lockstep.config import RunConfig, merge, resolve
 from lockstep.config.load import all_keys, parse_path
 from lockstep.config.named import named, script_reference
 from lockstep.errors import LockstepError
+from lockstep.rundir.folder import RunDir
 from tests.fuzz.test_hostile import TOY, alarm, command
 from tests.hardware.machines import machine
 from tests.studio.serving import Address, studio
@@ -343,3 +347,42 @@ def _ask_everything(address: Address, run: str, name: str) -> None:
         copied = ask("POST", "/duplicate").json()["data"]
         assert "telemetry.upload_to" in copied["left_out"]
     assert ask("DELETE", "").status_code == 200
+
+
+def test_stop_signals_no_process_but_the_runs(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, symlinks=True)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            beat = {"counter": 1, "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+            for updated in (time.time(), time.time() + 1e6):
+                content = {**beat, "host": socket.gethostname(), "updated": updated}
+                (run / "heartbeat.json").write_text(json.dumps(content))
+                code, _, error = command("stop", run, "--timeout", "1")
+                assert (code, str(process.pid) in error) == (2, True), error
+            assert process.poll() is None
+            (run / "heartbeat.json").write_text(json.dumps({**content, "host": "elsewhere"}))
+            assert RunDir(run).status() == "lost", "a time in the future is no sign of life"
+        finally:
+            process.kill()
+
+
+def test_no_control_character_reaches_the_terminal(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, symlinks=True)
+    record, hostile = json.loads((run / "run.json").read_text()), "\x1b]0;title\x07\x1b[31m\x9b2J\u202eabc"
+    changes = {
+        "name": hostile,
+        "task": hostile,
+        "host": hostile,
+        "error": hostile,
+        "status": "failed",
+        "tags": [hostile],
+    }
+    (run / "run.json").write_text(json.dumps({**record, **changes}))
+    (run / f"{hostile[3:8]}\x1b[31m").symlink_to("/etc/passwd")
+    for words in (("show", run), ("runs", "--runs-dir", tmp_path), ("compare", run, run), ("resume", run)):
+        _, out, error = command(*words)
+        assert not set(out + error) & {"\x1b", "\x07", "\x9b", "\u202e"}, words

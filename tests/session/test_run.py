@@ -65,7 +65,9 @@ def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     assert "val_accuracy" in run(*LOCKSTEP, "show", "two", cwd=folder)
     assert "script.py" in run(*LOCKSTEP, "runs", "--runs-dir", ".", cwd=folder)
     assert "Nothing is left to train" in run(*LOCKSTEP, "resume", "two", "--devices", "cpu", cwd=folder)
-    assert RunDir.open(folder / "two").read().status == "completed"
+    two = RunDir.open(folder / "two")
+    beat = two.progress()
+    assert (two.read().status, beat is not None and beat.step) == ("completed", 18)
 
 
 AFTER = """

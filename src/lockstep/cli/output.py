@@ -100,7 +100,7 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
         say(f"rank {rank}: error: {' '.join(error.what.split())}{fix}", stream)
         return
     coloured = is_terminal(stream) and not os.environ.get("NO_COLOR")
-    say(f"\x1b[1;31merror:\x1b[0m {error}" if coloured else f"error: {error}", stream)
+    say(f" {error}", stream, styled="\x1b[1;31merror:\x1b[0m" if coloured else "error:")
 
 
 def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any]], App]:

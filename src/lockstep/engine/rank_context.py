@@ -144,7 +144,8 @@ def joined(
             if writer is not None:
                 ending.callback(writer.close)
             if keeper:
-                heartbeat.start(run_dir.heartbeat_file, total=plan.total_steps)
+                before = run_dir.progress()
+                heartbeat.start(run_dir.heartbeat_file, before.step if before else 0, plan.total_steps)
             # Rank 0 may have started a new attempt after the others read the number.
             attempt = collectives.broadcast(attempt)
             place = run_dir, world, config, plan, device, collectives

@@ -26,6 +26,7 @@ from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import Request
 from lockstep.launch.prepare import Prepared, overrides_of, plan_settled, settle
 from lockstep.rundir.folder import LIVE, RunDir
+from lockstep.rundir.heartbeat import works_on
 from lockstep.telemetry.sinks import check_sinks
 
 #: Of a run that is out of memory: four halvings find a micro-batch that was 16 times too large.
@@ -138,7 +139,7 @@ def _halved(prepared: Prepared, *, at_start: bool) -> RunConfig | None:
 def stop(run: RunDir, timeout: float = 60.0) -> str:
     """Stop a run after saving a checkpoint; its status afterwards. One that is starting is stopped once it has begun.
 
-    The process is the one of the latest heartbeat, identified by number and time of creation.
+    The process is the one of the latest heartbeat, if it has the run folder open: the file may name any process.
 
     Raises:
         RunFolderError: the run is not running on this host, or still starts or runs after ``timeout`` seconds.
@@ -158,8 +159,15 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
         why, fix = "a signal reaches only this host", "run `lockstep stop` there"
         raise RunFolderError(f"run {name} runs on {beat.host}", why=why, fix=fix)
     try:
+        if not works_on(beat.pid, run.path):
+            os.kill(beat.pid, 0)  # it may have ended, or be another user's
+            raise RunFolderError(
+                f"process {beat.pid}, which heartbeat.json of run {name} names, does not train it",
+                why="it does not have the run folder open; the file may be from another machine",
+                fix=f"look at it: ps -fp {beat.pid}; if it does train the run, end it: kill {beat.pid}",
+            )
         os.kill(beat.pid, signal.SIGTERM)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         pass  # it has just ended
     except PermissionError as error:
         why, fix = f"process {beat.pid}: {error.strerror}", "ask the user who started it, or become that user"

@@ -23,7 +23,7 @@ from lockstep.config.load import one_micro_batch
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
-from lockstep.errors import ConfigError, RunFolderError, UnsupportedError
+from lockstep.errors import ConfigError, RunFolderError, UnsupportedError, printable
 from lockstep.launch.prepare import settle
 from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
@@ -202,7 +202,7 @@ def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any],
 
 
 def warn(message: str) -> None:
-    sys.stderr.write(f"warning: {message}\n")
+    sys.stderr.write(f"warning: {printable(message)}\n")
 
 
 def keep_config(run: RunDir, config: RunConfig) -> None:

@@ -110,10 +110,10 @@ def is_alive(beat: Beat, now: float) -> bool:
     try:
         if beat.host == socket.gethostname():
             off_s = age_difference_s(beat.pid, beat.created)
-            return off_s is not None and (off_s <= CREATED_TOLERANCE_S or silence_s < _FRESH_S)
+            return off_s is not None and (off_s <= CREATED_TOLERANCE_S or abs(silence_s) < _FRESH_S)
     except psutil.AccessDenied:
         pass
-    return silence_s < REMOTE_SILENCE_S
+    return abs(silence_s) < REMOTE_SILENCE_S
 
 
 def age_difference_s(pid: int, created: float) -> float | None:
@@ -126,6 +126,21 @@ def age_difference_s(pid: int, created: float) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else abs(process.create_time() - created)
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return None
+
+
+def works_on(pid: int, folder: Path) -> bool:
+    """Whether the process is that of the run in ``folder``: it has something there open, or was started with it.
+
+    Files in the folder, such as ``heartbeat.json``, may name any process; this cannot be written into a file.
+    """
+    place = folder.resolve()
+    try:
+        if str(place) in psutil.Process(pid).cmdline():
+            return True
+        links = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except (psutil.Error, OSError, ValueError, OverflowError):
+        return False
+    return any(file.is_relative_to(place) for file in links)
 
 
 class Heartbeat:

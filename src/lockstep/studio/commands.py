@@ -31,7 +31,7 @@ from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir import files
 from lockstep.rundir.files import FileContent, names_in, write_json
 from lockstep.rundir.folder import RunDir, or_else
-from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s
+from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s, works_on
 from lockstep.studio.home import Home, iso, modified_ns, remove_folder
 from lockstep.studio.schemas import ApiError, in_progress
 from lockstep.studio.settings import command_of
@@ -135,21 +135,6 @@ def is_alive(identity: Identity) -> bool:
     if off_s is None:
         reap()
     return off_s is not None and off_s <= CREATED_TOLERANCE_S
-
-
-def works_on(pid: int, folder: Path) -> bool:
-    """Whether the process is that of the run in ``folder``: it has something there open, or was started with it.
-
-    Files in the folder, such as ``heartbeat.json``, may name any process; this cannot be written into a file.
-    """
-    place = folder.resolve()
-    try:
-        if str(place) in psutil.Process(pid).cmdline():
-            return True
-        opened = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir()]
-    except (psutil.Error, OSError):
-        return False
-    return any(file.is_relative_to(place) for file in opened)
 
 
 def owner(pid: int) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from lockstep.errors import many
+from lockstep.errors import many, printable
 from lockstep.events import EpochEnded, Evaluated, Event, Note, Restarted, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class _NotebookBar(_Bar):
         self._put("", f"{label} {'━' * done}{'─' * (_CELLS - done)} {step}/{self._total}  {status}")
 
     def print(self, text: str, style: str) -> None:
-        self._put(f"{text}\n", self._shown)
+        self._put(f"{printable(text)}\n", self._shown)
 
     def stop(self) -> None:
         super().stop()
@@ -397,7 +397,7 @@ def drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         # The first column is never truncated; long texts at the end of a row are wrapped.
         table.add_column(column, overflow="fold", no_wrap=position == 0, style="bold" if position == 0 else None)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
@@ -407,8 +407,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def say(text: str, stream: TextIO) -> None:
-    """Print ``text``; characters that the stream cannot encode become question marks."""
+def say(text: str, stream: TextIO, *, styled: str = "") -> None:
+    """Print ``text`` without control characters; characters that the stream cannot encode become question marks.
+
+    ``styled``: what stands before it, with its escape sequences.
+    """
+    text = styled + printable(text)
     try:
         print(text, file=stream, flush=True)
     except UnicodeEncodeError:
@@ -433,7 +437,7 @@ def print_styled(console: Console, text: str, style: str) -> None:
     """One line of ``text`` as it is: no markup in it, no wrapping, the style on it alone."""
     from rich.text import Text
 
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def save_figure(figure: Figure, file: Path, *, dpi: int = 120) -> Path:

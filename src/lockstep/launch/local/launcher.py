@@ -287,7 +287,8 @@ class Launch:
     def announce(self) -> None:
         """Write the run's heartbeat until rank 0 does: readers of the folder see that the run is training."""
         with contextlib.suppress(StorageError):
-            announce(self.run_dir.heartbeat_file, self.step)
+            before = self.run_dir.progress()
+            announce(self.run_dir.heartbeat_file, self.step or (before.step if before else 0))
 
     @property
     def step(self) -> int:
