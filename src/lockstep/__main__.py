@@ -6,6 +6,7 @@ import os
 import sys
 
 from lockstep.launch.process.environment import set_defaults
+from lockstep.launch.process.signals import CommandInterrupt
 
 #: Commands whose process uses the task, or whose ranks are its forks.
 _WITH_TASK = frozenset({"train", "resume", "verify", "run", "evaluate", "predict", "generate", "export"})
@@ -23,12 +24,17 @@ def main() -> int:
     if not seeded and _WITH_TASK.intersection(sys.argv[1:3]):
         # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
         os.execv(sys.executable, sys.orig_argv)
+    interrupt = CommandInterrupt().install()
     try:
         from lockstep.cli.main import main
 
-        return main()
+        code = main()
+        interrupt.ignore()
     except KeyboardInterrupt:  # also while modules are imported
-        return 130
+        code = 130
+    if code == 130:  # objects that the interrupt left half made complain when they are deleted
+        sys.unraisablehook = lambda unraisable: None
+    return code
 
 
 def _open_standard_files() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -456,3 +457,34 @@ def test_a_run_killed_while_it_starts_goes_on_at_once(tmp_path: Path) -> None:
     assert run.run.status() == "lost"
     finish(start("resume", "run", cwd=tmp_path), timeout_s=100)
     run.assert_complete()
+
+
+def interrupt(folder: Path, number: int) -> None:
+    """Two or three Ctrl-C within a second, at a random time of a run on one or two ranks."""
+    rng = random.Random(f"interrupt {number}")
+    devices, pause = rng.choice(("cpu", "cpu,cpu")), ("--set", "task.pause_s=0.1")
+    drive = Drive(folder, *SLOW, *SAVING, *pause, devices=devices)
+    if rng.random() < 0.5:
+        drive.wait_for_step(rng.randrange(1, 6))
+    else:
+        drive.wait(lambda: drive.run.run_file.exists())
+        drive.look_around()
+    time.sleep(rng.uniform(0, 0.5))
+    for _ in range(rng.choice((2, 3))):
+        drive.process.send_signal(signal.SIGINT)
+        time.sleep(rng.uniform(0, 0.4))
+    output = drive.finish(130)
+    assert "Traceback" not in output, output
+    assert output.count("interrupted") <= 1, output
+    assert drive.run.read().status != "running"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_impatient_hand_leaves_a_clean_end(number: int, tmp_path: Path) -> None:
+    interrupt(tmp_path, number)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("number", range(100, 200))
+def test_many_impatient_hands(number: int, tmp_path: Path) -> None:
+    interrupt(tmp_path, number)

@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, U
 
 from lockstep.cli.output import print_error
 from lockstep.errors import LockstepError, StorageError, UsageError
+from lockstep.telemetry.console import say
 
 INTERRUPTED = 130
 
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LockstepError as error:
         return _fail(error)
     except KeyboardInterrupt:
+        say("interrupted", sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough. The interpreter flushes again when it ends: give it nowhere.

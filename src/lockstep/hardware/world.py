@@ -7,6 +7,7 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -69,14 +70,17 @@ class World:
         return self.launcher in {"torchrun", "--nodes", "slurm"}
 
 
+_NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
+
+
 def read_world(environ: Mapping[str, str]) -> World:
     """The world that ``environ`` describes; a single process when it describes none. Raises :class:`ConfigError`."""
 
     def number(name: str, default: str | None = None) -> int:
         text = environ.get(name, default)
-        if text is None or not text.lstrip("-").isdigit():
+        if text is None or not _NUMBER.fullmatch(text):
             raise ConfigError(
-                f"the environment variable {name} is {text!r}, not a number",
+                f"the environment variable {name} is {str(text)[:100]!r}, not a number",
                 why="the launcher sets it for every rank",
                 fix="start the ranks with torchrun, srun or `lockstep train --devices …`, or unset RANK and WORLD_SIZE",
             )
@@ -95,7 +99,7 @@ def read_world(environ: Mapping[str, str]) -> World:
         )
     # An interactive `salloc` or `sbatch` shell sets SLURM_JOB_ID too; only `srun` sets the step's rank.
     elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        size, nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES", "1")
+        size, nodes = number("SLURM_STEP_NUM_TASKS"), max(1, number("SLURM_STEP_NUM_NODES", "1"))
         world = World(
             rank=number("SLURM_PROCID"),
             size=size,

@@ -156,20 +156,23 @@ class Guard:
 
 def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
     """Refuse names bound to this address (DNS rebinding) but for ``hosts``, and pages of other sites."""
-    host = headers.get("host", "")
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:
-        name = None
+    host, origin = headers.get("host", ""), headers.get("origin")
+    name = _host_of(f"//{host}")
     if name not in hosts or "@" in host:
         fix = "use the address that it printed; behind a proxy, start it with the proxy's name as --trusted-host"
         raise ApiError("FOREIGN_HOST", 400, "the studio answers on this machine only", fix=fix)
-    origin = headers.get("origin")
-    foreign = origin not in {None, f"http://{host}"} and urlsplit(origin).hostname not in hosts - _LOOPBACK
+    foreign = origin not in {None, f"http://{host}"} and _host_of(str(origin)) not in hosts - _LOOPBACK
     # Other ports of this machine are the same site to a browser, and get the cookie.
     elsewhere = origin is None and headers.get("sec-fetch-site") in {"cross-site", "same-site"}
     if foreign or (elsewhere and headers.get("sec-fetch-mode") != "navigate"):
         raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _check_body(method: str, headers: Mapping[str, str]) -> None:

@@ -190,6 +190,10 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
     return report
 
 
+#: The error of a run that a second Ctrl-C ended, without a checkpoint.
+INTERRUPTED = "interrupted by a second Ctrl-C, without a checkpoint"
+
+
 def keep_failure(run_dir: RunDir, otherwise: str) -> FailureReport | None:
     """:func:`read_failure`, written into the run's record; ``otherwise`` is, where nothing was recorded.
 

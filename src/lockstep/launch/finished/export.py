@@ -80,9 +80,10 @@ def export(
             torch.save(state, building / f"{name}.pt")  # extra_state.pt
         if program is not False:
             program = _write_program(run, built, snapshot, building, wanted=bool(program))
-        if type(built).export is not Task.export:
+        if program is False or type(built).export is not Task.export:
             model = build_model(built)
-            restore(built, model, snapshot, run.path)
+            restore(built, model, snapshot, run.path)  # raises where the checkpoint is of another model
+        if type(built).export is not Task.export:
             built.export(bare(model.eval()), building)
         if "lightning" in snapshot.trainer:
             from lockstep.lightning.ckpt_file import as_file

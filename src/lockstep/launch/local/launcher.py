@@ -341,7 +341,6 @@ def main() -> int:
     Returns its exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
     """
     stop = signals.StopRequest().install()
-    signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
     with open(0, encoding="ascii", closefd=False) as given:
         content = given.read()
     if not content:  # the caller has ended
@@ -354,16 +353,17 @@ def main() -> int:
     signals.accept()
     wanted = {**request["launch"], "settings": LaunchConfig(**request["launch"]["settings"])}
     launch = Launch(RunDir(Path(request["folder"])), **wanted, stop=stop, board=PulseBoard(wanted["ranks"]))
-    # A reader of processes sees by it whose launcher this is.
-    os.open(launch.run_dir.path, os.O_RDONLY)
-    _keep_quiet(launch.run_dir.logs / "launcher.log")
-    launch.write()
-    launch.announce()
-    # Before there are children, which inherit it.
-    parent_death.make_lifeline()
-    os.environ |= {PULSES: launch.board.path, environment.LAUNCHER_PID: str(os.getpid())}
     code = 1
     try:
+        signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
+        # A reader of processes sees by it whose launcher this is.
+        os.open(launch.run_dir.path, os.O_RDONLY)
+        _keep_quiet(launch.run_dir.logs / "launcher.log")
+        launch.write()
+        launch.announce()
+        # Before there are children, which inherit it.
+        parent_death.make_lifeline()
+        os.environ |= {PULSES: launch.board.path, environment.LAUNCHER_PID: str(os.getpid())}
         code = _run_here(launch) if launch.nodes is None else resolve_name(_ON_NODES)(launch)
     except KeyboardInterrupt:
         code = signals.exit_code(stop.requested or signal.SIGINT)

@@ -10,7 +10,7 @@ from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
 from lockstep.hardware import World
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import keep_failure, own_failure
+from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
 from lockstep.launch.failure.watchdog import stops_within
 from lockstep.launch.local.on_ranks import launch
 from lockstep.launch.local.worker import Rank
@@ -28,8 +28,16 @@ def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
     ``resumed_from``: the step of the checkpoint that the attempt resumes; 0 without one.
     """
     attempt = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), resumed_from)
-    if prepared.placement.world_size > 1:
-        return _train_on_ranks(prepared, run)
+    try:
+        return (
+            _train_on_ranks(prepared, run) if prepared.placement.world_size > 1 else _train_here(prepared, run, attempt)
+        )
+    except KeyboardInterrupt:
+        keep_failure(run, INTERRUPTED)
+        raise
+
+
+def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
     sink = standard_sinks(run, prepared.config, sys.stdout)
     what = prepared.task, prepared.config, prepared.plan
     with StopRequest() as stop, stops_within(stop, prepared.config.launch.stop_grace_s):
@@ -58,6 +66,8 @@ def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
     if failure is not None:
         raise failure.as_error()
     record, beat = run.read(), run.progress()
+    if code == 1 and record.status == "completed":
+        warn(f"the run is completed, but its launcher ended with exit code 1: see {run.logs / records.LAUNCHER_FILE}")
     return RunResult(
         status=record.status,
         exit_code=code,

@@ -36,16 +36,24 @@ class Stopped(SystemExit):
 class StopRequest:
     """Remembers the first stop signal as ``requested``; a second SIGINT raises :class:`KeyboardInterrupt`.
 
+    It is raised once: further ones are ignored, so that they do not interrupt what ends the ranks. SIGINT that is
+    ignored, as of a shell's background job, stays so.
+
     A context manager; outside the main thread, where Python allows no handlers, only :meth:`request` asks for a stop.
     One may be installed inside another: what the outer one had received counts for the inner one, and the other way
     round once the inner one is restored.
     """
+
+    #: The handled signals, and the SIGINT that raises.
+    _signals: tuple[signal.Signals, ...] = STOP_SIGNALS
+    _limit = 2
 
     def __init__(self) -> None:
         self.requested: int | None = None
         self._on_request: Callable[[int], object] | None = None
         self._interrupts = 0
         self._overdue: LockstepError | None = None
+        self._has_raised = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def request(self, signum: int = signal.SIGTERM) -> None:
@@ -69,12 +77,13 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self
         _end_forks_at_sigterm()
-        for signum in STOP_SIGNALS:
+        for signum in self._signals:
             handler = signal.getsignal(signum)
             if handler is None:
                 continue  # a handler from outside Python: it could not be restored
-            if signum == signal.SIGHUP and handler == signal.SIG_IGN:
-                continue  # nohup
+            is_ignored = handler == signal.SIG_IGN and signum not in self._previous
+            if is_ignored and signum in (signal.SIGINT, signal.SIGHUP):
+                continue  # a shell's background job; nohup
             previous = signal.signal(signum, self._receive)
             if signum not in self._previous:
                 self._previous[signum] = previous
@@ -94,6 +103,7 @@ class StopRequest:
 
     def _pass_to(self, other: StopRequest) -> None:
         other._interrupts = max(self._interrupts, other._interrupts)
+        other._has_raised = self._has_raised or other._has_raised
         if self.requested is not None:
             other.request(self.requested)
 
@@ -114,9 +124,23 @@ class StopRequest:
             raise error
         if signum == signal.SIGINT:
             self._interrupts += 1
-            if self._interrupts > 1:
+            if self._has_raised:
+                return
+            if self._interrupts >= self._limit:
+                self._has_raised = True
                 raise KeyboardInterrupt
         self.request(signal.SIGTERM if signum == signal.SIGHUP else signum)
+
+
+class CommandInterrupt(StopRequest):
+    """Of a whole command, around its stop requests: the first SIGINT that none of them handles raises, once."""
+
+    _signals = (signal.SIGINT,)
+    _limit = 1
+
+    def ignore(self) -> None:
+        """Ignore SIGINT from now on: the command has ended."""
+        self._has_raised = True
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from lockstep.config import resolve
 from lockstep.config.load import merge
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
-from lockstep.launch.failure.report import keep_failure
+from lockstep.launch.failure.report import INTERRUPTED, keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import Stopped
@@ -118,6 +118,8 @@ def _start(
                 redirect=needs_session,
             )
         except RanksStopped as end:
+            if run.read().status == "running":
+                keep_failure(run, INTERRUPTED)
             return run, end.exit_code, []
         except LockstepError as error:
             keep_failure(run, str(error))
