@@ -25,6 +25,7 @@ def main() -> int:
         # As in ranks, which are forks: the order of a set of strings is the same on one device and on several.
         os.execv(sys.executable, sys.orig_argv)
     interrupt = CommandInterrupt().install()
+    sys.unraisablehook = interrupt.report_unraisable
     try:
         from lockstep.cli.main import main
 
@@ -32,8 +33,7 @@ def main() -> int:
         interrupt.ignore()
     except KeyboardInterrupt:  # also while modules are imported
         code = 130
-    if code == 130:  # objects that the interrupt left half made complain when they are deleted
-        sys.unraisablehook = lambda unraisable: None
+    interrupt.has_ended = code == 130
     return code
 
 

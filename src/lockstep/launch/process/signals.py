@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -138,9 +139,20 @@ class CommandInterrupt(StopRequest):
     _signals = (signal.SIGINT,)
     _limit = 1
 
+    #: Whether it has ended the command: objects that it left half made complain when they are deleted.
+    has_ended = False
+
     def ignore(self) -> None:
         """Ignore SIGINT from now on: the command has ended."""
         self._has_raised = True
+
+    def report_unraisable(self, unraisable: Any) -> None:
+        """As ``sys.unraisablehook``: after an interrupt where Python cannot raise, the next one raises."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            owner = _owner(signal.getsignal(signal.SIGINT)) or self
+            owner._has_raised = False
+        elif not self.has_ended:
+            sys.__unraisablehook__(unraisable)
 
 
 @functools.cache
