@@ -105,7 +105,7 @@ def test_later_places_win(tmp_path: Path) -> None:
 def test_the_task_comes_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("task: {name: other.py:Task, width: 3}\n")
-    with pytest.raises(TaskError, match=r"other\.py:Task as task\.name"):
+    with pytest.raises(TaskError, match=r"task\.name other\.py:Task"):
         to_mapping(Settings(config=[file]), None)
     named.add(code_in({"task": {"name": "other.py:Task"}}))
     assert to_mapping(Settings(config=[file]), None)[0] == "other.py:Task"

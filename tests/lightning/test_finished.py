@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lockstep import Run
 from lockstep.cli.main import main
-from lockstep.config.load import known, remember
+from lockstep.config.named import named
 from lockstep.errors import RankFailed
 from lockstep.lightning.cli import LockstepCLI, run
 from lockstep.rundir.folder import RunDir
@@ -57,11 +57,10 @@ def test_a_failed_fit_is_resumed_then_evaluated_and_exported(
     module = Breaking.load_from_checkpoint(tmp_path / "exported" / "module.ckpt")
     assert module.layer.weight.shape == (1, 2)
     # Elsewhere, whoever has not trained it has never named what its sections name.
-    names = [name for name in known() if not name.startswith("sha256:")]
-    (tmp_path / "state" / "lockstep" / "known-tasks").unlink()
-    remember(names)
+    entries = [entry for entry in named.entries() if not entry.startswith("sha256:")]
+    (tmp_path / "state" / "lockstep" / "known-tasks").write_text("\n".join(entries))
     assert main(["evaluate", "runs/out", "--split", "val"]) == 2
-    assert "importing it runs its code" in capsys.readouterr().err
+    assert "task.cli" in capsys.readouterr().err
 
 
 def test_an_older_fit_names_the_command_that_trains_it_on(

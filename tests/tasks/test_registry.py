@@ -279,7 +279,7 @@ def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(
     for verb in (["resume", "sent"], ["evaluate", "sent"], ["export", "sent"], ["transcribe", "sent", "x.wav"]):
         code, said = call("stranger", *verb)
         assert code == 2, verb
-        assert f"{task} as task.name" in said, verb
+        assert f"task.name {task}" in said, verb
         assert "Traceback" not in said
         assert not canary.exists(), verb
     assert call("stranger", "show", "sent")[0] == 0, "looking at a run needs none of its code"

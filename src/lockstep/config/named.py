@@ -149,7 +149,7 @@ class Named:
             first = missing[0]
             value = f" {first.value[:300]}" if isinstance(first.value, str) else ""
             raise TaskError(
-                f"{source} names{value} as {first.setting}, which you have not named on this machine",
+                f"{source} has {first.setting}{value}, which you have not named on this machine",
                 why="it would run code or write there, and a file from elsewhere could name anything",
                 fix=f"if you trust it, name it: {(command or partial(self._plan_command, references))(missing)}",
             )
