@@ -826,3 +826,24 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
             if fault["impact"] in {"serious", "critical"}
         ]
         assert not serious, "\n".join(serious)
+
+
+def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    canary, code = tmp_path / "canary", tmp_path / "modules" / "stranger_module.py"
+    code.parent.mkdir()
+    code.write_text(f"open({str(canary)!r}, 'w')\n")
+    monkeypatch.setenv("PYTHONPATH", str(code.parent))  # of the helper that plans, and of commands
+    run = make_run(tmp_path / "runs", "theirs", "stopped")
+    config = run.config_file.read_text()
+    run.config_file.write_text(config.replace("name: adamw", "name: stranger_module:Evil"))
+    script = {"path": str(code), "arguments": [], "folder": str(tmp_path), "given": {}}
+    write_json(run.path / "script.json", script)
+    with studio(tmp_path, []) as address:
+        page = open_page(address.url, refused=re.compile("/api/runs/.*"))
+        choose(page, "theirs", "Duplicate")
+        expect(page.get_by_text("optimizer.name stranger_module:Evil").first).to_be_visible()
+        page.get_by_role("link", name="theirs").click()
+        page.get_by_role("button", name="Resume…").click()
+        page.get_by_role("dialog", name="Resume run").get_by_role("button", name="Resume").click()
+        expect(page.get_by_text("script.json").first).to_be_visible()
+    assert not canary.exists()
