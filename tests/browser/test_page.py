@@ -838,7 +838,7 @@ def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, mon
     run.config_file.write_text(config.replace("name: adamw", "name: stranger_module:Evil"))
     script = {"path": str(code), "arguments": [], "folder": str(tmp_path), "given": {}}
     write_json(run.path / "script.json", script)
-    with studio(tmp_path, []) as address:
+    with studio(tmp_path, machine(0)) as address:
         page = open_page(address.url, refused=re.compile("/api/runs/.*"))
         choose(page, "theirs", "Duplicate")
         expect(page.get_by_text("optimizer.name stranger_module:Evil").first).to_be_visible()
