@@ -31,7 +31,8 @@ from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir import files
 from lockstep.rundir.files import FileContent, names_in, write_json
 from lockstep.rundir.folder import RunDir, or_else
-from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s, works_on
+from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s
+from lockstep.rundir.heartbeat import works_on as works_on
 from lockstep.studio.home import Home, iso, modified_ns, remove_folder
 from lockstep.studio.schemas import ApiError, in_progress
 from lockstep.studio.settings import command_of

@@ -25,9 +25,8 @@ from lockstep.hardware.resolve import Placement, choose_default, parse, resolve_
 from lockstep.hardware.world import World
 from lockstep.lab.report.source import is_bench, read_bench
 from lockstep.rundir.folder import or_else
-from lockstep.rundir.heartbeat import works_on
 from lockstep.studio import settings
-from lockstep.studio.commands import Jobs, owner
+from lockstep.studio.commands import Jobs, owner, works_on
 from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
 from lockstep.studio.schemas import ApiError, DoctorBody, PlanBody, ScalingBody

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lockstep.launch.process.signals import StopRequest, accept, exit_code, held_back
+from lockstep.launch.process.signals import CommandInterrupt, StopRequest, accept, exit_code, held_back
 
 
 def test_the_first_signal_is_remembered() -> None:
@@ -40,6 +40,32 @@ def test_a_second_interrupt_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested == signal.SIGINT
+
+
+def test_after_the_interrupt_further_ones_are_ignored_also_around_it() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with CommandInterrupt() as command:
+        with pytest.raises(KeyboardInterrupt), StopRequest():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGINT)
+        command.ignore()
+        os.kill(os.getpid(), signal.SIGINT)
+    with CommandInterrupt(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None], ids=["default", "ignored", "own"])
