@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep import Run, Task
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, resolve
+from lockstep.errors import LockstepError
 from lockstep.launch.finished.evaluation import _config_on
 from lockstep.launch.finished.reopen import load_model
 from lockstep.launch.process.environment import set_defaults
@@ -229,6 +231,16 @@ def test_export_writes_weights(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert done.stdout.startswith("2 tensors, 18 values\nLinear("), done.stderr
     assert main(["export", "run", "--out", "weights"]) == 2, "an export never overwrites"
     assert "fix: " in capsys.readouterr().err
+    with pytest.raises(LockstepError, match="weight"):
+        Run("run").export("other", program=False, task=OtherModel)
+    assert not Path("other").exists()
+
+
+class OtherModel(Task):
+    """Its model is not the run's."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(8, 3)
 
 
 def test_a_program_needs_no_library_but_torch(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -348,3 +348,9 @@ def test_a_text_that_looks_like_a_number_needs_quotes(capsys: pytest.CaptureFixt
         Coded.model_validate(parse_set("task.code=007")["task"])
     assert """--set task.code='"…"'""" in explain(caught.value, Coded, prefix="task.").fix
     assert parse_set("""task.code="007\"""") == {"task": {"code": "007"}}
+
+
+def test_absurd_numbers_of_loader_workers_are_refused() -> None:
+    assert resolve({"data": {"num_workers": 8}}).data.num_workers == 8
+    with pytest.raises(ConfigError, match=r"data\.num_workers"):
+        resolve({"data": {"num_workers": 10**6}})

@@ -65,7 +65,16 @@ def test_torchrun_inside_srun_is_torchrun() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"RANK": "x"}, {"RANK": "4"}, {"RANK": "-1"}, {"LOCAL_RANK": "2"}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "0"}],
+    [
+        {"RANK": "x"},
+        {"RANK": "4"},
+        {"RANK": "-1"},
+        {"LOCAL_RANK": "2"},
+        {"WORLD_SIZE": ""},
+        {"WORLD_SIZE": "0"},
+        {"WORLD_SIZE": "9" * 5000},
+        {"WORLD_SIZE": "²"},
+    ],
 )
 def test_contradictions_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -161,7 +161,13 @@ def test_foreign_hosts_and_origins(address: Address) -> None:
         assert not answer or answer == "Invalid HTTP request received." or answer["code"] == "FOREIGN_HOST"
     for host in (f"localhost:{address.port}", "127.0.0.1", "[::1]:9999"):
         assert raw(address, "GET", "/api/runs", Host=host)[0] == 200
-    for origin in ("http://evil.example", "null", "https://127.0.0.1", f"http://127.0.0.1:{address.port + 1}"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://[",
+        "https://127.0.0.1",
+        f"http://127.0.0.1:{address.port + 1}",
+    ):
         assert raw(address, "GET", "/api/runs", Origin=origin)[1]["code"] == "FOREIGN_ORIGIN"
     assert raw(address, "GET", "/api/runs", Origin=f"http://127.0.0.1:{address.port}")[0] == 200
     for site in ("cross-site", "same-site"):  # a browser takes other ports of this machine for the same site
