@@ -105,7 +105,7 @@ def test_an_interrupt_is_130_without_a_traceback(
 
     monkeypatch.setattr("lockstep.rundir.summary.summaries", interrupt)
     assert main(["runs"]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Stuck(SampleBySample):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.reads += 1
-        if self.reads > 40 and os.environ["RANK"] == "1" and is_first_start():
+        if self.reads > 80 and os.environ["RANK"] == "1" and is_first_start():
             time.sleep(600)  # of the disk
         return super().__getitem__(index)
 

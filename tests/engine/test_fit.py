@@ -447,7 +447,7 @@ class WithExtra(Toy):
 
 def of_extra(rank: int, size: int, folder: Path, given: list[tuple[str, int]]) -> dict[str, Any]:
     for strategy, steps in given:
-        settings: Any = {"training": {"max_steps": steps, "global_batch_size": 20}}
+        settings: Any = {"training": {"max_steps": steps, "global_batch_size": 20, "batch_size": 10}}
         if size > 1:
             settings["hardware"] = {"strategy": strategy}
         found = attempt(WithExtra, folder, rank, size, resume=steps > 3, **settings)[0]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.sections import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.strategies import strategies
 
 #: Of a user's file as of a run's; the values are enough for a list of the classes of ImageNet-21k.
 MAX_CONFIG_BYTES = 1 << 20
@@ -102,13 +103,17 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
 def one_micro_batch(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
     """Let a device's share of a global batch be one micro-batch, where ``given`` sets no other size for it.
 
+    A pipeline keeps its micro-batches: they follow one another through its stages.
+
     Args:
         given: the settings that somebody chose, without defaults.
         config: the complete configuration. What else depends on its ``training.batch_size`` stays as it is.
     """
     training = given.get("training") or {}
     size = training.get("global_batch_size")
-    if size is None or training.get("batch_size") is not None:
+    spec = strategies().get(config.hardware.strategy)
+    is_pipeline = spec is not None and spec.state == "staged"
+    if size is None or training.get("batch_size") is not None or is_pipeline:
         return config
     default = config.training.batch_size
     return resolve(
