@@ -85,10 +85,11 @@ def test_a_torn_last_line_is_ignored_and_mended(tmp_path: Path) -> None:
     assert [row["n"] for row in read_jsonl(file.path)] == [1, 3]
 
 
-def test_a_device_in_place_of_the_file_is_not_read_until_it_ends(tmp_path: Path) -> None:
+def test_a_link_to_a_device_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     endless = tmp_path / "rows.jsonl"
     endless.symlink_to("/dev/zero")
-    JsonLines(endless).append({"n": 1})
+    with pytest.raises(StorageError, match="not a regular file"):
+        JsonLines(endless).append({"n": 1})
 
 
 @ON_TMP_PATH

@@ -166,7 +166,7 @@ class Named:
     def _is_writable(self) -> bool:
         with contextlib.suppress(OSError, RuntimeError):
             folder = next(folder for folder in self.file.parents if folder.exists())
-            return os.access(self.file if self.file.exists() else folder, os.W_OK)
+            return folder.is_dir() and os.access(self.file if self.file.exists() else folder, os.W_OK)
         return False
 
 
