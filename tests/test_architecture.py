@@ -32,18 +32,6 @@ FLOORS = (
 LEAVES = ("readers", "recipes", "lab", "studio", "lightning")
 #: Imports of a leaf that the core still has, each with what will replace it.
 TO_BE_REMOVED = {
-    **dict.fromkeys(
-        (
-            "lockstep.engine.attempt",
-            "lockstep.engine.inspection",
-            "lockstep.launch.finished.export",
-            "lockstep.launch.finished.measure",
-            "lockstep.launch.finished.predict",
-            "lockstep.launch.prepare",
-            "lockstep.tasks.registry",
-        ),
-        "lightning: one object that answers what the core asks of a LightningModule",
-    ),
     **dict.fromkeys(("lockstep.data.arrays", "lockstep.data.packing"), "readers: files are read by datasets"),
 }
 #: Parts that people wait for at a prompt, or that plan and look only.

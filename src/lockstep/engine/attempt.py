@@ -7,17 +7,14 @@ import traceback
 from collections.abc import Callable
 
 from lockstep.config import RunConfig
-from lockstep.engine.fit import build_fit
 from lockstep.engine.rank_context import joined
-from lockstep.engine.resume import load_latest
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.runner import runner_of
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import check_same_data, end_data, open_data, open_datasets
 from lockstep.errors import LockstepError
 from lockstep.events import Fanout, RunEnded, Sink
 from lockstep.hardware.world import World
-from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan
 from lockstep.rundir.folder import RunDir
 
@@ -47,22 +44,9 @@ def run_attempt(
     with contextlib.closing(sink), contextlib.ExitStack() as ending:
         try:
             with joined(run_dir, world, config, plan, attempt, sink, stop_signal, ending, keeper=keeper) as rank:
-                if isinstance(task, ModuleTask):
-                    from lockstep.lightning.module_fit import ModuleFit
-
-                    module_fit = ModuleFit(rank, task, load_latest(rank))
-                    log = module_fit.log
-                    return module_fit.run()
-                datasets = datasets or open_data(task, config, rank.collectives)
-                if world.size > 1:
-                    check_same_data(datasets, rank.collectives)
-                    if plan.task.opens_files:  # loader workers must open them themselves
-                        datasets = open_datasets(task, config)
-                ending.callback(end_data, datasets)
-                # No name for the snapshot here: it would keep its memory, or its files, until the end.
-                fit = build_fit(rank, task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
-                log = fit.log
-                return fit.run()
+                fitting = runner_of(task).fitting(rank, datasets, ending)
+                log = fitting.log
+                return fitting.run()
         except BaseException as error:
             record_failure(sink, log, error)
             raise

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,17 @@ from lockstep.rundir.heartbeat import Activity, pulse
 #: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
 #: :class:`StepResult` of the one that has ended.
 Hook = tuple[str, Callable[[Any], bool], Callable[[Any], None]]
+
+
+class Fitting(Protocol):
+    """What trains one rank until the plan is fulfilled, or a stop is agreed on."""
+
+    @property
+    def log(self) -> RunLog:
+        """The record of the run."""
+
+    def run(self) -> RunResult:
+        """Train, and record how the run ended."""
 
 
 @dataclass(slots=True)

@@ -42,7 +42,6 @@ from lockstep.engine.training_data import (
     remarks_of,
 )
 from lockstep.errors import LockstepError, TaskError, UnsupportedError
-from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
@@ -92,7 +91,6 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         lengths=lengths,
         remarks=remarks_of(datasets.train, getattr(task, "epoch_caller", EPOCH_CALLER)),
         sampling=sampling,
-        loader=task.loader_facts if isinstance(task, ModuleTask) else None,
         optimizer_lr=lr,
         own_schedule=scheduled,
         unrecorded=settings_of(task).unrecorded,

@@ -207,7 +207,10 @@ class Task:
     #: The run's :class:`Context`: its step, epoch and mode, set before ``model()`` is called. Not for ``collate``,
     #: which runs ahead.
     context = _FromRun[Context]("_lockstep_context")
-    # What the engine keeps on a task; a task may itself set `config`, `data` and `context` to other values.
+    # For the engine: what runs tasks of a class, and whether the class decides which samples are drawn; then what the
+    # engine keeps on a task; a task may itself set `config`, `data` and `context` to other values.
+    _lockstep_runner: ClassVar[str] = "lockstep.engine.runner:TaskRunner"
+    _lockstep_samples_itself: ClassVar[bool] = False
     _lockstep_data: DataSettings = DataSettings()
     _lockstep_context: Context = Context()
     _lockstep_recorded: Recorded = Recorded({})

@@ -94,7 +94,7 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     except Exception as error:  # whatever a data set of the user's raises
         what, why = f"the length of {type(train).__name__} is not known", f"{type(error).__name__}: {error}"
         raise DataError(what, why=why, fix="let its __len__() return the number of its samples") from error
-    data = DataConfig() if hasattr(task, "loader_facts") else config.data  # a module's loaders decide
+    data = DataConfig() if task._lockstep_samples_itself else config.data
     sampling = resolve_sampling(train, weights, data)
     return Datasets(getattr(train, "joined", train), val, test, sampling, named)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +10,18 @@ from typing import Any
 
 import torch
 
-from lockstep.config import RunConfig, merge, nested, resolve
-from lockstep.config.load import one_micro_batch
+from lockstep.config import RunConfig, nested, resolve
 from lockstep.config.named import code_in, named
-from lockstep.engine.inspection import check_configured_optimizer, inspect_task, on_meta, trial_of
+from lockstep.engine.inspection import on_meta, trial_of
+from lockstep.engine.runner import runner_of
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import data_settings, open_data, open_datasets
-from lockstep.errors import ConfigError, UnsupportedError
+from lockstep.errors import ConfigError
 from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.resolve import divide_if_needed
 from lockstep.launch.process.environment import NAMED_THREADS
-from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import (
@@ -82,17 +80,11 @@ def settle(
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": _absolute(name), **section_of(built)}
     whole = resolve(nested(kind.defaults), {**given, "task": section})
-    if not isinstance(built, ModuleTask):  # whose loader has the size
-        whole = one_micro_batch(given, whole)
     if whole.data.data_dir is not None:
         data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
         whole = whole.model_copy(update={"data": data})
     named.add(code_in({"task": section, "optimizer": {"name": whole.optimizer.name}}))
-    if isinstance(built, ModuleTask):
-        if importlib.util.find_spec("lightning") is None:
-            fix = "pip install 'lockstep-train[lightning]'"
-            raise UnsupportedError("Lightning, which trains a LightningModule, is not installed", fix=fix)
-        built.check_config(whole)
+    whole = runner_of(built).complete(given, whole)
     built._lockstep_data = data_settings(whole)
     return built, whole
 
@@ -105,24 +97,8 @@ def native_settings(
     The batch size per device is that of the module's training loader.
     """
     given = overrides_of(config)
-    section = given.get("task")
-    if isinstance(section, Mapping) and section.get("native_steps") is not None:
-        return given
     built, whole = settle(task, config)
-    if not isinstance(built, ModuleTask):
-        return given
-    if built.module_class is None:
-        raise UnsupportedError(
-            "verify and bench cannot take a LightningModule that is an object",
-            why="each of their runs makes its own",
-            fix="name its class, as FILE.py:MODULE",
-        )
-    samples = len(open_data(built, whole).train)
-    facts, training = built.loader_facts, whole.training
-    per_step = facts.batch_size * place(whole, World()).world_size * training.accumulate
-    steps = training.max_steps or -(-samples // per_step) * training.epochs
-    sizes = {"batch_size": facts.batch_size, **({"tail": "drop"} if facts.drop_last else {})}
-    return merge({"training": sizes}, merge(given, {"task": {"native_steps": steps}}))
+    return runner_of(built).native_settings(given, whole)
 
 
 def _absolute(name: str) -> str:
@@ -165,9 +141,7 @@ def plan_for(
         products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
         hardware = config.hardware.model_copy(update={"precision": placement.precision, **products})
         config = config.model_copy(update={"hardware": hardware})
-    facts = inspect_task(task, datasets, config.task.name)
-    if facts.optimizer_lr is None and facts.loader is None:
-        check_configured_optimizer(task, config)
+    facts = runner_of(task).inspect(datasets, config)
     if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
         datasets = open_datasets(task, config)
     if _may_divide(config, placement, facts):

@@ -10,10 +10,17 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import frozen_names, judge_afresh, load_initial_weights, restored_state
+from lockstep.engine.reopened import Reopened
+from lockstep.engine.resume import (
+    frozen_names,
+    judge_afresh,
+    load_initial_weights,
+    load_latest,
+    load_weights,
+    restored_state,
+)
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.errors import DataError, TaskError, UnsupportedError
@@ -45,7 +52,8 @@ class ModuleFit:
 
     _reports_cut = False
 
-    def __init__(self, rank: RankContext, task: ModuleTask, snapshot: Snapshot | None) -> None:
+    def __init__(self, rank: RankContext, task: ModuleTask) -> None:
+        snapshot = load_latest(rank)
         if rank.plan.strategy.scatters:
             raise UnsupportedError(
                 "strategy dp is not available for a LightningModule",
@@ -149,6 +157,15 @@ class ModuleFit:
         trainer["averages"] = self._callback.averages.trained()
         frozen = frozen_names(self._task.module)
         self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
+
+
+def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
+    """Return ``samples`` and ``metrics`` of a checkpoint."""
+    wanted = reopened.wanted
+    load_weights(task.module, reopened.snapshot.model, wanted.run.path)
+    precision, seed = wanted.plan.placement["precision"], wanted.config.training.seed
+    metrics, samples = evaluate_module(task, wanted.split, reopened.device, precision, seed)
+    return {"samples": samples, "metrics": metrics}
 
 
 def evaluate_module(

@@ -16,11 +16,14 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep._compat.torch import ConvertedModule, tree_leaves
+from lockstep.config import RunConfig
+from lockstep.config.load import merge
 from lockstep.engine.rank_context import seeded
 from lockstep.engine.task import Datasets, Loss, Metrics, Scheduler, Task
+from lockstep.engine.training_data import open_data
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.lightning.dataloaders import defines, orders
-from lockstep.lightning.module_task import ModuleConfig, ModuleTask, PlannedTrainer
+from lockstep.lightning.module_task import ModuleConfig, ModuleTask, PlannedTrainer, placement_of
 from lockstep.telemetry.loggers import as_row
 
 
@@ -204,3 +207,19 @@ class ModuleSteps(Task):
         if wrapped is not None:
             vars(optimizer)["step"] = wrapped
         return scheduler or Scheduler(ConstantLR(optimizer, factor=1.0))
+
+
+def native_settings(task: ModuleTask, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+    """Return ``given`` with the number of steps and, as far as it does not set them, the sizes of the loader."""
+    if task.module_class is None:
+        raise UnsupportedError(
+            "verify and bench cannot take a LightningModule that is an object",
+            why="each of their runs makes its own",
+            fix="name its class, as FILE.py:MODULE",
+        )
+    samples = len(open_data(task, config).train)
+    loader, training = task.loader_facts, config.training
+    per_step = loader.batch_size * placement_of(config).world_size * training.accumulate
+    steps = training.max_steps or -(-samples // per_step) * training.epochs
+    sizes = {"batch_size": loader.batch_size, **({"tail": "drop"} if loader.drop_last else {})}
+    return merge({"training": sizes}, merge(given, {"task": {"native_steps": steps}}))

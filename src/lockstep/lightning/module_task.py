@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -34,6 +34,7 @@ from lockstep.lightning.dataloaders import (
     samples_of_batch,
 )
 from lockstep.planning.plan import LoaderFacts
+from lockstep.tasks.registry import find_class
 
 #: Arguments of the Trainer that the plan and the run's settings decide.
 DECIDED = {
@@ -103,7 +104,7 @@ class PlannedTrainer:
         from lockstep.lightning.cluster import planned_strategy
 
         training = config.training
-        self.strategy = planned_strategy(_placement(config).devices, ranks)
+        self.strategy = planned_strategy(placement_of(config).devices, ranks)
         self.world_size = self.num_devices = ranks
         self.num_nodes, self.precision = 1, config.hardware.precision
         self.global_rank = self.local_rank = self.node_rank = self.current_epoch = self.global_step = 0
@@ -134,12 +135,13 @@ class ModuleTask(Task):
 
     Config = ModuleConfig
     records_arguments = False
+    _lockstep_runner = "lockstep.lightning.runner:ModuleRunner"
+    _lockstep_samples_itself = True
     #: The Trainer's own defaults, where the general ones differ.
     defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
     #: Who calls ``set_epoch()`` of training data.
     epoch_caller: ClassVar[str] = "Lightning's Trainer does not call it; call it in on_train_epoch_start()"
     module_class: ClassVar[type | None] = None
-    find_class: ClassVar[Callable[[str], type]]
     #: What the plan must know of the training loader; :meth:`datasets` has opened it.
     loader_facts: LoaderFacts
 
@@ -182,7 +184,7 @@ class ModuleTask(Task):
         if self.config.cli is not None:
             self.module  # noqa: B018  # made with it
         elif self._datamodule is None and self.config.datamodule is not None:
-            self._datamodule = _make(type(self).find_class(self.config.datamodule), self.config.data, "task.data")
+            self._datamodule = _make(find_class(self.config.datamodule), self.config.data, "task.data")
         return self._datamodule
 
     def renew(self) -> None:
@@ -213,7 +215,7 @@ class ModuleTask(Task):
         if options is None:  # classes whose arguments are the section itself are not named in it
             options = {} if "class_path" in sections.get("model", {}) else {"model_class": self.module_class}
             if self.config.datamodule is not None:
-                options["datamodule_class"] = type(self).find_class(self.config.datamodule)
+                options["datamodule_class"] = find_class(self.config.datamodule)
             options["parser_kwargs"] = {"exit_on_error": False}
         try:
             with quiet_trainer():
@@ -298,7 +300,7 @@ class ModuleTask(Task):
 
         config = self.planned
         if ranks is None:
-            ranks = _placement(config).world_size
+            ranks = placement_of(config).world_size
         owners = self._owners
         view = PlannedTrainer(config, ranks, self.module, self.datamodule)
         try:
@@ -333,20 +335,12 @@ class ModuleTask(Task):
     loss = evaluate = metrics = _refuse  # type: ignore[assignment]
 
 
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+def module_task(kind: type) -> type[ModuleTask]:
+    """Return the class of tasks that train LightningModules of class ``kind``."""
+    return type(f"{kind.__name__}Task", (ModuleTask,), {"module_class": kind})
 
 
-def inherits(kind: type, name: str) -> bool:
-    """Whether ``kind`` is a class of Lightning's of this ``name``, found out without importing Lightning."""
-    return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
-
-
-def module_task(kind: type, find_class: Callable[[str], type]) -> type[ModuleTask]:
-    """The class of tasks that train LightningModules of class ``kind``; ``find_class`` knows a class by its name."""
-    return type(f"{kind.__name__}Task", (ModuleTask,), {"module_class": kind, "find_class": staticmethod(find_class)})
-
-
-def _placement(config: RunConfig) -> Placement:
+def placement_of(config: RunConfig) -> Placement:
     return resolve_placement(config.hardware, config.distributed, read_world(os.environ), detect_devices())
 
 

@@ -11,24 +11,28 @@ from inspect import getattr_static, signature
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 
 from lockstep.config import RunConfig
 from lockstep.config.load import explain
+from lockstep.engine.runner import load_object, runner_class
 from lockstep.engine.task import Task
 from lockstep.engine.task_settings import RESERVED as RESERVED
 from lockstep.engine.task_settings import arguments_of, config_names, config_parameter, settings_model, settings_of
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
 from lockstep.hardware.world import world_kept
-from lockstep.lightning.module_task import ModuleConfig, ModuleTask, inherits, module_task
 from lockstep.rundir.folder import RunDir
 from lockstep.tasks import BUILT_IN
 
 #: The name of a task that `lockstep.fit` made.
 FROM_PARTS = "lockstep.tasks.parts:TaskFromParts"
+#: Makes the class of tasks of a LightningModule; imported when one is named.
+MODULE_TASK = "lockstep.lightning.module_task:module_task"
+#: Packages that have Lightning's classes.
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def find_task(name: str) -> type[Task]:
@@ -53,7 +57,8 @@ def task_class(found: type, where: str = "") -> type[Task]:
     if issubclass(found, Task):
         return found
     if inherits(found, "LightningModule"):
-        return module_task(found, find_class)
+        kind: type[Task] = load_object(MODULE_TASK)(found)
+        return kind
     if inherits(found, "LightningDataModule"):
         raise TaskError(
             f"{found.__name__} is a LightningDataModule, not a task",
@@ -67,6 +72,11 @@ def task_class(found: type, where: str = "") -> type[Task]:
         fix="write a subclass of lockstep.Task whose methods datasets, model and loss return the data, "
         f"{f'{found.__name__}(...)' if is_model else 'the model'} and the loss, and name that class",
     )
+
+
+def inherits(kind: type, name: str) -> bool:
+    """Return whether ``kind`` is a class of Lightning's of this ``name``, without importing Lightning."""
+    return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
 
 
 def find_class(where: str) -> type:
@@ -106,10 +116,6 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
         config, arguments = arguments_of(kind, settings, validated)
     except ValidationError as error:
         raise explain(error, model, prefix="task.") from None
-    if isinstance(config, ModuleConfig) and config.native_steps is not None:
-        from lockstep.lightning.module_steps import ModuleSteps
-
-        return ModuleSteps(config, cast(type[ModuleTask], kind)(config))
     problem = ""
     if config_names(kind) and config_parameter(kind) is None:
         problem = "no parameter `config`"
@@ -125,7 +131,7 @@ def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
             fix="make other objects in __init__ from such values; for a Config, write "
             "`def __init__(self, config=None): super().__init__(config)`",
         )
-    return configured(kind(**arguments), config)
+    return configured(runner_class(kind).make(kind, arguments), config)
 
 
 def check_methods(kind: type[Task]) -> None:

@@ -6,6 +6,7 @@ The ranks are started in a temporary folder: the run's own is only read.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +15,12 @@ from typing import Any
 from lockstep.config import LaunchConfig, RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.rank_context import rank_device, runtime
+from lockstep.engine.reopened import Evaluation, Reopened, reopen
+from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.hardware import World
 from lockstep.hardware.detect import usable_cores
-from lockstep.launch.finished.measure import Compute, measure, refuse_several
-from lockstep.launch.finished.reopen import Evaluation, find_step, reopen
+from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.prepare import place
@@ -28,6 +30,9 @@ from lockstep.tasks.registry import load_task, pack_task
 
 #: How long a rank may take to end after a stop: it has nothing to save.
 STOP_GRACE_S = 5.0
+
+#: What each rank computes: the same on all of them.
+Compute = Callable[[Reopened], dict[str, Any]]
 
 
 def evaluate(
@@ -45,9 +50,13 @@ def evaluate(
     """
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
-    found = compute(measure, wanted_on(run, devices, split, step, data), built)
+    found = compute(_measured, wanted_on(run, devices, split, step, data), built)
     where = {"split": split} if data is None else {"data": str(data)}
     return {"run": run.read().id, **where, "step": step, **found}
+
+
+def _measured(reopened: Reopened) -> dict[str, Any]:
+    return runner_of(reopened.task).evaluate(reopened)
 
 
 def wanted_on(
@@ -92,7 +101,7 @@ def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]
     ranks = int(plan.placement["world_size"])
     if ranks == 1:
         return function(reopen(wanted, task, World(), Collectives(World())))
-    refuse_several(task, plan.placement["devices"])
+    runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
         folder = RunDir.create(Path(path, "ranks"), config, run_id=wanted.run.read().id, command=sys.argv)
         pack_task(folder, task, config)

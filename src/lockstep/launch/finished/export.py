@@ -7,22 +7,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from lockstep._compat.torch import tree_map
 from lockstep.checkpoint.content import by_file
-from lockstep.checkpoint.store import Snapshot
-from lockstep.data.requests import fetch
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.model_inputs import Inputs
+from lockstep.engine.reopened import restore
+from lockstep.engine.runner import runner_of
+from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import open_data
-from lockstep.errors import DataError, RunFolderError, UnsupportedError
-from lockstep.launch.finished.reopen import as_restored, find_checkpoint, restore
+from lockstep.errors import RunFolderError, UnsupportedError
+from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.run_claim import task_again
-from lockstep.lightning.module_task import ModuleTask
 from lockstep.rundir.files import write_json
 from lockstep.rundir.folder import RunDir
 
@@ -78,17 +76,15 @@ def export(
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, building / "weights.safetensors")
         for name, state in others.items():
             torch.save(state, building / f"{name}.pt")  # extra_state.pt
+        trained = build_model(built)
+        restore(built, trained, snapshot, run.path)  # raises where the checkpoint is of another model
+        model = bare(trained.eval())
         if program is not False:
-            program = _write_program(run, built, snapshot, building, wanted=bool(program))
-        if program is False or type(built).export is not Task.export:
-            model = build_model(built)
-            restore(built, model, snapshot, run.path)  # raises where the checkpoint is of another model
-        if type(built).export is not Task.export:
-            built.export(bare(model.eval()), building)
-        if "lightning" in snapshot.trainer:
-            from lockstep.lightning.ckpt_file import as_file
-
-            torch.save(as_file(snapshot), building / "module.ckpt")
+            inputs = runner_of(built).model_inputs(model, run.config(), required=bool(program))
+            program = inputs is not None
+            if inputs is not None:
+                _write_program(model, inputs, building)
+        runner_of(built).export(model, snapshot, building)
         record = run.read()
         metadata = {
             "run": record.id,
@@ -120,14 +116,9 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *, wanted: bool) -> bool:
-    """Whether one was written. ``wanted``: a model without one is an error."""
-    config, whole = run.config(), build_model(task)
-    model = bare(whole)
-    if not wanted and isinstance(task, ModuleTask) and getattr(model, "example_input_array", None) is None:
-        return False
-    restore(task, whole, snapshot, run.path)
-    args, kwargs = _model_inputs(task, model.eval(), as_restored(task, config, open_data(task, config)))
+def _write_program(model: nn.Module, inputs: Inputs, folder: Path) -> None:
+    """Write the program of ``model`` and the ``inputs`` that it was exported with."""
+    args, kwargs = inputs
 
     def plain(_model: nn.Module, _args: Any, output: Any) -> Any:
         """A program that returned a library's own type (transformers' ModelOutput) would need that library."""
@@ -138,7 +129,7 @@ def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *,
     def first(value: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
 
-    model.register_forward_hook(plain)
+    hook = model.register_forward_hook(plain)
     try:
         # Any size of each tensor's first dimension, by the names of forward's arguments.
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -150,51 +141,10 @@ def _write_program(run: RunDir, task: Task, snapshot: Snapshot, folder: Path, *,
             why=f"{type(error).__name__}: {str(error)[:300]}",
             fix="export only the weights (--no-program)",
         ) from error
+    finally:
+        hook.remove()
     torch.export.save(exported, folder / "model.pt2")
     torch.save({"args": args, "kwargs": kwargs}, folder / "example_inputs.pt")
-    return True
-
-
-def _model_inputs(task: Task, model: nn.Module, datasets: Datasets) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the task passes to ``model.forward`` for a small batch, found by watching it.
-
-    Raises:
-        DataError: the task's evaluation does not call the model itself; a ``LightningModule`` has no
-            ``example_input_array``.
-    """
-    if isinstance(task, ModuleTask):
-        return _example_of(model)
-    batch = fetch(datasets.train, task.collate, 0, 0, np.arange(min(2, len(datasets.train)), dtype=np.int64))
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = model.register_forward_pre_hook(lambda _, *inputs: seen.append(inputs), with_kwargs=True)
-    try:
-        with torch.inference_mode():
-            task.evaluate(model.eval(), batch)
-            if not seen:  # it may have no evaluate()
-                task.loss(model, batch)
-    finally:
-        handle.remove()
-    if not seen:
-        raise DataError(
-            "neither evaluate() nor loss() of the task calls the model itself, so there is no program to export",
-            fix="export the weights alone (--no-program)",
-        )
-    # Tensors made in inference mode cannot be traced.
-    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, seen[0])
-    return args, kwargs
-
-
-def _example_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    example = getattr(module, "example_input_array", None)
-    if example is None:
-        raise DataError(
-            "the inputs of the module's forward() are not known",
-            why="it has no example_input_array",
-            fix="set self.example_input_array in its __init__, or export the weights alone (--no-program)",
-        )
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example) if isinstance(example, (list, tuple)) else (example,)), {}
 
 
 def _write_example(folder: Path, program: bool) -> None:

@@ -15,14 +15,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.engine.evaluate import Row, predictions, refuse_without_predictions
+from lockstep.engine.evaluate import Row, predictions
+from lockstep.engine.measure import opened
+from lockstep.engine.reopened import Reopened
+from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
 from lockstep.launch.finished.evaluation import compute, wanted_on
-from lockstep.launch.finished.measure import opened
-from lockstep.launch.finished.reopen import Reopened, find_step
+from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.run_claim import task_again
-from lockstep.lightning.module_task import ModuleTask
 from lockstep.rundir.files import plain, read_json, write_json
 from lockstep.rundir.folder import RunDir
 
@@ -55,14 +56,7 @@ def predict(
     out = (out or run.path / f"predictions-{path.stem if path else data}.csv").resolve()
     kind = _format_of(out)
     built = task_again(run, run.config(), task)
-    if isinstance(built, ModuleTask):
-        command = f"lockstep lightning predict --model MODULE --data DATAMODULE --ckpt_path {run.path}"
-        raise UnsupportedError(
-            "lockstep predict is not available for a LightningModule",
-            why="its predict_step belongs to Lightning's Trainer",
-            fix=f"`{command}`, or Trainer.predict",
-        )
-    refuse_without_predictions(built)
+    runner_of(built).check_prediction(run.path)
     split, step = "test" if path else str(data), find_step(run, checkpoint)
     wanted = replace(wanted_on(run, devices, split, step, path, whole=True), out=out)
     plan = wanted.plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,40 +15,18 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import load_weights, restoring
+from lockstep.engine.reopened import Reopened, as_restored, restore
+from lockstep.engine.resume import restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide
 from lockstep.engine.task import Context, Datasets, Task
 from lockstep.engine.trained import Callbacks, build_model
-from lockstep.errors import DataError, UnsupportedError
-from lockstep.launch.finished.reopen import Reopened, as_restored, restore
-from lockstep.lightning.module_task import ModuleTask
-
-#: What each rank computes: the same on all of them.
-Compute = Callable[[Reopened], dict[str, Any]]
-
-
-def refuse_several(task: Task, devices: Sequence[str]) -> None:
-    """Raise :class:`UnsupportedError` for a ``LightningModule`` on several devices."""
-    if isinstance(task, ModuleTask):
-        raise UnsupportedError(
-            f"a LightningModule is evaluated on one device, not on {', '.join(devices)}",
-            why="it logs means over its batches, which several ranks would divide differently",
-            fix=f"name one: --devices {devices[0]}",
-        )
+from lockstep.errors import DataError
 
 
 def measure(reopened: Reopened) -> dict[str, Any]:
     """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
-    task, wanted = reopened.task, reopened.wanted
-    config, plan, split = wanted.config, wanted.plan, wanted.split
-    if isinstance(task, ModuleTask) and reopened.datasets is not None:
-        from lockstep.lightning.module_fit import evaluate_module
-
-        load_weights(task.module, reopened.snapshot.model, wanted.run.path)
-        precision, seed = plan.placement["precision"], config.training.seed
-        metrics, samples = evaluate_module(task, split, reopened.device, precision, seed)
-        return {"samples": samples, "metrics": metrics}
+    task, split = reopened.task, reopened.wanted.split
     subject = opened(reopened, task.evaluation_data)
     with evaluation(task, subject.model, Callbacks(task)):
         report = _reporter(len(subject.dataset), reopened.collectives)

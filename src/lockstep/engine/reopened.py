@@ -1,0 +1,72 @@
+"""A checkpoint of a finished run on one rank, among the others: its data, and the weights in a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.config import RunConfig
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.rank_context import rank_device
+from lockstep.engine.resume import load_shared, load_weights, restoring
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import check_same_data, open_data, open_datasets
+from lockstep.hardware import World
+from lockstep.planning import Plan
+from lockstep.rundir.folder import RunDir
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The checkpoint of ``step`` on a ``split`` of the run's data, with its configuration and plan on other devices.
+
+    ``data``: a file for the task's ``evaluation_data``, instead of ``split``; ``out``: where predictions are written.
+    """
+
+    run: RunDir
+    config: RunConfig
+    plan: Plan
+    split: str
+    step: int
+    data: Path | None = None
+    out: Path | None = None
+
+
+class Reopened(NamedTuple):
+    """What one rank evaluates with, among the others. ``datasets``: the run's; ``None``: the file ``wanted.data``."""
+
+    wanted: Evaluation
+    task: Task
+    datasets: Datasets | None
+    snapshot: Snapshot
+    world: World
+    collectives: Collectives
+    device: torch.device
+
+
+def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collectives) -> Reopened:
+    """The checkpoint and the data of an evaluation, on every rank. Collective."""
+    store = CheckpointStore(wanted.run.checkpoints)
+    snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
+    datasets = None if wanted.data else open_data(task, wanted.config, collectives)
+    if datasets is not None and world.size > 1:
+        check_same_data(datasets, collectives)
+    device = rank_device(tuple(wanted.plan.placement["devices"]), world)
+    return Reopened(wanted, task, datasets, snapshot, world, collectives, device)
+
+
+def restore(task: Task, model: nn.Module, snapshot: Snapshot, source: Path) -> None:
+    """The weights, then the task's own state, as a resumed training restores them: both after ``task.model()``."""
+    load_weights(model, snapshot.model, source)
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.load_state_dict(snapshot.trainer["task"])
+
+
+def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:
+    """``datasets`` as a restored task opens them: its state may say how they are standardised."""
+    return datasets if type(task).load_state_dict is Task.load_state_dict else open_datasets(task, config)

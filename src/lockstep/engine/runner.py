@@ -1,0 +1,109 @@
+"""What the core asks about a task: the answers depend on what trains its class.
+
+A class of tasks names its runner in ``_lockstep_runner``; :class:`TaskRunner` is the one of :class:`.Task`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint.store import Snapshot
+from lockstep.config import RunConfig
+from lockstep.config.load import one_micro_batch
+from lockstep.engine.evaluate import refuse_without_predictions
+from lockstep.engine.fit import Fitting, build_fit
+from lockstep.engine.inspection import check_configured_optimizer, inspect_task
+from lockstep.engine.measure import measure
+from lockstep.engine.model_inputs import Inputs, watched_inputs
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.reopened import Reopened
+from lockstep.engine.resume import load_latest
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import check_same_data, end_data, open_data, open_datasets
+from lockstep.planning import TaskFacts
+
+
+class TaskRunner:
+    """Runs a task with Lockstep's own loop; a subclass runs the tasks of another class with another loop."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @classmethod
+    def make(cls, kind: type[Task], arguments: Mapping[str, Any]) -> Task:
+        """Make a task of class ``kind`` from the arguments that its settings give."""
+        return kind(**arguments)
+
+    def complete(self, given: Mapping[str, Any], config: RunConfig) -> RunConfig:
+        """Complete ``config``, of which ``given`` was set; raise where it cannot train the task."""
+        return one_micro_batch(given, config)
+
+    def native_settings(self, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+        """Return ``given`` with what makes the task one of Lockstep's own loop; ``config`` is complete."""
+        return given
+
+    def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
+        """Return what the plan must know; raise where the configured optimizer cannot be made."""
+        facts = inspect_task(self.task, datasets, config.task.name)
+        if facts.optimizer_lr is None:
+            check_configured_optimizer(self.task, config)
+        return facts
+
+    def fitting(self, rank: RankContext, datasets: Datasets | None, ending: ExitStack) -> Fitting:
+        """Build what trains on a rank, from the latest checkpoint or from the start. Collective.
+
+        Args:
+            datasets: already opened ones.
+            ending: closed when the attempt ends.
+        """
+        config = rank.config
+        datasets = datasets or open_data(self.task, config, rank.collectives)
+        if rank.world.size > 1:
+            check_same_data(datasets, rank.collectives)
+            if rank.plan.task.opens_files:  # loader workers must open them themselves
+                datasets = open_datasets(self.task, config)
+        ending.callback(end_data, datasets)
+        # No name for the snapshot here: it would keep its memory, or its files, until the end.
+        return build_fit(rank, self.task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
+
+    def check_evaluation(self, devices: Sequence[str]) -> None:
+        """Raise :class:`UnsupportedError` where the task cannot be evaluated on several devices."""
+
+    def evaluate(self, reopened: Reopened) -> dict[str, Any]:
+        """Return ``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
+        return measure(reopened)
+
+    def check_prediction(self, run: Path) -> None:
+        """Raise :class:`UnsupportedError` where the task has no predictions; ``run``: its folder."""
+        refuse_without_predictions(self.task)
+
+    def model_inputs(self, model: nn.Module, config: RunConfig, *, required: bool) -> Inputs | None:
+        """Return arguments of the ``forward()`` of a restored model; ``None``: not known, and not ``required``."""
+        return watched_inputs(self.task, model, config)
+
+    def export(self, model: nn.Module, snapshot: Snapshot, folder: Path) -> None:
+        """Write what is exported beside weights and program of ``model``, which ``snapshot`` has, to ``folder``."""
+        self.task.export(model, folder)
+
+
+def runner_of(task: Task) -> TaskRunner:
+    """Return what runs ``task``."""
+    return runner_class(type(task))(task)
+
+
+def runner_class(kind: type[Task]) -> type[TaskRunner]:
+    """Return what runs tasks of class ``kind``."""
+    runner: type[TaskRunner] = load_object(kind._lockstep_runner)
+    return runner
+
+
+def load_object(path: str) -> Any:
+    """Import what ``package.module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
