@@ -177,6 +177,8 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
     replica = Replica(task, model, precision, CPU, 0, rank)
     strategy = Strategy(replica) if sharded is None else FsdpStrategy(replica, sharded)
+    if isinstance(task, Watched):
+        strategy.watching = task.watching
     source = Source(data_of(case), Weighted().collate, 0, InOrder())
     found: list[float] = []
     norms: list[float] = []

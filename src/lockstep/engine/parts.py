@@ -78,6 +78,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
     watched = Watched(task, model, off) if traces or off else None
     strategy = build_strategy(rank, watched or task, model, update.precision, divided)
+    if watched is not None:
+        strategy.watching = watched.watching
     strategy.draws.everything |= state.draws_seeded
     callbacks = Callbacks(task)
     update.after_backward = callbacks.caller("on_after_backward", task._lockstep_context, strategy.module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +20,6 @@ from lockstep._compat.torch import backward
 from lockstep.data.order import dropout_seed
 from lockstep.data.reader import Unreadable, generators
 from lockstep.data.requests import Window
-from lockstep.engine.ablation import Watched
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival, wait
@@ -190,9 +189,11 @@ class Strategy:
         divided_by: the strategy that has given each rank a part of the parameters, so that reading all is collective.
         draws: sets the random generators for each sample or micro-batch.
         sums_in_half: whether the task has summed a loss in half precision.
+        watching: makes the context of what is run of a forward pass outside the task's loss.
     """
 
     sums_in_half = False
+    watching: Callable[[], AbstractContextManager[Any]] = nullcontext
     divided_by: str | None = None
     #: The mode of :class:`Buffers`.
     _merges: Literal["alone", "ranks", "exact"] = "alone"
@@ -200,7 +201,6 @@ class Strategy:
     def __init__(self, replica: Replica) -> None:
         self.module, self._device, self._rank = replica.module, replica.device, replica.rank
         self._ask = CheckedLoss(replica.task, replica.loss_mode)
-        self._watching = replica.task.watching if isinstance(replica.task, Watched) else nullcontext
         self._model = bare(self.module) if replica.forward is None else replica.forward
         self._wrapped = self._model is not bare(self.module)
         self._parameters = list(self.module.parameters())

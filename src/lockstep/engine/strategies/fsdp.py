@@ -183,7 +183,7 @@ class FsdpStrategy(RanksStrategy):
         return loss
 
     def _backward(self, total: Tensor) -> None:
-        with self._watching():  # activation checkpointing makes parts of the forward pass again
+        with self.watching():  # activation checkpointing makes parts of the forward pass again
             super()._backward(total)
 
     @contextmanager

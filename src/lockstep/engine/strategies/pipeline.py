@@ -214,7 +214,7 @@ class PipelineStrategy(Strategy):
 
         if model.is_last:
             return inputs, ask(function, Answer(run, self.module.training), batch)
-        with self._watching():
+        with self.watching():
             output = as_inputs(run())
         self._down.send((*_states(self._generators), *output), rank + 1)
         return inputs, output
