@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import RunConfig
 from lockstep.engine.rank_context import join
-from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
+from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 
 STEPS = 5
 WIDTHS = (128, 512, 1024, 2048)
@@ -27,7 +27,7 @@ WIDTHS = (128, 512, 1024, 2048)
 FORMS = {"full": (False, None), "half": (True, None), "buckets of 5": (False, 5), "buckets of 100": (False, 100)}
 
 
-def in_turns(rank: Rank, rounds: int) -> None:
+def in_turns(rank: TrialRank, rounds: int) -> None:
     """On a rank: seconds of a step in each form, for models of several widths."""
     torch.set_num_threads(1)
     join("gloo", torch.device("cpu"), rank.world, TIMEOUT_S)

@@ -31,7 +31,7 @@ from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.rank_context import join
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
-from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
+from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 from lockstep.planning import LoaderPlan
 
 RANKS, SAMPLES, INPUTS, OUTPUTS, BATCH = 2, 100_000, 64, 1000, 100
@@ -83,7 +83,7 @@ def by_hand(model: nn.Module, data: tuple[Tensor, Tensor], rank: int) -> dict[st
     return {"loss": (sums[0] / sums[1]).item(), **{name: value.item() for name, value in metrics.compute().items()}}
 
 
-def in_turns(rank: Rank, rounds: int) -> None:
+def in_turns(rank: TrialRank, rounds: int) -> None:
     """On a rank: seconds and bytes of each form."""
     torch.set_num_threads(1)
     join("gloo", CPU, rank.world, TIMEOUT_S)

@@ -22,7 +22,7 @@ import torch
 from lockstep.lab.bench.comm import fit_alpha_beta, measure_message
 from lockstep.lab.bench.measure import summarise
 from lockstep.lab.bench.timing import on_site
-from lockstep.lab.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.lab.forecast.collectives import LEVELS, Cluster, Level, cluster_of, measured_cluster
 from lockstep.lab.forecast.footprint import Footprint, blocking_messages
 from lockstep.lab.forecast.measured import (
@@ -53,7 +53,7 @@ SUBJECTS = (
 )
 
 
-def round_of_measurements(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
+def round_of_measurements(rank: TrialRank, together: Case, alone: Case, rounds: int) -> None:
     """On a rank: what the forecast needs, and what it is compared with, in turns."""
     with on_site(rank, together.config, together.plan) as site:
         for number in range(rounds):

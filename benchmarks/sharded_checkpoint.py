@@ -32,14 +32,14 @@ from lockstep.engine.partition import Undivided
 from lockstep.engine.rank_context import join
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
-from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
+from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 
 RANKS, LAYERS = 2, 8
 WIDTHS = (512, 1024, 2048, 3072)
 CPU = torch.device("cpu")
 
 
-def in_turns(rank: Rank, rounds: int, folder: Path) -> None:
+def in_turns(rank: TrialRank, rounds: int, folder: Path) -> None:
     """On a rank: seconds and bytes of both forms, for models of several widths."""
     torch.set_num_threads(1)
     join("gloo", CPU, rank.world, TIMEOUT_S)

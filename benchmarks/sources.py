@@ -35,7 +35,7 @@ from report import header, opening, publish, ratios, spread
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lockstep.config.sections import DataConfig
-from lockstep.data.requests import Request, Source
+from lockstep.data.requests import BatchRequest, Source
 from lockstep.data.sampling import resolve_sampling
 from lockstep.data.stream import Stream
 from lockstep.hardware.world import World
@@ -71,7 +71,7 @@ def ours(dataset: Any, place: Place) -> Batches:
     def batches() -> Iterator[Any]:
         epoch = next(epochs)
         for start in range(place.rank * BATCH, len(dataset) - BATCH + 1, place.ranks * BATCH):
-            yield source.batch(Request(epoch, 0, start, start + BATCH))
+            yield source.batch(BatchRequest(epoch, 0, start, start + BATCH))
 
     return batches
 

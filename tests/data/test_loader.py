@@ -25,7 +25,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from lockstep.data.arrays import ArrayDataset, filled
 from lockstep.data.loader import _groups, make_loader
 from lockstep.data.order import Order, WorkerInit
-from lockstep.data.requests import InOrder, Request, SampleOrder, Source, windows
+from lockstep.data.requests import BatchRequest, InOrder, SampleOrder, Source, windows
 from lockstep.data.sampling import BucketedOrder
 from lockstep.errors import SampleError
 from lockstep.planning import BatchPlan, LoaderPlan
@@ -34,7 +34,7 @@ from tests.sequences import Recordings, pad
 EPOCHS = 2
 
 
-def requests(batch: BatchPlan, rank: int, epochs: int = EPOCHS) -> Iterator[Request]:
+def requests(batch: BatchPlan, rank: int, epochs: int = EPOCHS) -> Iterator[BatchRequest]:
     walk = windows(batch, rank=rank, epoch=0, position=0, epochs=epochs, ghosts=False)
     return chain.from_iterable(window.requests for window in walk)
 
@@ -77,7 +77,7 @@ def test_on_any_ranks_a_step_has_the_samples_of_the_order_dealt_or_not(
             assert dealt or indices == expected
 
 
-def lane_requests(samples: int, ranks: int, global_batch: int) -> list[Request]:
+def lane_requests(samples: int, ranks: int, global_batch: int) -> list[BatchRequest]:
     """The requests of all lanes, step after step, whichever rank has them."""
     batch = exact(samples, ranks, global_batch)
     by_rank = [list(requests(batch, rank)) for rank in range(ranks)]
@@ -237,7 +237,7 @@ def test_a_worker_that_does_not_come_up_is_replaced_and_no_batch_is_lost(
     assert set(multiprocessing.active_children()) <= before
 
 
-def without_workers(source: Source, mine: list[Request], largest: int) -> list[list[int]]:
+def without_workers(source: Source, mine: list[BatchRequest], largest: int) -> list[list[int]]:
     plan = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
     with closing(make_loader(source, mine, plan, 0, largest=largest)) as loader:
         return [batch[0].flatten().tolist() if batch else [] for batch in loader]
@@ -321,7 +321,7 @@ def test_for_a_gpu_tensors_are_gathered_and_pinned_ahead_of_the_step(
     pinned: Any = lambda batch: (threads.add(threading.current_thread().name), batch)[1]  # noqa: E731
     monkeypatch.setattr("lockstep.data.loader._pinned", pinned)
     plan = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=True)
-    mine = [Request(0, 0, start, start + 8) for start in range(0, 64, 8)]
+    mine = [BatchRequest(0, 0, start, start + 8) for start in range(0, 64, 8)]
     for data, name in ((kind(torch.arange(64)), "lockstep-loader_0"), (Augmented(64), "MainThread")):
         threads.clear()
         source = Source(data, torch.utils.data.default_collate, 5, InOrder())
@@ -352,7 +352,7 @@ def test_without_workers_a_data_set_is_read_where_the_step_is_and_not_before(pre
     read: list[int] = []
     source = Source(data, lambda samples: read.append(len(samples)) or samples, 1, InOrder())  # type: ignore[func-returns-value]
     plan = LoaderPlan(num_workers=0, prefetch_factor=prefetch, pin_memory=False)
-    mine = [Request(0, 0, start, start + 8) for start in range(0, 72, 8)]
+    mine = [BatchRequest(0, 0, start, start + 8) for start in range(0, 72, 8)]
     with closing(make_loader(source, mine, plan, 0, largest=8)) as loader:
         for number, batch in enumerate(islice(loader, 8)):
             assert [index for index, _ in batch] == list(range(8 * number, 8 * number + 8))
@@ -370,7 +370,7 @@ def test_a_data_set_that_ends_too_early_ends_no_training_in_silence(workers: int
 
     source = Source(Short(8), torch.utils.data.default_collate, 5, InOrder())
     plan = LoaderPlan(num_workers=workers, prefetch_factor=2, pin_memory=False)
-    mine = [Request(0, 0, 0, 4), Request(0, 0, 4, 8)]
+    mine = [BatchRequest(0, 0, 0, 4), BatchRequest(0, 0, 4, 8)]
     with closing(make_loader(source, mine, plan, 0, largest=4)) as loader:
         batches = iter(loader)
         next(batches)

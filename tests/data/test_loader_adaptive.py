@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 import lockstep
 from lockstep.cli.main import main
 from lockstep.data.loader import make_loader
-from lockstep.data.requests import InOrder, Request, Source
+from lockstep.data.requests import BatchRequest, InOrder, Source
 from lockstep.hardware.detect import usable_cores
 from lockstep.planning import LoaderPlan
 from lockstep.planning.loader import worth_trying
@@ -49,9 +49,9 @@ class Waiting:
         return index, random.random(), int(is_worker)
 
 
-def requests() -> list[Request]:
+def requests() -> list[BatchRequest]:
     epochs = [(epoch, start) for epoch in (0, 1) for start in range(0, BATCH * BATCHES // 2, BATCH)]
-    return [Request(epoch, 0, start, start + BATCH) for epoch, start in epochs]
+    return [BatchRequest(epoch, 0, start, start + BATCH) for epoch, start in epochs]
 
 
 @pytest.mark.parametrize(

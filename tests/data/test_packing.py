@@ -18,7 +18,7 @@ import lockstep
 from lockstep import Task
 from lockstep.data.mixture import Mixture
 from lockstep.data.packing import Packed, document_mask
-from lockstep.data.requests import Request, Source, windows
+from lockstep.data.requests import BatchRequest, Source, windows
 from lockstep.errors import DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.readers.records import CsvFiles, JsonLines
@@ -95,7 +95,7 @@ def test_a_mixture_of_packed_sequences_is_the_same_on_any_number_of_ranks() -> N
         )
     assert len(steps[0]) == 4
     assert all(torch.equal(one, three) for one, three in zip(*steps, strict=True))
-    assert sources[0].batch(Request(0, 0, 0, 5))["documents"].shape == (5, 64)
+    assert sources[0].batch(BatchRequest(0, 0, 0, 5))["documents"].shape == (5, 64)
 
 
 class Texts(Task):

@@ -20,7 +20,7 @@ import lockstep
 from lockstep.config.sections import DataConfig
 from lockstep.data.mixture import Mixture
 from lockstep.data.order import Order
-from lockstep.data.requests import Request, Source, Window, windows
+from lockstep.data.requests import BatchRequest, Source, Window, windows
 from lockstep.data.sampling import BucketedOrder, SampleOrder, logarithm, resolve_sampling, select
 from lockstep.data.stream import Stream, StreamOrder
 from lockstep.errors import CheckpointError, ConfigError, DataError
@@ -346,8 +346,8 @@ class Draws:
 def test_a_sample_that_comes_twice_draws_twice(dataset: Any) -> None:
     order = order_of([1.0, 0, 0, 0], 4, positions=12)
     source = Source(dataset, torch.utils.data.default_collate, 3, order)
-    whole = source.batch(Request(0, 0, 0, 12))
-    parts = [source.batch(Request(0, 0, start, start + 4)) for start in (0, 4, 8)]
+    whole = source.batch(BatchRequest(0, 0, 0, 12))
+    parts = [source.batch(BatchRequest(0, 0, start, start + 4)) for start in (0, 4, 8)]
     assert len(set(whole[1].tolist())) == 12
     assert torch.equal(torch.cat([part[1] for part in parts]), whole[1])
 

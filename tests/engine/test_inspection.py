@@ -17,7 +17,7 @@ from lockstep import Datasets
 from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.requests import InOrder, Request
+from lockstep.data.requests import BatchRequest, InOrder
 from lockstep.engine.diagnostics.step_trace import TracedSource
 from lockstep.engine.inspection import (
     QUICK_S,
@@ -130,7 +130,7 @@ class Whole:
 @pytest.mark.parametrize("kind", ["texts", "object", "packed"])
 def test_finished_batches_of_any_kind_are_hashed_by_sample(kind: str) -> None:
     def hashes(source: TracedSource, *spans: tuple[int, int]) -> int:
-        return sum(source.batch(Request(0, 0, *span)).digest for span in spans) % 2**64
+        return sum(source.batch(BatchRequest(0, 0, *span)).digest for span in spans) % 2**64
 
     source = TracedSource(Whole(kind), list, 0, InOrder())
     assert hashes(source, (0, 4)) == hashes(source, (0, 1), (1, 4))
@@ -219,11 +219,11 @@ def test_the_samples_of_a_step_are_hashed_alike_however_they_are_divided() -> No
     """By ``verify``; of a type that NumPy lacks, too."""
     values = torch.linspace(-2, 2, 24).reshape(4, 6).bfloat16()
     plain = TracedSource(ArrayDataset(values, torch.arange(4)), list, 0, InOrder())
-    whole = plain.batch(Request(0, 0, 0, 4)).digest
-    parts = [plain.batch(Request(0, 0, *span)).digest for span in ((0, 1), (1, 4))]
-    assert sum(parts) % 2**64 == whole == replace(plain, arrangement="reversed").batch(Request(0, 0, 0, 4)).digest
+    whole = plain.batch(BatchRequest(0, 0, 0, 4)).digest
+    parts = [plain.batch(BatchRequest(0, 0, *span)).digest for span in ((0, 1), (1, 4))]
+    assert sum(parts) % 2**64 == whole == replace(plain, arrangement="reversed").batch(BatchRequest(0, 0, 0, 4)).digest
     other = TracedSource(ArrayDataset(values + 1, torch.arange(4)), list, 0, InOrder())
-    assert other.batch(Request(0, 0, 0, 4)).digest != whole
+    assert other.batch(BatchRequest(0, 0, 0, 4)).digest != whole
 
 
 def test_samples_that_take_their_time_are_told_from_quick_ones() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import lockstep
 from lockstep.data.order import ORDER_VERSION
-from lockstep.data.requests import Request
+from lockstep.data.requests import BatchRequest
 from lockstep.engine.diagnostics.step_trace import _digest_rows
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.resume import check_fits
@@ -30,7 +30,7 @@ def planned(**settings: Any) -> tuple[Sequences, Plan]:
 
 def epoch_of(task: Sequences, plan: Plan, epoch: int = 0) -> np.ndarray:
     source = training_source(task, lockstep.Datasets(task.train_data), plan)
-    return source.indices(Request(epoch, 0, 0, plan.batch.samples, window=(0, plan.batch.samples)))
+    return source.indices(BatchRequest(epoch, 0, 0, plan.batch.samples, window=(0, plan.batch.samples)))
 
 
 def test_the_order_depends_neither_on_batch_nor_on_ranks() -> None:

@@ -14,8 +14,8 @@ import lockstep
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.nodes.membership import meeting
-from lockstep.launch.nodes.preparation import Request, prepare_together
-from lockstep.launch.prepare import Prepared, prepare, settle
+from lockstep.launch.nodes.preparation import TrainRequest, prepare_together
+from lockstep.launch.prepare import RunInputs, prepare, settle
 from lockstep.launch.run_claim import changed_config, create_folder, resume_point
 from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
@@ -23,7 +23,7 @@ from tests.toys import Toy
 ON_TWO = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "training": {"batch_size": 16}}
 
 
-def stopped_at_once(folder: Path, **settings: Any) -> tuple[RunDir, Prepared]:
+def stopped_at_once(folder: Path, **settings: Any) -> tuple[RunDir, RunInputs]:
     """A run whose first attempt ended before a checkpoint, and what that attempt had prepared."""
     prepared = prepare(Toy, {**ON_TWO, "save_dir": str(folder), **settings})
     run = create_folder(prepared.config)
@@ -124,7 +124,7 @@ def begin_as_rank(settings: dict[str, Any]) -> None:
     task, config = settle(Toy, {**settings, "hardware": {"selected_devices": "cpu"}})
     world = World(launcher="torchrun")
     with meeting(world, config) as (team, _), contextlib.ExitStack() as claim:
-        prepare_together(team, world, task, config, Request(False, settings, False), claim)
+        prepare_together(team, world, task, config, TrainRequest(False, settings, False), claim)
 
 
 def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

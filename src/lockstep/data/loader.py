@@ -32,7 +32,7 @@ from torch import Tensor
 from lockstep._compat.torch import child_handler_set, worker_processes
 from lockstep.data.handing import HandOverError, handed_over, received, short_socket_paths
 from lockstep.data.order import WorkerInit
-from lockstep.data.requests import Request, Source, mapped
+from lockstep.data.requests import BatchRequest, Source, mapped
 from lockstep.errors import LockstepError
 from lockstep.hardware import parent_death
 from lockstep.planning import LoaderPlan
@@ -44,7 +44,7 @@ Settled = Callable[[int, str], None]
 
 def make_loader(
     source: Source,
-    requests: Iterable[Request],
+    requests: Iterable[BatchRequest],
     plan: LoaderPlan,
     rank: int,
     *,
@@ -89,7 +89,7 @@ GATHER_BATCHES, GATHER_BYTES = 16, 2**22
 IN_PLACE_BYTES = 2**17
 
 
-def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Request]]:
+def _groups(source: Source, requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:
     """``requests`` by gather: one at first, so that the first step need not wait, then more, of one epoch.
 
     What is written into the tensors between two epochs is thus seen in the next one.
@@ -102,14 +102,16 @@ def _groups(source: Source, requests: Iterable[Request]) -> Iterator[list[Reques
             most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.row_bytes else 1
 
 
-def _in_place(source: Source, requests: Iterable[Request], finish: Callable[[Any], Any]) -> Generator[Any, None, None]:
+def _in_place(
+    source: Source, requests: Iterable[BatchRequest], finish: Callable[[Any], Any]
+) -> Generator[Any, None, None]:
     """Batches made in the training thread, each when it is asked for; small ones of arrays several at a time."""
     for group in _groups(source, requests):
         yield from source.batches(group, finish)
 
 
 def _ahead(
-    source: Source, requests: Iterable[Request], depth: int, finish: Callable[[Any], Any]
+    source: Source, requests: Iterable[BatchRequest], depth: int, finish: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     """Gathers rows of arrays in one thread, ``depth`` gathers of an epoch ahead: a gather releases the GIL."""
     pending = deque[Future[list[Any]]]()
@@ -144,7 +146,7 @@ class _Pace:
         self._left, self._epoch, self._before = warm_up, -1, time.perf_counter()
         self._loading, self._whole, self._batches = 0.0, 0.0, 0
 
-    def add(self, request: Request, loading: float = 0.0) -> bool:
+    def add(self, request: BatchRequest, loading: float = 0.0) -> bool:
         """Count a batch; whether enough of them have been counted."""
         now = time.perf_counter()
         whole, self._before = now - self._before, now
@@ -166,7 +168,7 @@ class _Pace:
 
 def _adaptive(
     source: Source,
-    requests: Iterator[Request],
+    requests: Iterator[BatchRequest],
     plan: LoaderPlan,
     rank: int,
     finish: Callable[[Any], Any],
@@ -268,7 +270,7 @@ class _ByRequest:
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Any:
         try:
             return handed_over(self._source.batch(request))
         except LockstepError as error:  # torch would keep its text alone
@@ -285,7 +287,9 @@ def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
         started.release()
 
 
-def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, rank: int) -> Generator[Any, None, None]:
+def _by_workers(
+    source: Source, requests: Iterable[BatchRequest], plan: LoaderPlan, rank: int
+) -> Generator[Any, None, None]:
     """Batches by worker processes, which are forks of this one at the start of each epoch."""
     for epoch, of_epoch in groupby(requests, key=attrgetter("epoch")):
         with loader_processes():
@@ -297,7 +301,7 @@ def _by_workers(source: Source, requests: Iterable[Request], plan: LoaderPlan, r
                 del iterator  # DataLoader's own way of ending its workers
 
 
-def _started(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: WorkerInit) -> Any:
+def _started(source: Source, requests: Iterable[BatchRequest], plan: LoaderPlan, init: WorkerInit) -> Any:
     """DataLoader's iterator, its workers up and fetching."""
     if multiprocessing.get_start_method() != "fork":
         return _forked(source, requests, plan, init)
@@ -321,7 +325,7 @@ def _started(source: Source, requests: Iterable[Request], plan: LoaderPlan, init
     return _forked(source, requests, plan, init)
 
 
-def _forked(source: Source, requests: Iterable[Request], plan: LoaderPlan, init: Callable[[int], None]) -> Any:
+def _forked(source: Source, requests: Iterable[BatchRequest], plan: LoaderPlan, init: Callable[[int], None]) -> Any:
     from torch.utils.data import DataLoader
 
     loader: DataLoader[Any] = DataLoader(

@@ -23,7 +23,7 @@ from lockstep.data.sampling import SampleOrder, deal
 from lockstep.planning import BatchPlan
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """One micro-batch: positions ``start`` to ``stop`` of an epoch.
 
     ``part`` is the lane (exact) or the micro-batch's place (fast). A ``ghost`` is fetched only so that an
@@ -48,7 +48,7 @@ class Window(NamedTuple):
     epoch: int
     start: int
     stop: int
-    requests: tuple[Request, ...]
+    requests: tuple[BatchRequest, ...]
     irregular: bool
 
     @property
@@ -76,7 +76,7 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
         if size not in layouts:
             layouts[size] = _layout(batch, rank, size, ghosts)
         parts, irregular = layouts[size]
-        requests = tuple([Request(epoch, part, start + a, start + b, ghost, span) for part, a, b, ghost in parts])
+        requests = tuple([BatchRequest(epoch, part, start + a, start + b, ghost, span) for part, a, b, ghost in parts])
         yield Window(epoch, start, position, requests, irregular)
 
 
@@ -95,7 +95,7 @@ def _layout(
     return tuple(part for part in parts if ghosts or not part[3]), irregular and batch.lanes is None
 
 
-def readable(request: Request, batch: Any) -> tuple[Request, Any]:
+def readable(request: BatchRequest, batch: Any) -> tuple[BatchRequest, Any]:
     """``batch``, or its stand-in, which counts nothing, where none of its samples could be read."""
     return (request._replace(ghost=True), batch.stand_in) if isinstance(batch, Unreadable) else (request, batch)
 
@@ -125,7 +125,7 @@ class Source:
     full: int = 0
     arrangement: str | None = None
 
-    def batch(self, request: Request) -> Any:
+    def batch(self, request: BatchRequest) -> Any:
         """The batch of ``request``; () for one without samples (an empty lane)."""
         if request.start == request.stop:
             return ()
@@ -141,15 +141,15 @@ class Source:
     def reader(self) -> Reader:
         return Reader(self.dataset, self.collate, self.seed, self.skipped, self.least)
 
-    def indices(self, request: Request) -> Indices:
+    def indices(self, request: BatchRequest) -> Indices:
         """The samples of ``request``: shape [size]."""
         return self._taken(request, lambda start, stop: self.order.slice(request.epoch, start, stop))
 
-    def places(self, request: Request) -> Indices:
+    def places(self, request: BatchRequest) -> Indices:
         """The positions of those samples in the epoch: shape [size]."""
         return self._taken(request, np.arange)
 
-    def _taken(self, request: Request, span: Callable[[int, int], Indices]) -> Indices:
+    def _taken(self, request: BatchRequest, span: Callable[[int, int], Indices]) -> Indices:
         """``span(start, stop)`` of what the request takes, dealt and arranged."""
         if self.lanes is None:
             values = span(request.start, request.stop)
@@ -181,7 +181,7 @@ class Source:
             return int(self.dataset.row_bytes)
         return self.reader.row_bytes if self.arrangement is None and self.skipped is None else 0
 
-    def batches(self, requests: Sequence[Request], finish: Callable[[Any], Any]) -> list[Any]:
+    def batches(self, requests: Sequence[BatchRequest], finish: Callable[[Any], Any]) -> list[Any]:
         """The batches of ``requests``, made by one gather; ``finish`` sees that gather as a whole."""
         if len(requests) == 1 or not self.row_bytes:
             return [finish(self.batch(request)) for request in requests]

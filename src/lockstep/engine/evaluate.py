@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import make_loader
-from lockstep.data.requests import InOrder, Request, Source
+from lockstep.data.requests import BatchRequest, InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_device, to_host
 from lockstep.engine.metrics import make_metrics, values_of
@@ -68,7 +68,7 @@ class Evaluator:
         together = {"ghosts": plan.sharded, "together": plan.pipelined}
         return cls(collectives, device, precision, plan.loader, plan.eval_batch_size, plan.seed, step, **together)
 
-    def chunks(self, samples: int, *, first: int = 0, most: int | None = None) -> list[Request]:
+    def chunks(self, samples: int, *, first: int = 0, most: int | None = None) -> list[BatchRequest]:
         """This rank's chunk of every round from chunk ``first`` on; an empty one, or a ghost, when it has none for it.
 
         ``most``: chunks of all ranks; ``None``: all of ``samples``.
@@ -76,16 +76,17 @@ class Evaluator:
         rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
         number, size = -(-samples // self.batch_size), self.batch_size
         number = number if most is None else min(number, most)
-        nothing = Request(0, 0, 0, int(self.ghosts), ghost=self.ghosts)
+        nothing = BatchRequest(0, 0, 0, int(self.ghosts), ghost=self.ghosts)
         starts = (size * (start + rank) for start in range(first, number, ranks))
         return [
-            Request(0, 0, start, min(start + size, samples)) if start < number * size else nothing for start in starts
+            BatchRequest(0, 0, start, min(start + size, samples)) if start < number * size else nothing
+            for start in starts
         ]
 
     @contextlib.contextmanager
     def walk(
         self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, first: int = 0, most: int | None = None
-    ) -> Iterator[Iterator[tuple[Request, Any]]]:
+    ) -> Iterator[Iterator[tuple[BatchRequest, Any]]]:
         """This rank's chunks of ``dataset`` and their batches, on its device; inside, ``model`` is in evaluation mode.
 
         Generators and the training flag of every module are afterwards as they were.
@@ -97,8 +98,8 @@ class Evaluator:
             yield batches
 
     def _batches(
-        self, chunks: Sequence[Request], source: Source, devices: Sequence[torch.device]
-    ) -> Generator[tuple[Request, Any], None, None]:
+        self, chunks: Sequence[BatchRequest], source: Source, devices: Sequence[torch.device]
+    ) -> Generator[tuple[BatchRequest, Any], None, None]:
         loader = self.loader
         if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
             loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0})
@@ -340,7 +341,7 @@ def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
 
 
 def _chunk(
-    task: Task, model: nn.Module, batch: Any, request: Request, precision: Precision, *, checked: bool
+    task: Task, model: nn.Module, batch: Any, request: BatchRequest, precision: Precision, *, checked: bool
 ) -> _Chunk | None:
     """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
     if request.size == 0:
@@ -414,7 +415,7 @@ def _no_predictions() -> TaskError:
     )
 
 
-def _rows(columns: Any, request: Request) -> list[Row]:
+def _rows(columns: Any, request: BatchRequest) -> list[Row]:
     """A row for each sample, with its index."""
     is_mapping = isinstance(columns, Mapping)
     if is_mapping and not columns:

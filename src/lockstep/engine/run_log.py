@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import Steady
-from lockstep.data.requests import Request, Window
+from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
 from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
@@ -115,7 +115,7 @@ def report_skipped(rank: RankContext, known: int) -> int:
 
 
 def record_samples(
-    rank: RankContext, state: TrainState, indices: Callable[[Request], NDArray[np.int64]]
+    rank: RankContext, state: TrainState, indices: Callable[[BatchRequest], NDArray[np.int64]]
 ) -> Callable[..., None]:
     """Appends the indices of this rank's samples, and other ``fields``, to its file (``telemetry.record_samples``)."""
     file = JsonLines(rank.run_dir.samples_file(rank.world.rank))

@@ -23,8 +23,8 @@ from lockstep.launch import run_claim
 from lockstep.launch.local.start import start
 from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
-from lockstep.launch.nodes.preparation import Request
-from lockstep.launch.prepare import Prepared, overrides_of, plan_settled, settle
+from lockstep.launch.nodes.preparation import TrainRequest
+from lockstep.launch.prepare import RunInputs, overrides_of, plan_settled, settle
 from lockstep.rundir.folder import LIVE, RunDir
 from lockstep.rundir.heartbeat import works_on
 from lockstep.telemetry.sinks import check_sinks
@@ -48,7 +48,7 @@ def train(
     """
     world = read_world(os.environ)
     built, whole = settle(task, config)
-    request = Request(resume, overrides_of(config), isinstance(task, Task), accept_data)
+    request = TrainRequest(resume, overrides_of(config), isinstance(task, Task), accept_data)
     if world.from_outside:
         return train_as_rank(built, whole, world, request)
     if whole.launch.nodes not in (None, "1"):
@@ -90,7 +90,7 @@ def _go_on(run: RunDir, task: Task, config: RunConfig, *, hold: bool, accept_dat
     return _start_with_retries(prepared, run, resumed_from=point.step if point else 0)
 
 
-def _start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
+def _start_with_retries(prepared: RunInputs, run: RunDir, *, resumed_from: int) -> RunResult:
     """As :func:`.start`; a run that is out of memory is tried again with half the micro-batch, where that is asked for.
 
     All ranks end with the failed attempt, and its memory with them. The global batch stays the same, and the run
@@ -122,7 +122,7 @@ def _start_with_retries(prepared: Prepared, run: RunDir, *, resumed_from: int) -
     return start(prepared, run, resumed_from=resumed_from)
 
 
-def _halved(prepared: Prepared, *, at_start: bool) -> RunConfig | None:
+def _halved(prepared: RunInputs, *, at_start: bool) -> RunConfig | None:
     """The configuration with half the micro-batch and the same global batch; ``None``: not wanted, or not possible."""
     config, plan = prepared.config, prepared.plan
     size, wanted = plan.batch.batch_size, config.training.on_oom

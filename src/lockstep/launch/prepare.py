@@ -37,7 +37,7 @@ from lockstep.tasks.registry import (
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunInputs:
     """A task with its data opened, and the plan to train it."""
 
     task: Task
@@ -112,12 +112,12 @@ def prepare(
     config: RunConfig | Mapping[str, Any] | None,
     *,
     resume: ResumePoint | None = None,
-) -> Prepared:
+) -> RunInputs:
     """Everything up to the plan; opens the data, starts nothing."""
     return plan_settled(*settle(task, config), resume)
 
 
-def plan_settled(task: Task, config: RunConfig, resume: ResumePoint | None) -> Prepared:
+def plan_settled(task: Task, config: RunConfig, resume: ResumePoint | None) -> RunInputs:
     """Placement, data and plan of what :func:`settle` returned."""
     return plan_for(task, config, place(config, read_world(os.environ)), open_data(task, config), resume)
 
@@ -135,7 +135,7 @@ def plan_for(
     resume: ResumePoint | None,
     *,
     devices: Sequence[Device] | None = None,
-) -> Prepared:
+) -> RunInputs:
     """The plan for data that are open already. ``devices``: what the machine has; ``None`` looks."""
     if config.hardware.precision != placement.precision:  # from here on as chosen, for a resume on other devices too
         products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
@@ -154,7 +154,7 @@ def plan_for(
     if plan.pipelined:
         tried = trial_of(task)
         stages_of(tried, on_meta(tried), max(placement.world_size, len(placement.devices)))
-    return Prepared(task, config, datasets, facts, placement, plan)
+    return RunInputs(task, config, datasets, facts, placement, plan)
 
 
 def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep._compat.torch import compiler_not_imported
-from lockstep.engine.optim.fused_adam import Stepper
+from lockstep.engine.optim.fused_adam import AdamKernel
 
 
 def model_and_optimizer(kind: type[Optimizer], **settings: Any) -> tuple[nn.Module, Optimizer]:
@@ -56,7 +56,7 @@ def test_any_steps_leave_what_torch_leaves(
 ) -> None:
     special: dict[str, Any] = {} if kind is SGD else {"amsgrad": amsgrad, "weight_decay": 0.1}
     ours, torchs = model_and_optimizer(kind, **special), model_and_optimizer(kind, **special)
-    step = Stepper(ours[1])
+    step = AdamKernel(ours[1])
     for number, (lr, leave_out, reload) in enumerate(steps):
         for model, optimizer in (ours, torchs):
             give(model, number, leave_out=leave_out)
@@ -72,7 +72,7 @@ def test_any_steps_leave_what_torch_leaves(
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_a_step_that_is_left_out_on_the_device_counts_for_nothing(kind: type[Optimizer], found: float) -> None:
     ours, torchs = model_and_optimizer(kind), model_and_optimizer(kind)
-    step = Stepper(ours[1])
+    step = AdamKernel(ours[1])
     for number, found_inf in enumerate((torch.tensor(0.0), torch.tensor(found), torch.tensor(0.0))):
         give(ours[0], number)
         give(torchs[0], number)
@@ -84,7 +84,7 @@ def test_a_step_that_is_left_out_on_the_device_counts_for_nothing(kind: type[Opt
 
 def test_hooks_of_the_optimizer_are_heard() -> None:
     model, optimizer = model_and_optimizer(AdamW)
-    step, heard = Stepper(optimizer), []
+    step, heard = AdamKernel(optimizer), []
     give(model, 0)
     step()
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
@@ -96,7 +96,7 @@ def test_hooks_of_the_optimizer_are_heard() -> None:
 
 def test_a_group_that_is_added_later_is_trained() -> None:
     model, optimizer = model_and_optimizer(AdamW)
-    step = Stepper(optimizer)
+    step = AdamKernel(optimizer)
     give(model, 0)
     step()
     late = nn.Parameter(torch.ones(2))
@@ -135,7 +135,7 @@ def freeze(model: nn.Module, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_what_a_hook_changes_between_steps_takes_effect(kind: type[Optimizer]) -> None:
     ours, torchs = model_and_optimizer(kind), model_and_optimizer(kind)
-    step = Stepper(ours[1])
+    step = AdamKernel(ours[1])
     changes = (freeze, clear, thaw, forget_one, freeze, thaw, empty_one, replace_moments)
     for number, change in enumerate(changes):
         for model, optimizer in (ours, torchs):
@@ -158,7 +158,7 @@ def test_the_compiler_is_imported_neither_for_optimizers_and_their_steps_nor_for
     script = """
 import sys, torch
 from lockstep._compat.torch import compiler_not_imported, use_deterministic_algorithms
-from lockstep.engine.optim.fused_adam import Stepper
+from lockstep.engine.optim.fused_adam import AdamKernel
 from torch.optim import SGD, AdamW, Optimizer
 def methods():
     return [(name, vars(getattr(value, "__wrapped__", value)).copy()) for name, value in vars(Optimizer).items()
@@ -170,7 +170,7 @@ with compiler_not_imported():
     optimizer.load_state_dict(optimizer.state_dict())
     plain = SGD([weight], lr=0.5)
 weight.grad = torch.ones(2)
-Stepper(plain)()
+AdamKernel(plain)()
 assert weight.tolist() == [0.5, 0.5]
 use_deterministic_algorithms(True)
 print({"torch._dynamo", "torch._inductor"} & sys.modules.keys(), methods() == before,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.config import OptimizerConfig, RunConfig
-from lockstep.data.requests import Request, Window
+from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
@@ -99,7 +99,7 @@ def three_steps(rank: int, ranks: int) -> list[Tensor]:
     inputs = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     start, stop = (4 // ranks * number for number in (rank, rank + 1))
     for step in range(3):
-        window = Window(step, 0, 4, (Request(step, 0, start, stop),), irregular=False)
+        window = Window(step, 0, 4, (BatchRequest(step, 0, start, stop),), irregular=False)
         reduced = trained.gradients(window, iter([inputs[start:stop]]), step, Flags())
         update.apply(step, reduced.count, reduced.divisor, want_norm=False)
     return [parameter.detach() for parameter in model.parameters()]
@@ -134,7 +134,7 @@ def leave_out(rank: int, ranks: int) -> list[bool]:
     """Which parameters have a gradient, when the second layer is used by rank 1 alone, or by none."""
     ours, found = strategy(rank), []
     for used in (rank == 1, False):
-        window = Window(0, 0, 4, (Request(0, 0, 2 * rank, 2 * rank + 2),), irregular=False)
+        window = Window(0, 0, 4, (BatchRequest(0, 0, 2 * rank, 2 * rank + 2),), irregular=False)
         ours.gradients(window, iter([(torch.ones(2, 3), used)]), 0, Flags())
         found.append(all(p.grad is not None for p in ours.module[1].parameters()))  # type: ignore[index]
     return found

@@ -21,7 +21,7 @@ from lockstep.errors import TaskError, UnsupportedError, UsageError
 from lockstep.lab.bench.trials import Subject
 from lockstep.lab.forecast.footprint import count_step
 from lockstep.lab.forecast.memory import Counting, estimate_memory, print_memory
-from lockstep.launch.prepare import Prepared, prepare
+from lockstep.launch.prepare import RunInputs, prepare
 
 CASES = {
     "har": ({}, 64),
@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-def allocated(prepared: Prepared, batch: Any, *, keep_gradients: bool) -> int:
+def allocated(prepared: RunInputs, batch: Any, *, keep_gradients: bool) -> int:
     """The most bytes that torch's allocator had given out at once during three steps on real tensors."""
     task = prepared.task
     with (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import Loss
-from lockstep.data.requests import Request, Window
+from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Undivided
@@ -67,7 +67,9 @@ def most_allocated(rank: int, ranks: int, kind: str) -> int:
             stage.to("meta")  # other ranks' stages stay on the host, which is not the device
         optimizer = build_optimizer(config.optimizer, pipeline.mine, 1e-3)
         strategy = pipeline.strategy(task, Precision("32", device, 1.0))
-        window = Window(0, 0, PARTS * SIZE, tuple(Request(0, n, n * SIZE, (n + 1) * SIZE) for n in range(PARTS)), False)
+        window = Window(
+            0, 0, PARTS * SIZE, tuple(BatchRequest(0, n, n * SIZE, (n + 1) * SIZE) for n in range(PARTS)), False
+        )
         for step in range(2):
             strategy.gradients(window, iter(batches[step * PARTS : (step + 1) * PARTS]), step, Flags())
             optimizer.step()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.config.load import merge, parse_set
 from lockstep.errors import UsageError
-from lockstep.launch.slurm.job import Request, batch_script, training_command
+from lockstep.launch.slurm.job import JobRequest, batch_script, training_command
 from lockstep.rundir.folder import RunDir
 from tests.conftest import cli_environment
 from tests.gloo import ROOT
@@ -36,7 +36,7 @@ WAIT_S = 110
 
 
 def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
-    request = Request(
+    request = JobRequest(
         nodes=2, ranks_per_node=4, partition="gpu", time="4:00:00", gpus_per_node="a100:4", account="me", qos="high",
         options=("cpus-per-task=8", "exclusive"),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
 )
 def test_values_that_sbatch_has_no_meaning_for_are_refused(bad: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        batch_script(Request(**bad), tmp_path / "run", ["true"], tmp_path)
+        batch_script(JobRequest(**bad), tmp_path / "run", ["true"], tmp_path)
     assert caught.value.fix
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.data.requests import Request, Source
+from lockstep.data.requests import BatchRequest, Source
 from lockstep.data.stream import Stream
 from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.inspection import on_meta, trial_of
@@ -43,7 +43,7 @@ def flops_of_sample(task: Task, source: Source, plan: Plan) -> tuple[float | Non
         with generators_kept():
             trial = trial_of(task)
             model = on_meta(trial).train()
-            batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
+            batch = source.batch(BatchRequest(0, 0, 0, size, window=(0, plan.batch.global_batch)))
             with counter:
                 check_loss(trial.loss(bare(model), to_device(batch, torch.device("meta")))).total.backward()
     except Exception as error:  # the task may need values

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from lockstep.config import DebugConfig
 from lockstep.data.reader import Indices
-from lockstep.data.requests import Request, Source
+from lockstep.data.requests import BatchRequest, Source
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
 from lockstep.engine.optim.step import Update
 from lockstep.engine.partition import pick
@@ -66,7 +66,7 @@ class Traced(NamedTuple):
 class TracedSource(Source):
     """Batches come with the hashes of their samples."""
 
-    def batch(self, request: Request) -> Any:
+    def batch(self, request: BatchRequest) -> Any:
         """:class:`Traced`; () for a request without samples."""
         batch = super().batch(request)
         if request.size == 0:
@@ -124,7 +124,7 @@ class Trace:
         self._digest = (self._digest + batch.digest) % _MODULUS
         return batch.batch
 
-    def after_update(self, requests: Sequence[Request], total: Any, count: Any) -> None:
+    def after_update(self, requests: Sequence[BatchRequest], total: Any, count: Any) -> None:
         """Begins the row of the step that has just ended, before its hooks are called."""
         norm = self._update.grad_norm
         row: dict[str, Any] = {

@@ -28,7 +28,7 @@ class _Lists(NamedTuple):
     steps: list[Tensor]
 
 
-class Stepper:
+class AdamKernel:
     """``optimizer.step()``, with the same result bit for bit.
 
     Where the optimizer is torch's fused Adam or AdamW and has no hooks, the kernels are called directly,

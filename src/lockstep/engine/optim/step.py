@@ -16,7 +16,7 @@ from lockstep._compat.torch import amp_unscale_, compiler_not_imported, foreach_
 from lockstep.config import AveragingConfig
 from lockstep.engine.optim import optimizers
 from lockstep.engine.optim.averages import Averages
-from lockstep.engine.optim.fused_adam import Stepper
+from lockstep.engine.optim.fused_adam import AdamKernel
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Divided
 from lockstep.engine.rank_context import RankContext
@@ -125,7 +125,7 @@ class Update:
         # Where gradients are on several devices, what concerns all of them is a number on the host.
         self._several = len({p.device for p in self._parameters}) > 1
         self._on_host = device.type == "cpu" or self._several
-        self._step = Stepper(optimizer)
+        self._step = AdamKernel(optimizer)
         #: Whether gradients may be sparse or complex.
         self._unusual = bool(optimizers.sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1

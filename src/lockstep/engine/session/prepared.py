@@ -66,7 +66,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class Prepared:
+class PreparedModels:
     """Modules, optimizers and schedulers by name: ``model``, ``optimizer``, ``scheduler``, the next ones ``model_2``.
 
     Modules are moved to ``device`` in place, so that optimizers keep their parameters, cast to ``precision``, and get

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lockstep._compat import torch as _compat
 from lockstep._compat.torch import differ, foreach_mul_, guard_step, versions
-from lockstep.data.requests import Request
+from lockstep.data.requests import BatchRequest
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.prepared import Owned, Prepared, parameters_of
+from lockstep.engine.session.prepared import Owned, PreparedModels, parameters_of
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, StepSums
 from lockstep.engine.strategies.ddp import BUCKET_BYTES, GradientBuckets, pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
@@ -63,7 +63,7 @@ class SharedPrecision(Precision):
             self._found = None
 
 
-class Stepper:
+class SessionOptimizer:
     """Adds up what backward calls leave in the gradients of ``optimizer``, and applies it.
 
     A step's gradient is Σ totals / Σ counts, over ranks and micro-batches, of the calls since the step before that
@@ -77,7 +77,7 @@ class Stepper:
         self,
         name: str,
         rank: RankContext,
-        prepared: Prepared,
+        prepared: PreparedModels,
         precision: SharedPrecision,
         look: Callable[[], None],
         group: dist.ProcessGroup | None,
@@ -226,7 +226,7 @@ class Stepper:
         self._lanes.begin()
         self._has_reduced = False
 
-    def end_micro_batch(self, request: Request) -> None:
+    def end_micro_batch(self, request: BatchRequest) -> None:
         """The body has run for ``request``, which is not the last one of the window, or the window's step follows."""
         if self._lanes is not None:
             self._lanes.end(request, *self._local())
@@ -301,7 +301,7 @@ class Stepper:
         count = count.double() if isinstance(count, Tensor) else count
         return [*pack(total, count, flags), touched, touched * touched, unused]
 
-    def reduce(self, flags: Flags, request: Request, step: int) -> Reduced:
+    def reduce(self, flags: Flags, request: BatchRequest, step: int) -> Reduced:
         """Sum gradients and numbers over ranks and micro-batches, the last of which is ``request``. Collective."""
         self._last = self._newest
         if self._lanes is not None:
@@ -382,8 +382,12 @@ class Stepper:
 
 
 def build_steppers(
-    rank: RankContext, prepared: Prepared, precision: SharedPrecision, look: Callable[[], None], shards: Shards | None
-) -> dict[str, Stepper]:
+    rank: RankContext,
+    prepared: PreparedModels,
+    precision: SharedPrecision,
+    look: Callable[[], None],
+    shards: Shards | None,
+) -> dict[str, SessionOptimizer]:
     """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: sparse gradients on several ranks.
 
     The first one's update has the averages of all models.
@@ -393,7 +397,7 @@ def build_steppers(
     by_buckets = several and not exact and shards is None
     group = dist.new_group(backend=rank.plan.placement["backend"]) if by_buckets else None
     how = rank, prepared, precision, look, group, shards
-    found = {name: Stepper(name, *how) for name in prepared.optimizers}
+    found = {name: SessionOptimizer(name, *how) for name in prepared.optimizers}
     next(iter(found.values())).update.averages = Averages(rank.config.averaging, module, rank.plan.total_steps)
     return found
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep._compat.torch import default_store, has_compiled, tree_leaves
-from lockstep.data.requests import Request, Window, readable
+from lockstep.data.requests import BatchRequest, Window, readable
 from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import arrival
@@ -20,9 +20,9 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
-from lockstep.engine.session.prepared import Beside, Prepared, parameters_of, tensors_of
+from lockstep.engine.session.prepared import Beside, PreparedModels, parameters_of, tensors_of
 from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.stepper import SharedPrecision, Stepper, backward, build_steppers, checked_loss
+from lockstep.engine.session.stepper import SessionOptimizer, SharedPrecision, backward, build_steppers, checked_loss
 from lockstep.engine.strategies.base import Flags, Reduced, SeededDraws
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.errors import CheckpointError, CollectiveError, TaskError, UnsupportedError
@@ -56,7 +56,7 @@ class Training(Saves):
         scalars: what the loop has logged since the last row.
     """
 
-    def __init__(self, rank: RankContext, prepared: Prepared, resumed: Resumed, beside: Beside) -> None:
+    def __init__(self, rank: RankContext, prepared: PreparedModels, resumed: Resumed, beside: Beside) -> None:
         self.rank, self.ranks, self.prepared, self.state = rank, rank.compared, prepared, resumed.state
         self._resumed, self._beside = resumed, beside
         module, plan, exact = prepared.container(), rank.plan, rank.plan.reproducibility == "exact"
@@ -123,7 +123,7 @@ class Training(Saves):
             self._lanes.begin()
 
     def micro_batches(
-        self, requests: Sequence[Request], batches: Iterator[Any], *, again: bool = False
+        self, requests: Sequence[BatchRequest], batches: Iterator[Any], *, again: bool = False
     ) -> Iterator[Any]:
         """The batch of each of ``requests``, for one run of the loop's body; ``again``: in the body of the last one."""
         for place, request in enumerate(requests):
@@ -156,7 +156,7 @@ class Training(Saves):
                 if not again:
                     self.place, self.is_ghost = -1, False
 
-    def begin_again(self) -> Sequence[Request]:
+    def begin_again(self) -> Sequence[BatchRequest]:
         """The micro-batches of this window, which are run once more. Raises :class:`TaskError`."""
         window = self._inside("again")
         if not self.is_last:
@@ -328,11 +328,11 @@ class Training(Saves):
     def _requests(self) -> Flags:
         return self.log.requests(self.state.step + 1)
 
-    def _stepper(self, optimizer: Any, call: str) -> tuple[Stepper, Window]:
+    def _stepper(self, optimizer: Any, call: str) -> tuple[SessionOptimizer, Window]:
         window = self._inside(call)
         return self.steppers[self.prepared.optimizer_name(optimizer, call)], window
 
-    def _reduced(self, stepper: Stepper, window: Window) -> Reduced:
+    def _reduced(self, stepper: SessionOptimizer, window: Window) -> Reduced:
         """Sums of ``stepper``, and its gradients, over all ranks and micro-batches. Collective."""
         if stepper.held:
             return stepper.held

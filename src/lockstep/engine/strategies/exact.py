@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import foreach_add_, foreach_copy_
-from lockstep.data.requests import Request, Window
+from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import Group, wire_device
 from lockstep.engine.strategies.base import Flags, Reduced, Replica, Strategy, check_change, read_sums
@@ -137,7 +137,7 @@ class LaneSums:
         self._tree, self._all_used = TreeSum(), False
         self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
 
-    def end(self, request: Request, *numbers: Any) -> None:
+    def end(self, request: BatchRequest, *numbers: Any) -> None:
         """Add the lane ``request``, with the first of the numbers; of one without samples, what it did is dropped."""
         self._tree.push(None if request.ghost or request.size == 0 else self._leaf(request, numbers))
         for parameter in self._parameters:
@@ -145,7 +145,7 @@ class LaneSums:
         for buffer, value in zip((*self._statistics, *self._counters), self._starts, strict=True):
             buffer.copy_(value)
 
-    def _leaf(self, request: Request | None = None, numbers: Sequence[Any] = ()) -> Leaf:
+    def _leaf(self, request: BatchRequest | None = None, numbers: Sequence[Any] = ()) -> Leaf:
         """What a lane adds; without ``request`` zeros, for a rank without samples."""
         size = 0 if request is None else request.size
         used = [p.grad is not None for p in self._parameters]
@@ -219,7 +219,7 @@ class ExactStrategy(Strategy):
     def _adapt(self) -> None:
         if self._world.size > 1:
             self._lanes.begin()
-            self._lanes.end(Request(0, 0, 0, 0))
+            self._lanes.end(BatchRequest(0, 0, 0, 0))
             flags = self._lanes.total(*Flags(changed=1.0))[-1].tolist()
             check_change(Flags(*flags[2 : 2 + len(Flags._fields)]), self._world.size, announced=True)
         super()._adapt()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.reader import Unreadable
-from lockstep.data.requests import Request
+from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Undivided
@@ -181,7 +181,7 @@ def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
     """
     plan, device = whole.plan, whole.device
     source, size = training_source(whole.task, whole.datasets, plan), min(plan.batch.batch_size, plan.batch.samples)
-    batch = source.batch(Request(0, 0, 0, size, window=(0, size)))
+    batch = source.batch(BatchRequest(0, 0, 0, size, window=(0, size)))
     batch = batch.stand_in if isinstance(batch, Unreadable) else batch
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
     inputs, seconds = inputs_of(whole.task.loss, batch), []

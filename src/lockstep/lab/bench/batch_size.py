@@ -9,7 +9,7 @@ from lockstep.errors import UsageError, many
 from lockstep.lab.bench.measure import limit_memory, measure, memory_share
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.timing import on_site
-from lockstep.lab.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Plan
 
 STEPS, WARM_UP = 4, 2
@@ -88,7 +88,7 @@ def _search(report: BenchReport, subject: Subject, first: int, most: int, limit:
             candidate = next_batch(fits, fails, most)
 
 
-def search(rank: Rank, case: Case, candidate: int, fails: int | None, most: int, limit: int | None) -> None:
+def search(rank: TrialRank, case: Case, candidate: int, fails: int | None, most: int, limit: int | None) -> None:
     """On a rank: try one batch after the other until the search is over or this process is."""
     with on_site(rank, case.config, case.plan) as site:
         if limit is not None:

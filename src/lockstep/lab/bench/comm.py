@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.lab.bench.report import BenchReport, Say
-from lockstep.lab.bench.trials import TIMEOUT_S, Rank, new_trials
+from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 from lockstep.launch.prepare import place
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -97,7 +97,7 @@ def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
         report.notes.append(f"no slow link: {least:.3g} to {most:.3g} GB/s between any two ranks")
 
 
-def measure_comm(rank: Rank, placement: Placement, sizes: Sequence[int]) -> None:
+def measure_comm(rank: TrialRank, placement: Placement, sizes: Sequence[int]) -> None:
     """On a rank: every operation with every size, then each pair of ranks separately."""
     world = rank.world
     device = rank_device(placement.devices, world)

@@ -20,7 +20,7 @@ from lockstep.hardware.world import World
 from lockstep.lab.bench.measure import measure
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.timing import on_site
-from lockstep.lab.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Plan
 from lockstep.planning.loader import CLOSE, recommend, worker_counts
 
@@ -102,7 +102,7 @@ def holds_up(load_ms: float, transfer_ms: float, step_ms: float) -> Literal["loa
     return "transfer" if transfer_ms >= CLOSE * step_ms else "compute"
 
 
-def measure_loader(rank: Rank, step: Case, counts: Sequence[int], seconds: float) -> None:
+def measure_loader(rank: TrialRank, step: Case, counts: Sequence[int], seconds: float) -> None:
     """On a rank: first what the step needs, then the rate of each number of workers."""
     with on_site(rank, step.config, step.plan) as site:
         row = measure(site, step)

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.errors import UsageError
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.timing import Stopwatch, on_site, training
-from lockstep.lab.bench.trials import Case, Rank, Subject, new_trials
+from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Schedule
 
 #: Weight of the past in the smoothed loss, which so remembers :data:`MEMORY` losses; with fewer it is noise.
@@ -97,7 +97,7 @@ def bench_lr(
     return report
 
 
-def sweep(rank: Rank, case: Case, first: float, last: float) -> None:
+def sweep(rank: TrialRank, case: Case, first: float, last: float) -> None:
     """On a rank: one step for each rate; a row for each, until the loss diverges."""
     plan = case.plan
     ramp = Ramp(**{**plan.schedule.model_dump(), "offset": 0, "total_steps": plan.total_steps}, first=first, last=last)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep._compat.torch import reset_compiler
 from lockstep.data.reader import Unreadable
-from lockstep.data.requests import Request
+from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.rank_context import rank_device
 from lockstep.engine.trained import bare, build_model, check_loss
@@ -30,7 +30,7 @@ from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.lab.bench.timing import Site, Stopwatch, counted_steps, on_site, training
-from lockstep.lab.bench.trials import Case, Rank
+from lockstep.lab.bench.trials import Case, TrialRank
 from lockstep.planning import Plan
 
 #: Samples whose floating-point operations are counted.
@@ -48,7 +48,7 @@ Steps = Sequence[Mapping[str, float]]
 
 
 def measure_cases(
-    rank: Rank, first: Case, others: Sequence[Case], memory_limit: int | None, counts_flops: bool
+    rank: TrialRank, first: Case, others: Sequence[Case], memory_limit: int | None, counts_flops: bool
 ) -> None:
     with on_site(rank, first.config, first.plan) as site:
         flops, note = count_flops(site, first.plan) if counts_flops else (None, "not counted")
@@ -200,7 +200,7 @@ def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
         return None, "torch does not count what its recurrent kernels compute"
     source = training_source(site.task, site.datasets, plan)
     size = min(COUNTED, plan.batch.batch_size)
-    batch = source.batch(Request(0, 0, 0, size, window=(0, plan.batch.global_batch)))
+    batch = source.batch(BatchRequest(0, 0, 0, size, window=(0, plan.batch.global_batch)))
     batch = to_device(batch.stand_in if isinstance(batch, Unreadable) else batch, site.device)
     counter = FlopCounterMode(display=False)
     try:

@@ -21,7 +21,7 @@ from lockstep.engine.rank_context import RankContext, rank_device, runtime
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk
-from lockstep.lab.bench.trials import Case, Rank
+from lockstep.lab.bench.trials import Case, TrialRank
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
 
@@ -85,7 +85,7 @@ class Stopwatch:
 class Site(NamedTuple):
     """What the cases of one trial share."""
 
-    rank: Rank
+    rank: TrialRank
     task: Task
     datasets: Datasets
     device: torch.device
@@ -93,7 +93,7 @@ class Site(NamedTuple):
 
 
 @contextlib.contextmanager
-def on_site(rank: Rank, config: RunConfig, plan: Plan) -> Iterator[Site]:
+def on_site(rank: TrialRank, config: RunConfig, plan: Plan) -> Iterator[Site]:
     """The rank's task with its data, device and process group."""
     world, timeout_s = rank.world, config.distributed.timeout_s
     task = load_task(rank.folder, config)

@@ -24,7 +24,7 @@ from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
 from lockstep.launch.local.on_ranks import run_on_ranks
-from lockstep.launch.prepare import Prepared, native_settings, place, plan_for, settle
+from lockstep.launch.prepare import RunInputs, native_settings, place, plan_for, settle
 from lockstep.launch.run_claim import create_folder
 from lockstep.planning import Plan
 from lockstep.rundir.files import JsonLines, read_jsonl
@@ -39,7 +39,7 @@ TIMEOUT_S = 120.0
 _ROWS_FILE = "rows.jsonl"
 
 
-class Rank(worker.Rank):
+class TrialRank(worker.Rank):
     """One rank of a trial."""
 
     def report(self, row: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Trials:
 
 
 def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) -> None:
-    function(Rank(rank.folder, rank.world, rank.stop), *arguments)
+    function(TrialRank(rank.folder, rank.world, rank.stop), *arguments)
 
 
 @contextlib.contextmanager
@@ -156,7 +156,7 @@ class Subject:
             raise UnsupportedError("bench starts its own ranks", why=why, fix="run it without them")
 
     @cached_property
-    def base(self) -> Prepared:
+    def base(self) -> RunInputs:
         """The plan with the settings as given."""
         built, config = self._settle({})
         return plan_for(built, config, place(config, World()), open_data(built, config), None)
@@ -165,7 +165,7 @@ class Subject:
     def name(self) -> str:
         return self.base.config.task.name
 
-    def prepared(self, changes: Mapping[str, Any]) -> Prepared:
+    def prepared(self, changes: Mapping[str, Any]) -> RunInputs:
         """The plan of a trial with ``changes``. Raises :class:`~lockstep.errors.UsageError`."""
         built, config = self._settle(merge(_QUIET, changes))
         patience = {"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)}

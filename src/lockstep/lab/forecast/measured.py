@@ -19,7 +19,7 @@ from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.world import World
 from lockstep.lab.bench.measure import summarise
 from lockstep.lab.bench.timing import Site, Stopwatch, counted_steps, on_site, training
-from lockstep.lab.bench.trials import TIMEOUT_S, Case, Rank, Subject
+from lockstep.lab.bench.trials import TIMEOUT_S, Case, Subject, TrialRank
 from lockstep.lab.forecast.footprint import Footprint
 from lockstep.lab.forecast.scaling import Step
 
@@ -29,7 +29,7 @@ MEETINGS = 8
 Row = Mapping[str, Any]
 
 
-def measure_alone(rank: Rank, together: Case, alone: Case, rounds: int) -> None:
+def measure_alone(rank: TrialRank, together: Case, alone: Case, rounds: int) -> None:
     """Report in turns the times of one device's step and of all at the same time.
 
     ``together`` makes the ranks meet; its steps are not taken.

@@ -14,7 +14,7 @@ from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failur
 from lockstep.launch.failure.watchdog import stops_within
 from lockstep.launch.local.on_ranks import launch
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.prepare import Prepared
+from lockstep.launch.prepare import RunInputs
 from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.run_claim import plan_of, resume_point, warn
 from lockstep.rundir.folder import RunDir
@@ -22,7 +22,7 @@ from lockstep.tasks.registry import load_task, pack_task
 from lockstep.telemetry.sinks import standard_sinks
 
 
-def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
+def start(prepared: RunInputs, run: RunDir, *, resumed_from: int) -> RunResult:
     """Train what was prepared, as a new attempt of ``run``; returns when it has ended, raises when it failed.
 
     ``resumed_from``: the step of the checkpoint that the attempt resumes; 0 without one.
@@ -37,7 +37,7 @@ def start(prepared: Prepared, run: RunDir, *, resumed_from: int) -> RunResult:
         raise
 
 
-def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
+def _train_here(prepared: RunInputs, run: RunDir, attempt: int) -> RunResult:
     sink = standard_sinks(run, prepared.config, sys.stdout)
     what = prepared.task, prepared.config, prepared.plan
     with StopRequest() as stop, stops_within(stop, prepared.config.launch.stop_grace_s):
@@ -51,7 +51,7 @@ def _train_here(prepared: Prepared, run: RunDir, attempt: int) -> RunResult:
             raise failure.as_error() from error
 
 
-def _train_on_ranks(prepared: Prepared, run: RunDir) -> RunResult:
+def _train_on_ranks(prepared: RunInputs, run: RunDir) -> RunResult:
     module = prepared.plan.strategy.module
     pack_task(run, prepared.task, prepared.config)
     code = launch(

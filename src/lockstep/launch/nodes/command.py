@@ -23,7 +23,7 @@ from lockstep.launch.failure.report import error_of, read_failure
 from lockstep.launch.local.on_ranks import launch
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.external import train_as_rank
-from lockstep.launch.nodes.preparation import Request, Start
+from lockstep.launch.nodes.preparation import Start, TrainRequest
 from lockstep.launch.prepare import place
 from lockstep.launch.process.rank_log import last_lines
 from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
@@ -77,7 +77,7 @@ class Nodes:
         return f"{number} nodes at {self.address}"
 
 
-def train_on_nodes(task: Task, config: RunConfig, request: Request) -> RunResult:
+def train_on_nodes(task: Task, config: RunConfig, request: TrainRequest) -> RunResult:
     """Train on this node's devices, together with the other nodes on which this is called.
 
     Raises:
@@ -128,7 +128,7 @@ def train_as_node_rank(rank: Rank) -> int:
             write_json(folder.path / _BEGUN, {"run": start.run.path, "keeps": start.keeps})
 
     last = _read(folder, _BEGUN)
-    request = Request(**{**read_json(folder.path / _REQUEST), "begun": last and last["run"]})
+    request = TrainRequest(**{**read_json(folder.path / _REQUEST), "begun": last and last["run"]})
     result = train_as_rank(load_task(folder, config), config, rank.world, request, rank, begun)
     if rank.world.local_rank == 0:
         write_json(folder.path / _RESULT, {**asdict(result), "run_dir": str(result.run_dir)})

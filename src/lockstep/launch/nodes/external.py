@@ -22,7 +22,7 @@ from lockstep.launch.failure.records import read_launcher, restarted
 from lockstep.launch.failure.watchdog import watched
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.nodes.membership import Team, join, meeting
-from lockstep.launch.nodes.preparation import Request, Start, prepare_together
+from lockstep.launch.nodes.preparation import Start, TrainRequest, prepare_together
 from lockstep.launch.nodes.run_owner import gather_logs
 from lockstep.launch.process.rank_log import rank_output
 from lockstep.launch.process.signals import StopRequest
@@ -33,7 +33,7 @@ def train_as_rank(
     task: Task,
     config: RunConfig,
     world: World,
-    request: Request,
+    request: TrainRequest,
     launched: Rank | None = None,
     begun: Callable[[Start], None] = lambda start: None,
 ) -> RunResult:

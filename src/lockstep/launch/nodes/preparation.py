@@ -22,7 +22,7 @@ from lockstep.telemetry.sinks import check_sinks
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainRequest:
     """What the user asked for on this node.
 
     ``resume``: the unfinished run in ``save_dir``, if there is one. ``given``: the settings that differ from the
@@ -38,7 +38,7 @@ class Request:
 
 
 class Planned(NamedTuple):
-    """What a plan is made of; ``accept_data`` as of :class:`Request`."""
+    """What a plan is made of; ``accept_data`` as of :class:`TrainRequest`."""
 
     task: Task
     config: RunConfig
@@ -64,7 +64,7 @@ class Start:
 
 
 def prepare_together(
-    team: Team, world: World, task: Task, config: RunConfig, request: Request, claim: contextlib.ExitStack
+    team: Team, world: World, task: Task, config: RunConfig, request: TrainRequest, claim: contextlib.ExitStack
 ) -> Start:
     """Agree on the run and its plan, which rank 0 makes. Collective. ``claim`` holds that on a run that is resumed."""
     keeping, run, keeps = _agreed(team, config, request.resume, request.begun)

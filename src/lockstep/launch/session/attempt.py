@@ -14,7 +14,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.rank_context import joined as joined_ranks
 from lockstep.engine.resume import check_fits
 from lockstep.engine.session.batches import check_alike, length
-from lockstep.engine.session.prepared import Beside, Prepared
+from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
@@ -51,7 +51,7 @@ def begin_attempt(
     joined: Joined,
     config: RunConfig,
     task: LoopTask,
-    prepared: Prepared,
+    prepared: PreparedModels,
     resumed: Resumed,
     beside: Beside,
     ending: ExitStack,

@@ -17,7 +17,7 @@ from lockstep.engine.attempt import record_failure
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, length
 from lockstep.engine.session.evaluation import predicted_rows
-from lockstep.engine.session.prepared import Beside, Prepared
+from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training, outside_batches
 from lockstep.engine.strategies.base import SeededDraws
@@ -52,7 +52,7 @@ class Loop:
     ) -> None:
         self.joined, self.config, self.device = joined, config, device
         self._given, self._ending = given, ending
-        self.prepared = Prepared(device, joined.placement.precision, several=joined.world.size > 1)
+        self.prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
         self.resumed = Resumed(joined)
         self.state, self._made = self.resumed.state, self.resumed.made
         self.training: Training | None = None

@@ -52,7 +52,7 @@ exit $code
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What a job asks SLURM for. ``options``: more of sbatch's, as ``name=value`` or ``name``."""
 
     nodes: int = 1
@@ -65,13 +65,13 @@ class Request:
     options: tuple[str, ...] = ()
 
 
-def batch_script(request: Request, run: Path, command: Sequence[str], folder: Path) -> str:
+def batch_script(request: JobRequest, run: Path, command: Sequence[str], folder: Path) -> str:
     """The script that trains in ``run``: every rank executes ``command`` in ``folder``."""
     options = "\n".join(f"#SBATCH --{option}" for option in _options(request, run, folder))
     return TEMPLATE.format(run=_one_line(run), options=options, notice_s=NOTICE_S, command=shlex.join(command))
 
 
-def _options(request: Request, run: Path, folder: Path) -> Iterator[str]:
+def _options(request: JobRequest, run: Path, folder: Path) -> Iterator[str]:
     yield f"job-name={shlex.quote(_one_line(Path(run.name)))}"
     yield f"nodes={request.nodes}"
     yield f"ntasks-per-node={request.ranks_per_node}"

@@ -24,7 +24,7 @@ from lockstep.errors import RunFolderError, UsageError
 from lockstep.launch.prepare import settle
 from lockstep.launch.process.signals import exit_code
 from lockstep.launch.run_claim import create_folder
-from lockstep.launch.slurm.job import Job, Request, batch_script, training_command
+from lockstep.launch.slurm.job import Job, JobRequest, batch_script, training_command
 from lockstep.rundir.files import absolute, write_json, write_text
 from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.telemetry.sinks import check_sinks
@@ -42,7 +42,7 @@ _PREEMPTED_LOOKS = 15
 def prepare_script(task: str, settings: Mapping[str, Any], resources: Mapping[str, Any]) -> tuple[str, RunConfig]:
     """The batch script for a new run, and the run's configuration.
 
-    ``settings``: those that differ from the defaults. ``resources``: fields of :class:`Request` that are not in them.
+    ``settings``: those that differ from the defaults. ``resources``: other fields of :class:`JobRequest`.
     """
     _, config = settle(task, settings)
     nodes = config.launch.nodes or "1"
@@ -52,7 +52,7 @@ def prepare_script(task: str, settings: Mapping[str, Any], resources: Mapping[st
             why="SLURM gives a job exactly the nodes that it requests",
             fix="write one number, such as --nodes 2",
         )
-    request = Request(nodes=int(nodes), ranks_per_node=_ranks(config, resources.get("gpus_per_node")), **resources)
+    request = JobRequest(nodes=int(nodes), ranks_per_node=_ranks(config, resources.get("gpus_per_node")), **resources)
     path = absolute(config.save_dir or config.runs_dir / new_run_id())
     # The ranks are SLURM's, and learn from it how many nodes there are.
     settings = {**settings, "launch": {k: v for k, v in settings.get("launch", {}).items() if k != "nodes"}}
