@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import RunConfig
-from lockstep.engine.rank_context import join
+from lockstep.engine.runtime import join
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 
 STEPS = 5

@@ -29,7 +29,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.partition import Undivided
-from lockstep.engine.rank_context import join
+from lockstep.engine.runtime import join
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials

@@ -31,7 +31,7 @@ from lockstep.data.packing import Packed
 from lockstep.data.reader import Reader
 from lockstep.data.requests import Source
 from lockstep.data.sampling import WindowOrder, resolve_sampling
-from lockstep.engine.training_data import feed
+from lockstep.engine.fingerprint import feed
 from lockstep.errors import DataError, LockstepError
 from lockstep.readers import files as files_module
 from lockstep.readers.columns import ArrowFiles, ParquetFiles

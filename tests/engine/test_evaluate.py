@@ -17,8 +17,9 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Sco
 from lockstep import Loss, Task
 from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.evaluate import Evaluator, evaluate, evaluating, train_mode
+from lockstep.engine.evaluate import Evaluator, evaluate, evaluating
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.trained import train_mode
 from lockstep.errors import TaskError
 from lockstep.hardware.world import World
 from lockstep.planning import LoaderPlan

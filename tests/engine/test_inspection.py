@@ -18,17 +18,12 @@ from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import BatchRequest, InOrder
+from lockstep.engine.blueprint import blueprint
 from lockstep.engine.diagnostics.step_trace import TracedSource
-from lockstep.engine.inspection import (
-    QUICK_S,
-    blueprint,
-    has_quick_samples,
-    inspect_task,
-    multiply_adds,
-    optimizer_facts,
-)
+from lockstep.engine.fingerprint import examined, same_data
+from lockstep.engine.inspection import QUICK_S, has_quick_samples, inspect_task, multiply_adds
 from lockstep.engine.trained import refuse_meta
-from lockstep.engine.training_data import examined, same_data
+from lockstep.engine.trial_optimizer import optimizer_facts
 from lockstep.errors import TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.config import resolve
-from lockstep.engine.rank_context import before_nccl, expandable_segments, float32_products
+from lockstep.engine.runtime import before_nccl, expandable_segments, float32_products
 from lockstep.errors import ConfigError, PrecisionError
 from lockstep.hardware import Device
 from lockstep.hardware.resolve import resolve_placement

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.engine.rank_context import rank_device
+from lockstep.engine.runtime import rank_device
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError, UsageError
 from lockstep.hardware.detect import Device
 from lockstep.hardware.nvml import GpuUser

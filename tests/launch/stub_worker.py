@@ -118,7 +118,7 @@ def die_in_group(folder: Path, world: World) -> int:
 def join_group() -> None:
     from torch import distributed
 
-    from lockstep.engine.rank_context import serve_store
+    from lockstep.engine.runtime import serve_store
 
     serve_store()
     distributed.init_process_group("gloo")

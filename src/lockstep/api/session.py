@@ -20,7 +20,8 @@ from lockstep._compat import has_returned, script_frame
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
-from lockstep.engine.rank_context import rank_device, seed_everything
+from lockstep.engine.generators import seed_everything
+from lockstep.engine.runtime import rank_device
 from lockstep.engine.session.between_ranks import gather_rows, reduce_tensor
 from lockstep.engine.session.saving import Stateful
 from lockstep.errors import TaskError

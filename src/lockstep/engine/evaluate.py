@@ -26,9 +26,9 @@ from lockstep.data.loader import make_loader
 from lockstep.data.requests import BatchRequest, InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_device, to_host
+from lockstep.engine.generators import generators_kept
 from lockstep.engine.metrics import make_metrics, values_of
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Callbacks, bare, check_loss
@@ -214,24 +214,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with modes_kept(model):
         model.eval()
         yield
-
-
-def train_mode(model: nn.Module) -> None:
-    """As ``model.train()``, except for what the task itself has put in evaluation mode.
-
-    That is a layer whose parent is in training mode (a frozen BatchNorm), or a module without trainable parameters (a
-    frozen backbone). Others are trained: many libraries return a whole model in evaluation mode.
-    """
-    kept: list[nn.Module] = []
-    for parent in model.modules():
-        for module in parent.children():
-            is_layer = parent.training and next(module.children(), None) is None
-            parameters = list(module.parameters())
-            if not module.training and (is_layer or (parameters and not any(p.requires_grad for p in parameters))):
-                kept.append(module)
-    model.train()
-    for module in kept:
-        module.eval()
 
 
 def _update(metrics: Any, rows: Iterable[Any]) -> None:

@@ -1,9 +1,8 @@
-"""What is found out of a task without training it: what the plan must know, and the arithmetic of a sample."""
+"""Facts of a task that the plan must know, without training it: its data, its model and the arithmetic of a sample."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
 import statistics
@@ -13,35 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from lockstep._compat.torch import compiler_not_imported
-from lockstep.config import RunConfig
 from lockstep.data.reader import Reader
 from lockstep.data.sampling import check_lengths, hash_lengths
+from lockstep.engine.blueprint import on_meta, trial_of
 from lockstep.engine.distributed.sync_batchnorm import has_batchnorm
+from lockstep.engine.fingerprint import examined, read_sample, readable_sample
+from lockstep.engine.generators import generators_kept
 from lockstep.engine.metrics import directions_of, groups_remark, make_metrics
-from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
-from lockstep.engine.rank_context import generators_kept
 from lockstep.engine.strategies.ddp import joint_bytes
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.task_settings import settings_of
-from lockstep.engine.trained import bare, build_model
-from lockstep.engine.training_data import (
-    EPOCH_CALLER,
-    array_bytes,
-    check_dataset,
-    check_frames,
-    collate_of,
-    examined,
-    read_sample,
-    readable_sample,
-    remarks_of,
-)
-from lockstep.errors import LockstepError, TaskError, UnsupportedError
+from lockstep.engine.training_data import EPOCH_CALLER, array_bytes, check_dataset, check_frames, collate_of, remarks_of
+from lockstep.engine.trial_optimizer import optimizer_facts
+from lockstep.errors import LockstepError, TaskError
 from lockstep.planning.plan import Mode, TaskFacts
 
 #: Handing a batch over from another process costs more than making one of such samples, seconds.
@@ -124,70 +110,6 @@ def _open_files() -> dict[tuple[str, str], str | None]:
                     is_read = int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and file.is_file()
                     found[number, str(file)] = position if is_read else None
     return found
-
-
-def blueprint(task: Task) -> nn.Module:
-    """The model without its memory where possible: many models can be built on the meta device."""
-    return on_meta(trial_of(task))
-
-
-def trial_of(task: Task) -> Task:
-    """A copy of ``task`` that may keep what its ``model()`` makes: the task itself would train a model without memory.
-
-    Containers are copied too, since a layer may be kept in one; what they hold is shared.
-    """
-    trial = copy.copy(task)
-    for name, value in vars(task).items():
-        if type(value) in (list, dict, set):
-            setattr(trial, name, copy.copy(value))
-    return trial
-
-
-def on_meta(task: Task) -> nn.Module:
-    before, model = dict(vars(trial_of(task))), None
-    with generators_kept():
-        with contextlib.suppress(Exception), torch.device("meta"):  # it may need values; if not, it fails again
-            model = build_model(task)
-        if model is None:  # only now, when what the first try has opened or locked is closed with its frames
-            vars(task).clear()
-            vars(task).update(before)
-            model = build_model(task)
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        fix = "call the model once with a small batch in the task's model(), or name the number of input features"
-        raise UnsupportedError(f"the parameter {lazy[0]} of a lazy module has no shape yet", fix=fix)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
-    return model
-
-
-def check_configured_optimizer(task: Task, config: RunConfig) -> None:
-    """Raise what a rank would where the configured optimizer cannot be made for the task's model."""
-    settings = config.optimizer
-    if settings.name not in ("adamw", "adam", "sgd") or settings.options or settings.layer_decay < 1:
-        with compiler_not_imported():
-            build_optimizer(settings, blueprint(task), settings.lr, task)
-
-
-def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float | None, bool]:
-    """The learning rate of the task's own optimizer, if it makes one; whether it has a scheduler.
-
-    ``model`` of ``task`` may be without its memory; ``model()`` of ``untried`` has not been called.
-    """
-    if type(task).optimizer is Task.optimizer and type(task).scheduler is Task.scheduler:
-        return None, False
-    with generators_kept(), compiler_not_imported():
-        try:
-            optimizer = task.optimizer(bare(model))
-        except Exception:  # it may need values, or a real device; if not, it fails again
-            task = trial_of(untried)
-            model = build_model(task)
-            optimizer = task.optimizer(bare(model))
-        if optimizer is None:
-            return None, scheduler_of(task, torch.optim.SGD(model.parameters(), lr=1.0)) is not None
-        check_optimizer(optimizer, model)
-        lr = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), None)
-        return lr, scheduler_of(task, optimizer) is not None
 
 
 def _monitor_of(task: Task) -> tuple[str, Mode]:

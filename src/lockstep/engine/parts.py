@@ -11,16 +11,16 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.engine.ablation import Watched
 from lockstep.engine.distributed.buffers import check_start
 from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.evaluate import train_mode
+from lockstep.engine.generators import seed_everything
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.optim.step import Update, build_update, untrained_note
-from lockstep.engine.rank_context import RankContext, seed_everything
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import load_initial_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.build import build_strategy, divide, on_device
 from lockstep.engine.task import Context, Datasets, Task
-from lockstep.engine.trained import Callbacks, bare, build_model, refuse_meta
+from lockstep.engine.trained import Callbacks, bare, build_model, refuse_meta, train_mode
 from lockstep.events import Note
 
 

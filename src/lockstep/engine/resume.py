@@ -15,11 +15,11 @@ from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.fingerprint import same_data
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext, check_pins, pins
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
-from lockstep.engine.training_data import same_data
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.planning import OrderPlan, Plan
 from lockstep.rundir.folder import RunDir

@@ -18,14 +18,15 @@ from lockstep.config import RunConfig
 from lockstep.config.load import one_micro_batch
 from lockstep.engine.evaluate import refuse_without_predictions
 from lockstep.engine.fit import Fitting, build_fit
-from lockstep.engine.inspection import check_configured_optimizer, inspect_task
+from lockstep.engine.inspection import inspect_task
 from lockstep.engine.measure import measure
 from lockstep.engine.model_inputs import Inputs, watched_inputs
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.resume import load_latest
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import check_same_data, end_data, open_data, open_datasets
+from lockstep.engine.training_data import end_data, open_data, open_datasets
+from lockstep.engine.trial_optimizer import check_configured_optimizer
 from lockstep.planning import TaskFacts
 
 
@@ -64,10 +65,8 @@ class TaskRunner:
         """
         config = rank.config
         datasets = datasets or open_data(self.task, config, rank.collectives)
-        if rank.world.size > 1:
-            check_same_data(datasets, rank.collectives)
-            if rank.plan.task.opens_files:  # loader workers must open them themselves
-                datasets = open_datasets(self.task, config)
+        if rank.world.size > 1 and rank.plan.task.opens_files:  # loader workers must open them themselves
+            datasets = open_datasets(self.task, config)
         ending.callback(end_data, datasets)
         # No name for the snapshot here: it would keep its memory, or its files, until the end.
         return build_fit(rank, self.task, datasets, load_latest(rank, in_pieces=rank.reads_shards))

@@ -274,3 +274,21 @@ def without_count(total: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor | 
     """A loss of 0 for 0 items, with gradients of 0: of a batch that replaces one without readable samples."""
     total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
     return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0
+
+
+def train_mode(model: nn.Module) -> None:
+    """As ``model.train()``, except for what the task itself has put in evaluation mode.
+
+    That is a layer whose parent is in training mode (a frozen BatchNorm), or a module without trainable parameters (a
+    frozen backbone). Others are trained: many libraries return a whole model in evaluation mode.
+    """
+    kept: list[nn.Module] = []
+    for parent in model.modules():
+        for module in parent.children():
+            is_layer = parent.training and next(module.children(), None) is None
+            parameters = list(module.parameters())
+            if not module.training and (is_layer or (parameters and not any(p.requires_grad for p in parameters))):
+                kept.append(module)
+    model.train()
+    for module in kept:
+        module.eval()

@@ -1,30 +1,23 @@
-"""A task's data: opened under the run's seed, checked, known again at a resume, and in the plan's order as batches."""
+"""A task's data: opened under the run's seed, checked, and in the plan's order as batches."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import math
 import os
-import random
-import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import ArrayDataset, FrameRows, by_row, draws_keyed, is_stream, leaf_of, leaves
+from lockstep.data.arrays import ArrayDataset, FrameRows, by_row, draws_keyed, is_stream, leaves
 from lockstep.data.loader import Settled, make_loader
 from lockstep.data.order import Order
-from lockstep.data.reader import TRIED, Collate, Indices, sample_error
+from lockstep.data.reader import Collate, Indices
 from lockstep.data.requests import Source, Window, windows
 from lockstep.data.sampling import (
     BucketedOrder,
@@ -36,9 +29,10 @@ from lockstep.data.sampling import (
 )
 from lockstep.data.stream import Stream, as_stream
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.rank_context import generators_kept, seeded
+from lockstep.engine.fingerprint import check_same_data
+from lockstep.engine.generators import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
-from lockstep.errors import DataError, LockstepError, UnsupportedError
+from lockstep.errors import DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
 
@@ -46,14 +40,12 @@ from lockstep.planning import Plan
 RESIDENT_SHARE = 0.2
 #: Who calls ``set_epoch()`` of training data.
 EPOCH_CALLER = "Lockstep calls it with the epoch, from 0, before on_epoch_start and the epoch's first batch"
-#: Samples that a fingerprint reads, and the time limit for reading them a second time, in seconds.
-PROBES, AGAIN_S = 16, 1.0
-#: Types of the same size, for values whose type NumPy lacks, by size in bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
     """``prepare()`` once per node, then the data sets; the only way to open a task's data. Collective, if with ranks.
+
+    Raises :class:`DataError` where a rank has opened other data than rank 0.
 
     What a task draws there from ``random``, NumPy or torch starts from the run's seed, and the caller's generators are
     restored: so ``random_split`` without a generator gives the same parts on any ranks and in every attempt.
@@ -64,7 +56,10 @@ def open_data(task: Task, config: RunConfig, collectives: Collectives | None = N
         with collectives.main_first(per_node=True):
             if collectives.local_rank == 0:
                 prepare_data(task, config)
-    return open_datasets(task, config)
+    datasets = open_datasets(task, config)
+    if collectives is not None and collectives.size > 1:
+        check_same_data(datasets, collectives)
+    return datasets
 
 
 def prepare_data(task: Task, config: RunConfig) -> None:
@@ -242,9 +237,6 @@ def _lengths(task: Task, plan: Plan) -> NDArray[Any]:
     return lengths
 
 
-# Checks of a data set, and a fingerprint by which a resume recognises its data.
-
-
 def check_dataset(dataset: Any, split: str) -> None:
     """Raise where ``dataset`` is not map-style or empty; only training data are required."""
     if dataset is None and split != "train":
@@ -297,203 +289,3 @@ def check_frames(dataset: Any) -> None:
     for leaf in leaves(dataset):
         if isinstance(leaf, FrameRows):
             leaf.check_values()
-
-
-def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:
-    """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
-
-    The data set's own ``fingerprint()`` is used where it has one. All is read twice, the second time backwards and
-    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named. ``skips``:
-    a sample that cannot be read is not an error.
-    """
-    samples = len(dataset)
-    if hasattr(dataset, "fingerprint"):
-        given = str(dataset.fingerprint())
-        stable = given == str(dataset.fingerprint())
-        return (f"{samples}:{given}", ()) if stable else (f"{samples}:~", ("the data set's fingerprint()",))
-    digest = hashlib.sha256()
-    fields, unstable = _read_probes(dataset, digest, skips=skips)
-    if not unstable:
-        return f"{samples}:{digest.hexdigest()[:16]}", ()
-    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
-    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
-    return f"{samples}:~{rest}", tuple(sorted(unstable))
-
-
-def _read_probes(
-    dataset: Any, digest: Any, *, skips: bool, limit_s: float = math.inf
-) -> tuple[dict[int, dict[str, bytes]], set[str]]:
-    """Hashes of the parts of up to 16 samples, by index, and the parts that differ when they are read again.
-
-    ``digest`` takes in the samples; none is begun after ``limit_s`` seconds.
-    """
-    fields, unstable, last = dict[int, dict[str, bytes]](), set[str](), len(dataset) - 1
-    until = time.monotonic() + limit_s
-    with generators_kept():
-        for index in sorted({int(i) for i in np.linspace(0, last, PROBES)}) if last >= 0 else ():
-            if fields and time.monotonic() > until:
-                break
-            sample = _probe(dataset, index, skips)
-            feed(digest, sample)
-            fields[index] = _fields(sample)
-        until = time.monotonic() + AGAIN_S
-        for number, index in enumerate(reversed(fields)):
-            if number > 1 and time.monotonic() > until:
-                break
-            again = _fields(_probe(dataset, index, skips))
-            unstable |= {name for name, _ in fields[index].items() ^ again.items()}
-    return fields, unstable
-
-
-class _Split(NamedTuple):
-    """What ranks compare of a split; ``fields``: hashes of the parts of some samples, by index."""
-
-    samples: int
-    fingerprint: str
-    fields: dict[int, dict[str, bytes]]
-    unstable: set[str]
-
-    def is_like(self, other: _Split) -> bool:
-        """Whether both may be of the same data: the samples that both ranks read, without what varies."""
-        ignored = self.unstable | other.unstable
-        common = [(self.fields[index], other.fields[index]) for index in self.fields.keys() & other.fields.keys()]
-        parts = ({item for item in mine.items() ^ theirs.items() if item[0] not in ignored} for mine, theirs in common)
-        return self[:2] == other[:2] and not any(parts)
-
-
-def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
-    """Raise :class:`DataError` where a rank has opened other data than rank 0. Collective."""
-    named = {f"val {name}": part for name, part in datasets.named.items()} or {"val": datasets.val}
-    splits = {"train": datasets.train, **named, "test": datasets.test}
-    mine = {name: _split_of(dataset) for name, dataset in splits.items() if dataset is not None}
-    first, *others = collectives.all_gather(mine)
-    for rank, other in enumerate(others, 1):
-        for name in {**first, **other}:
-            here, there = first.get(name), other.get(name)
-            if here is None or there is None or not here.is_like(there):
-                counts = [0 if split is None else split.samples for split in (here, there)]
-                others_text = f"{counts[1]} samples, rank 0 has {counts[0]}"
-                if counts[0] == counts[1]:
-                    others_text = f"the samples of rank 0 in another order, or others, {counts[0]} as well"
-                raise DataError(
-                    f"rank {rank} has other {name} data than rank 0",
-                    why=f"it has {others_text}; each rank takes its part of the same data",
-                    fix="let Task.datasets() give the same samples in the same order on every rank: sort the names of "
-                    "files, iterate over no set, and check that every machine has all files",
-                )
-
-
-def _split_of(dataset: Any) -> _Split:
-    if hasattr(dataset, "fingerprint"):
-        given, again = str(dataset.fingerprint()), str(dataset.fingerprint())
-        return _Split(len(dataset), given if given == again else "", {}, set())
-    return _Split(len(dataset), "", *_read_probes(dataset, hashlib.sha256(), skips=True, limit_s=AGAIN_S))
-
-
-def same_data(saved: str, here: str) -> bool:
-    """Whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
-    if ("~" in saved) != ("~" in here):
-        return saved.partition(":")[0] == here.partition(":")[0]
-    return saved == here
-
-
-def _fields(sample: Any) -> dict[str, bytes]:
-    """A hash of each part of a sample, by its name."""
-    if isinstance(sample, dict):
-        return {f"the field {name!r}": _digest(value) for name, value in sample.items()}
-    if isinstance(sample, (list, tuple)):
-        return {f"item {place}": _digest(value) for place, value in enumerate(sample)}
-    return {"the content": _digest(sample)}
-
-
-def _probe(dataset: Any, index: int, skips: bool) -> Any:
-    """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
-    random.seed(index)
-    np.random.seed(index)
-    torch.default_generator.manual_seed(index)
-    try:
-        return read_sample(dataset, index)
-    except LockstepError:
-        if not skips:
-            raise
-        return "unreadable"
-
-
-def read_sample(dataset: Any, index: int) -> Any:
-    try:
-        leaf, at = leaf_of(dataset, index)
-        if draws_keyed(leaf):
-            return leaf.sample(at, np.random.Generator(np.random.Philox(index)))
-        return dataset[index]
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise sample_error(dataset, index, error) from error
-
-
-def readable_sample(dataset: Any) -> Any:
-    """The first sample that can be read (``data.on_bad_row=skip``)."""
-    for index in range(min(TRIED, len(dataset))):
-        with contextlib.suppress(LockstepError):
-            return read_sample(dataset, index)
-    return read_sample(dataset, 0)
-
-
-def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The values on the host; of a type that NumPy lacks (bfloat16), their bits."""
-    tensor = tensor.detach().cpu()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        if tensor.layout != torch.strided:
-            raise
-        return tensor.view(_BITS[tensor.itemsize]).numpy()
-
-
-def feed(digest: Any, value: Any, around: tuple[int, ...] = ()) -> None:
-    """Add a sample, however nested, to a hash, which is the same in every process.
-
-    ``around``: the identities of the objects that ``value`` is a part of.
-    """
-    if isinstance(value, Tensor):
-        value = as_array(value if value.layout == torch.strided else value.to_dense())
-    if isinstance(value, np.ndarray):
-        digest.update(str((value.dtype, value.shape)).encode())
-        if value.dtype.hasobject:  # its bytes are addresses
-            feed(digest, value.tolist(), around)
-        else:
-            digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, dict):
-        for key in value:
-            digest.update(str(key).encode())
-            feed(digest, value[key], around)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            feed(digest, item, around)
-    elif isinstance(value, (set, frozenset)):
-        digest.update(b"".join(sorted(map(_digest, value))))
-    elif isinstance(value, (int, float, str, bytes, bool, type(None), np.generic)):
-        digest.update(repr(value).encode())
-    elif hasattr(value, "__qualname__"):  # a class or a function
-        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
-    else:
-        digest.update(repr(type(value)).encode())
-        if id(value) not in around:
-            feed(digest, _contents(value), (*around, id(value)))
-
-
-def _contents(value: Any) -> Any:
-    """What an object is pickled from. The bytes of a pickle depend on which equal parts are one object."""
-    try:
-        contents = value.__reduce_ex__(2)
-    except Exception:  # whatever an object of the user's raises: then its type has to do
-        return ()
-    if not isinstance(contents, tuple):
-        return contents
-    return [list(part) if isinstance(part, Iterator) else part for part in contents]
-
-
-def _digest(value: Any) -> bytes:
-    own = hashlib.sha256()
-    feed(own, value)
-    return own.digest()

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.config import RunConfig, nested, resolve
 from lockstep.config.named import code_in, named
-from lockstep.engine.inspection import on_meta, trial_of
+from lockstep.engine.blueprint import on_meta, trial_of
 from lockstep.engine.runner import runner_of
 from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task

@@ -23,7 +23,7 @@ from lockstep._compat.lightning import LaunchedDdp
 from lockstep._compat.lightning_results import agree_on_names, evaluation_samplers
 from lockstep._compat.torchmetrics import unequal_lists
 from lockstep.config.sections import DistributedConfig
-from lockstep.engine.rank_context import rank_device
+from lockstep.engine.runtime import rank_device
 from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.lightning.dataloaders import SharedBatches

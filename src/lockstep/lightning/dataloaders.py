@@ -25,7 +25,7 @@ from lockstep.data.loader import loader_processes
 from lockstep.data.order import Order, WorkerInit, derive_key
 from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
-from lockstep.engine.rank_context import seeded
+from lockstep.engine.generators import seeded
 from lockstep.engine.state import TrainState
 from lockstep.errors import ConfigError, DataError, UnsupportedError, many
 from lockstep.hardware.world import World

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep._compat.torch import ConvertedModule, tree_leaves
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
-from lockstep.engine.rank_context import seeded
+from lockstep.engine.generators import seeded
 from lockstep.engine.task import Datasets, Loss, Metrics, Scheduler, Task
 from lockstep.engine.training_data import open_data
 from lockstep.errors import TaskError, UnsupportedError

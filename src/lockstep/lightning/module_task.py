@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 
 from lockstep.config import RunConfig
-from lockstep.engine.rank_context import seeded
+from lockstep.engine.generators import seeded
 from lockstep.engine.task import Datasets, Task, TaskConfig
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.hardware.detect import detect_devices

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep._compat.torch import tree_leaves, tree_map
-from lockstep.engine.rank_context import generators_kept
+from lockstep.engine.generators import generators_kept
 from lockstep.engine.task import Loss
 from lockstep.engine.trained import Term, terms_of
 from lockstep.errors import TaskError

@@ -6,9 +6,9 @@ import torch
 
 from lockstep.data.requests import BatchRequest, Source
 from lockstep.data.stream import Stream
+from lockstep.engine.blueprint import on_meta, trial_of
 from lockstep.engine.distributed.staging import to_device
-from lockstep.engine.inspection import on_meta, trial_of
-from lockstep.engine.rank_context import generators_kept
+from lockstep.engine.generators import generators_kept
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, check_loss
 from lockstep.hardware.peaks import peak_flops

@@ -42,9 +42,9 @@ from lockstep.config import DebugConfig
 from lockstep.data.reader import Indices
 from lockstep.data.requests import BatchRequest, Source
 from lockstep.engine.distributed.buffers import bit_sum, weights_of
+from lockstep.engine.fingerprint import as_array, feed
 from lockstep.engine.optim.step import Update
 from lockstep.engine.partition import pick
-from lockstep.engine.training_data import as_array, feed
 
 #: Values kept of each parameter and buffer, spread over it: enough to see any update, few enough for any model.
 VALUES_PER_TENSOR = 1024

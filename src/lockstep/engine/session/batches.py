@@ -12,11 +12,12 @@ from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
 from lockstep.data.requests import Source, Window, windows
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.fingerprint import examined, same_data
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.run_log import record_samples
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import check_dataset, collate_of, data_settings, examined, same_data, training_source
+from lockstep.engine.training_data import check_dataset, collate_of, data_settings, training_source
 from lockstep.errors import TaskError, UnsupportedError
 
 

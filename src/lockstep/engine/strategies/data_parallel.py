@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel
 
 from lockstep._compat.torch import tree_leaves
 from lockstep.config import RunConfig
-from lockstep.engine.rank_context import rank_device
+from lockstep.engine.runtime import rank_device
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.trained import bare
 from lockstep.hardware.world import World

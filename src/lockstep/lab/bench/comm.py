@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import finish, wire_device
-from lockstep.engine.rank_context import join, rank_device
+from lockstep.engine.runtime import join, rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World

@@ -17,7 +17,8 @@ from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.distributed.staging import between, finish, moment
 from lockstep.engine.fit import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
-from lockstep.engine.rank_context import RankContext, rank_device, runtime
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk

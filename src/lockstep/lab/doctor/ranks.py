@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.rank_context import rank_device
+from lockstep.engine.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.lab.bench.comm import bus_factor, call_time

@@ -28,11 +28,11 @@ from lockstep._compat.fake_tensors import (
 )
 from lockstep._compat.torch import BatchNorm, storage_key, tree_leaves, tree_map
 from lockstep.config import RunConfig
-from lockstep.engine.inspection import blueprint
+from lockstep.engine.blueprint import blueprint
+from lockstep.engine.generators import seeded
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
-from lockstep.engine.rank_context import seeded
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model, check_loss

@@ -14,9 +14,9 @@ from typing import Any
 
 from lockstep.config import LaunchConfig, RunConfig, resolve
 from lockstep.engine.distributed.collectives import Collectives, shared
-from lockstep.engine.rank_context import rank_device, runtime
 from lockstep.engine.reopened import Evaluation, Reopened, reopen
 from lockstep.engine.runner import runner_of
+from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.task import Task
 from lockstep.hardware import World
 from lockstep.hardware.detect import usable_cores

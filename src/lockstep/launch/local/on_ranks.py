@@ -93,7 +93,7 @@ def run_on_ranks(
 
 def call(rank: Rank) -> int:
     """Run the function of :func:`run_on_ranks` as one of its ranks."""
-    from lockstep.engine.rank_context import serve_store  # torch
+    from lockstep.engine.runtime import serve_store
 
     serve_store()
     function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous as find_store
 
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.rank_context import before_nccl, rank_device
+from lockstep.engine.runtime import before_nccl, rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lockstep.config import RunConfig
+from lockstep.engine.fingerprint import examined
 from lockstep.engine.rank_context import joined as joined_ranks
 from lockstep.engine.resume import check_fits
 from lockstep.engine.session.batches import check_alike, length
@@ -18,7 +19,7 @@ from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import Training
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import begin_stream, end_data, examined, open_datasets
+from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.events import Fanout, Sink
 from lockstep.launch.nodes.preparation import Planned, plan_together, record_attempt
 from lockstep.launch.session.join import Joined

@@ -1,0 +1,248 @@
+"""The process-wide state that training sets on entry and restores on exit: threads, kernels, memory, process group."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lockstep._compat.torch import choose_gpu_again, use_deterministic_algorithms
+from lockstep.engine.generators import generators_kept, seed_everything
+from lockstep.errors import DeviceError, UnsupportedError, many
+from lockstep.hardware.world import STORE_FD, World
+from lockstep.planning import Plan
+from lockstep.rundir.folder import NCCL_DUMP
+
+#: The second is the name before torch 2.9, still read.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+
+
+@contextmanager
+def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool = False) -> Iterator[None]:
+    """Set torch's switches for float32 kernels: ``matmul`` is ``highest``, ``high`` (TF32), or ``None``, as it is.
+
+    torch has two interfaces for them, and raises where it compiles and they disagree: ``fp32_precision`` alone sets
+    the newer one. ``set_float32_matmul_precision`` and ``allow_tf32`` set both.
+    """
+    cudnn: Any = torch.backends.cudnn
+    newer: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    kept, switches = [part.fp32_precision for part in newer], (cudnn.benchmark, cudnn.deterministic)
+    # Where the caller's own disagree, the older one cannot be read: it is the other of two values.
+    allowed, older = kept[1] != "tf32", "highest" if kept[0] == "tf32" else "high"
+    with _older_interface():
+        with suppress(RuntimeError):
+            allowed = cudnn.allow_tf32
+        with suppress(RuntimeError):
+            older = torch.get_float32_matmul_precision()
+    precision = "highest" if exact else matmul
+    if precision is not None:
+        with _older_interface():
+            torch.set_float32_matmul_precision(precision)
+            cudnn.allow_tf32 = precision == "high"
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
+    if exact or benchmark:
+        cudnn.benchmark, cudnn.deterministic = benchmark and not exact, exact
+    try:
+        yield
+    finally:
+        if precision is not None:
+            with _older_interface():
+                cudnn.allow_tf32 = allowed
+                torch.set_float32_matmul_precision(older)
+        for part, value in zip(newer, kept, strict=True):
+            part.fp32_precision = value
+        cudnn.benchmark, cudnn.deterministic = switches
+
+
+@contextmanager
+def _older_interface() -> Iterator[None]:
+    """Of which torch 2.9 warns at any use."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+        yield
+
+
+@contextmanager
+def expandable_segments(device: torch.device) -> Iterator[None]:
+    """Let torch's GPU allocator grow its blocks, so that batches of many sizes leave fewer gaps.
+
+    It reads the variable when a process first uses a GPU; whoever has set it wants something else.
+    """
+    sets = device.type == "cuda" and not torch.cuda.is_initialized() and not any(map(os.environ.get, _ALLOCATOR))
+    if sets:
+        os.environ[_ALLOCATOR[0]] = _EXPANDABLE
+    try:
+        yield
+    finally:
+        if sets:
+            os.environ.pop(_ALLOCATOR[0], None)
+
+
+def before_nccl(logs: Path) -> None:
+    """In a rank that will use NCCL, before its process group is made; ``logs`` gets what its flight recorder writes."""
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / NCCL_DUMP))
+    if not any(map(os.environ.get, _ALLOCATOR)):
+        os.environ[_ALLOCATOR[0]] = _EXPANDABLE
+
+
+def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
+    """Initialize the process group of several ranks, unless it exists; return whether this call did."""
+    if world.size == 1 or dist.is_initialized():
+        return False
+    timeout = timedelta(seconds=timeout_s)
+    serve_store()
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    # The agent's store survives a restart of the ranks, with the addresses of the ranks before.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend=backend,
+        store=PrefixStore(f"start-{start}", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return True
+
+
+#: Stores that :func:`serve_store` has opened; they stay open until this process ends.
+_served: list[Store] = []
+
+
+def serve_store() -> None:
+    """On rank 0 of a single node: serve the store on the socket of ``MASTER_PORT`` that the launcher opened."""
+    server = os.environ.pop(STORE_FD, None)
+    if server is not None:
+        port = int(os.environ["MASTER_PORT"])
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": int(server)}
+        _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Let glibc keep what a step frees for the next one; what is left goes back to the system at the end.
+
+    By default it returns the memory of large tensors to the kernel, and each step gets it again page by page, or
+    not, as the history of the process has it: with HAR's CNN a step took up to 40 % longer in some processes than in
+    others (``benchmarks/peers.py --models cnn``). Blocks of more than 32 MiB, the largest threshold that mallopt(3)
+    takes, still go back; the thresholds stay after the end.
+
+    Without glibc, and where its variables are set, nothing happens.
+    """
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    users = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+    if not hasattr(libc, "mallopt") or any(name in os.environ for name in users):
+        yield
+        return
+    mmap_threshold, trim_threshold = -3, -1  # of glibc's malloc.h
+    libc.mallopt(mmap_threshold, 32 * 2**20)
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    try:
+        yield
+    finally:
+        libc.malloc_trim(0)
+
+
+#: What cuBLAS, and torch's compiler when it is imported, read in exact mode.
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_EXACT = {_CUBLAS: ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+
+
+def rank_device(devices: Sequence[str], world: World) -> torch.device:
+    """The device of this rank: ``devices`` has one entry per local rank, or one for all of them."""
+    name = devices[world.local_rank % len(devices)]
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(name.partition(":")[2])
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"{name} is not available to rank {world.rank}",
+            why=f"torch sees {many(torch.cuda.device_count(), 'GPU')} in this process",
+            fix="check CUDA_VISIBLE_DEVICES and `lockstep devices`",
+        )
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def runtime(
+    plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool
+) -> Iterator[None]:
+    """Threads, seeds, determinism and the process group of an attempt; the caller's are restored afterwards."""
+    exact, on_gpu = plan.reproducibility == "exact", device.type == "cuda"
+    products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
+    with ExitStack() as kept:
+        kept.enter_context(expandable_segments(device))  # before anything asks the GPU
+        if on_gpu and world.size == 1:  # one of several ranks ends soon
+            kept.callback(choose_gpu_again, torch.cuda.current_device())
+        kept.enter_context(generators_kept())
+        kept.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(plan.threads)
+        if on_gpu:
+            torch.cuda.set_device(device)
+            # torch 2.9 looks once a process, at the first product, whether exact mode may follow.
+            os.environ.setdefault(_CUBLAS, _EXACT[_CUBLAS])
+        kept.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
+        if exact:
+            kept.enter_context(_deterministic())
+        kept.enter_context(_group(plan.placement["backend"], device, world, timeout_s))
+        seed_everything(plan.seed)
+        if not on_gpu:
+            kept.enter_context(kept_memory())
+        kept.enter_context(torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True))
+        yield
+
+
+@contextmanager
+def _group(backend: str | None, device: torch.device, world: World, timeout_s: float) -> Iterator[None]:
+    """The process group, destroyed at the end if this made it."""
+    ends = join(backend, device, world, timeout_s)
+    try:
+        yield
+    except BaseException:
+        # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
+        ends = ends and backend != "nccl"
+        raise
+    finally:
+        if ends:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels alone, and an error for an operator that has none."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = {name: os.environ.get(name) for name in _EXACT}
+    os.environ.update(_EXACT)
+    use_deterministic_algorithms(True)
+    try:
+        yield
+    except BaseException as error:
+        # torch's own message names switches that users never set.
+        operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise UnsupportedError(
+            f"reproducibility: exact cannot use {operator.split()[-1]}",
+            why="torch has no deterministic kernel for it on this device",
+            fix="compute it otherwise or on the CPU, or train with reproducibility: fast",
+        ) from error
+    finally:
+        use_deterministic_algorithms(enabled, warn_only=warn_only)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
