@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import ctypes, json, os, random, resource, torch
 from pathlib import Path
-from lockstep.engine.rank_context import kept_memory
+from lockstep.engine.runtime import kept_memory
 
 dice = random.Random(0)
 sizes = [dice.randrange(1, 30) << 18 for _ in range(12)]
