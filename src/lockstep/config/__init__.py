@@ -4,6 +4,7 @@ from lockstep.config.load import dump as dump
 from lockstep.config.load import load as load
 from lockstep.config.load import merge as merge
 from lockstep.config.load import nested as nested
+from lockstep.config.load import one_micro_batch as one_micro_batch
 from lockstep.config.load import resolve as resolve
 from lockstep.config.sections import AveragingConfig as AveragingConfig
 from lockstep.config.sections import CheckpointConfig as CheckpointConfig

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.resume import load_shared, load_weights, restoring
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.task import Datasets, Task
@@ -54,6 +55,8 @@ def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collective
     store = CheckpointStore(wanted.run.checkpoints)
     snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
     datasets = None if wanted.data else open_data(task, wanted.config, collectives)
+    if datasets is not None and world.size > 1:
+        check_same_data(datasets, collectives)
     device = rank_device(tuple(wanted.plan.placement["devices"]), world)
     return Reopened(wanted, task, datasets, snapshot, world, collectives, device)
 

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.store import Snapshot
-from lockstep.config import RunConfig
-from lockstep.config.load import one_micro_batch
+from lockstep.config import RunConfig, one_micro_batch
 from lockstep.engine.evaluate import refuse_without_predictions
+from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.fit import Fitting, build_fit
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.measure import measure
@@ -65,8 +65,10 @@ class TaskRunner:
         """
         config = rank.config
         datasets = datasets or open_data(self.task, config, rank.collectives)
-        if rank.world.size > 1 and rank.plan.task.opens_files:  # loader workers must open them themselves
-            datasets = open_datasets(self.task, config)
+        if rank.world.size > 1:
+            check_same_data(datasets, rank.collectives)
+            if rank.plan.task.opens_files:  # loader workers must open them themselves
+                datasets = open_datasets(self.task, config)
         ending.callback(end_data, datasets)
         # No name for the snapshot here: it would keep its memory, or its files, until the end.
         return build_fit(rank, self.task, datasets, load_latest(rank, in_pieces=rank.reads_shards))

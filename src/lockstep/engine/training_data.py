@@ -29,7 +29,6 @@ from lockstep.data.sampling import (
 )
 from lockstep.data.stream import Stream, as_stream
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.generators import seeded
 from lockstep.engine.task import Datasets, DataSettings, Task
 from lockstep.errors import DataError, UnsupportedError
@@ -45,8 +44,6 @@ EPOCH_CALLER = "Lockstep calls it with the epoch, from 0, before on_epoch_start 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
     """``prepare()`` once per node, then the data sets; the only way to open a task's data. Collective, if with ranks.
 
-    Raises :class:`DataError` where a rank has opened other data than rank 0.
-
     What a task draws there from ``random``, NumPy or torch starts from the run's seed, and the caller's generators are
     restored: so ``random_split`` without a generator gives the same parts on any ranks and in every attempt.
     """
@@ -56,10 +53,7 @@ def open_data(task: Task, config: RunConfig, collectives: Collectives | None = N
         with collectives.main_first(per_node=True):
             if collectives.local_rank == 0:
                 prepare_data(task, config)
-    datasets = open_datasets(task, config)
-    if collectives is not None and collectives.size > 1:
-        check_same_data(datasets, collectives)
-    return datasets
+    return open_datasets(task, config)
 
 
 def prepare_data(task: Task, config: RunConfig) -> None:
