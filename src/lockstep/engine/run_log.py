@@ -1,4 +1,4 @@
-"""The log of an attempt: rows, the best evaluation, early stopping, when to save, and why the run ended.
+"""The log of an attempt: rows, the best evaluation, early stopping, and why the run ended.
 
 The native loop (:mod:`lockstep.engine.fit`) and Lightning's callback (:mod:`lockstep.lightning.run_callback`)
 drive the same object.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,44 +22,13 @@ from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
 from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
+from lockstep.engine.save_policy import SavePolicy, retained
 from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.base import Flags
 from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.rundir.files import JsonLines, read_jsonl
 from lockstep.rundir.heartbeat import Activity, pulse
-
-
-class SavePolicy:
-    """Save every ``every_steps`` optimizer steps, or when ``every_s`` seconds have passed since the last save.
-
-    Steps are counted from the start of the run, so a resumed run saves at the same steps. Time differs
-    between ranks: ask one rank and send its answer to the others.
-    """
-
-    def __init__(
-        self, every_steps: int | None, every_s: float | None, clock: Callable[[], float] = time.monotonic, step: int = 0
-    ) -> None:
-        self._every_steps, self._every_s, self._clock = every_steps, every_s, clock
-        self.saved(step)
-
-    def due(self, step: int) -> bool:
-        """Whether to save after optimizer step ``step``; never twice at one step."""
-        if step <= self._step:
-            return False
-        if self._every_steps is not None and step // self._every_steps > self._step // self._every_steps:
-            return True
-        return self._every_s is not None and self._clock() - self._time >= self._every_s
-
-    def saved(self, step: int) -> None:
-        """The state after ``step`` has been saved, for whatever reason."""
-        self._step, self._time = step, self._clock()
-
-
-def retained(steps: Collection[int], keep_last: int, best: int | None) -> set[int]:
-    """Of the checkpoints at ``steps``, those to keep: the ``keep_last`` newest, and ``best`` if it exists."""
-    newest = sorted(set(steps), reverse=True)[:keep_last]
-    return {*newest, best} & set(steps) if best is not None else set(newest)
 
 
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engine.run_log import SavePolicy, retained
+from lockstep.engine.save_policy import SavePolicy, retained
 
 
 class Clock:
