@@ -256,12 +256,6 @@ def compiler_not_imported() -> Iterator[None]:
             delattr(method, _DISABLED)
 
 
-def import_compiler() -> None:
-    """What torch imports with the first optimizer that is made outside :func:`compiler_not_imported`."""
-    with suppress(ImportError):
-        import torch._dynamo  # noqa: F401
-
-
 def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None:
     """As torch's, which imports its compiler to set a flag there: a second and more of every process.
 

@@ -64,7 +64,7 @@ def verify(
     from lockstep.verification import verify as run
     from lockstep.verification.report import print_report, write_report
 
-    fork_ranks_from_here(mapping, name, script=name.endswith(".py"))
+    fork_ranks_from_here(mapping, script=name.endswith(".py"))
     say = partial(progress, doing="running")
     if name.endswith(".py"):
         from lockstep.verification.script import print_script_report, verify_script, write_script_report

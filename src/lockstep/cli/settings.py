@@ -223,20 +223,18 @@ def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: s
     return [int(name) for name in names]
 
 
-def fork_ranks_from_here(given: Mapping[str, Any] | str | None, task: str = "", *, script: bool = False) -> None:
+def fork_ranks_from_here(given: Mapping[str, Any] | str | None, *, script: bool = False) -> None:
     """Let the ranks share what this process has imported; call it once that is torch, before it computes.
 
-    ``given``: settings or devices: several need ranks. ``task``: its name, or a ``script``, which has a rank on one
-    device too; the libraries that its file imports are shared, for a script also the compiler (by its first optimizer).
+    ``given``: settings or devices: several need ranks. A ``script`` has a rank on one device too.
     """
-    from lockstep._compat.torch import import_compiler
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
-    from lockstep.launch.local.fork_server import fork_server_here, source_of
+    from lockstep.launch.local.fork_server import fork_server_here
 
     devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
     if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
-        fork_server_here(source_of(task), *([import_compiler] if script else []))
+        fork_server_here()
 
 
 def _contradiction(one: str, other: str, why: str) -> UsageError:

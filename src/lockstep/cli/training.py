@@ -106,7 +106,7 @@ def train(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch.api import train as start
 
-    fork_ranks_from_here(mapping, name)
+    fork_ranks_from_here(mapping)
     return start(name, mapping, resume=resume, accept_data=accept_data).exit_code
 
 
@@ -143,12 +143,9 @@ def resume(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
         from lockstep.launch.session.script import resume_session
-        from lockstep.telemetry.origin import require_script_named, script_of
+        from lockstep.telemetry.origin import script_of
 
-    script = script_of(found)
-    if script is not None:
-        require_script_named(found, script, overrides)  # before its imports are shared
-    fork_ranks_from_here(devices, script.path if script else "", script=script is not None)
+    fork_ranks_from_here(devices, script=script_of(found) is not None)
     code = resume_session(found, overrides, devices)
     if code is not None:
         return code
@@ -210,5 +207,5 @@ def run(
     settings = load(sets=set or (), overrides=given)
     from lockstep.launch.session.script import run_script
 
-    fork_ranks_from_here(settings, str(Path(script).expanduser()), script=True)
+    fork_ranks_from_here(settings, script=True)
     return run_script(Path(script).expanduser(), list(arguments), settings, resume=resume)[1]

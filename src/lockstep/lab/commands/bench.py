@@ -150,7 +150,7 @@ def scaling(
         _, mapping = to_mapping(settings, task)
         folder = report_folder(mapping, "bench-scaling")
         del mapping["task"]
-        fork_ranks_from_here(mapping, task, script=True)
+        fork_ranks_from_here(mapping, script=True)
         report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
         return finish(report, folder, as_json)
     subject, done = _asked("scaling", settings, task, as_json)

@@ -15,14 +15,12 @@ A process that forks has one thread, has computed nothing and has not asked the 
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
 import ctypes
 import gc
 import logging
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -32,7 +30,6 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -47,6 +44,10 @@ _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENB
 _LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: The process name of a launcher.
 LAUNCHER = "lockstep-launch"
+#: What all ranks need.
+_IMPORTED = "lockstep.engine.attempt"
+#: How often a server looks whether a launcher or, without one, its caller has ended.
+_POLL_S, _IDLE_POLL_S = 0.02, 1.0
 _MAX_BYTES = 4096
 _PR_SET_NAME = 15
 
@@ -172,7 +173,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, environ: Mapping[str, str]) -> ForkServer:
-        """A new interpreter, which imports what the first launch needs."""
+        """A new interpreter, which imports what all ranks need."""
         control, other = _pair()
         with other:
             process = subprocess.Popen(
@@ -198,14 +199,14 @@ class ForkServer:
         """Whether it runs, for this process, and was started with the variables of ``environ`` that matter then."""
         return self._runs() and self._at_start == _at_start(environ)
 
-    def launch(self, function: str, modules: Sequence[str], files: tuple[int, int, int]) -> RemoteChild:
+    def launch(self, function: str, shared: Sequence[str], files: tuple[int, int, int]) -> RemoteChild:
         """Fork a launcher, which runs ``function`` (``module:function``) with these standard ``files``.
 
-        ``modules``: what its ranks need; imported in the server. Raises :class:`RunError` where the server has ended.
+        ``shared``: modules to import in the server. Raises :class:`RunError` where the server has ended.
         """
         answers, other = _pair()
         with other, contextlib.suppress(OSError):
-            socket.send_fds(self._control, [" ".join([function, *modules]).encode()], [*files, other.fileno()])
+            socket.send_fds(self._control, [" ".join([function, *shared]).encode()], [*files, other.fileno()])
         return RemoteChild(answers)
 
     def close(self) -> None:
@@ -249,76 +250,14 @@ def server_for(environ: Mapping[str, str]) -> ForkServer:
         return _replace_server(ForkServer.start(environ))
 
 
-def fork_server_here(task_file: Path | None = None, also: Callable[[], None] = lambda: None) -> None:
+def fork_server_here() -> None:
     """Make the fork server of this process a fork of it: what is imported by now is not imported again.
 
-    Only for a process with one thread that has computed nothing with torch, such as the command line's. Of
-    ``task_file``, the libraries that it imports first are imported, too, and ``also`` is called, unless that starts
-    threads or asks a GPU.
+    Only for a process with one thread that has computed nothing with torch, such as the command line's.
     """
-    if asked_gpu():
-        return
-    with _lock:
-        _replace_server(ForkServer.fork())
-        if task_file is None:
-            return
-        before = set(sys.modules)
-        import_libraries(task_file)
-        also()
-        if before.issuperset(sys.modules) or asked_gpu() or _has_gpu_files():
-            return
-        server = ForkServer.fork()
-        if len(list(Path("/proc/self/task").iterdir())) == 1:  # those of BLAS end before a fork
-            _replace_server(server)
-        else:
-            server.close()
-
-
-def _has_gpu_files() -> bool:
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing is closed
-            if str(link.readlink()).startswith("/dev/nvidia"):
-                return True
-    return False
-
-
-def source_of(task: str) -> Path | None:
-    """The file of a task, by its name on the command line; ``None``: it is installed, or there is none."""
-    place = task if task.endswith(".py") else task.rpartition(":")[0]
-    file = Path(place if place.endswith(".py") else place.replace(".", "/") + ".py")
-    return file.resolve() if place and file.is_file() else None
-
-
-def import_libraries(file: Path) -> None:
-    """Run the imports with which ``file`` begins, in their order, as far as they are of installed packages.
-
-    It ends at any other statement, which might set what a later import reads (a variable, ``sys.path``), at a module of
-    the user, which each rank runs itself, and at an error, which the import of the file reports.
-    """
-    with contextlib.suppress(Exception):
-        for statement in ast.parse(file.read_bytes()).body:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                continue  # a docstring
-            names: list[str] = []
-            if isinstance(statement, ast.Import):
-                names = [alias.name for alias in statement.names]
-            elif isinstance(statement, ast.ImportFrom) and not statement.level:
-                names = [statement.module or ""]
-            if not names or not all(_is_library(name.partition(".")[0], file.parent) for name in names):
-                return
-            exec(compile(ast.Module([statement], []), str(file), "exec"), {})
-
-
-def _is_library(name: str, folder: Path) -> bool:
-    """Whether the top-level package ``name`` is Python's, ours or installed, and no neighbour of the file hides it."""
-    if name in sys.stdlib_module_names or name == __name__.partition(".")[0]:
-        return True
-    neighbours = [place / file for place in (folder, Path.cwd()) for file in (f"{name}.py", f"{name}/__init__.py")]
-    if any(neighbour.exists() for neighbour in neighbours):
-        return False
-    found = find_spec(name)
-    places = [] if found is None else [found.origin or "", *(found.submodule_search_locations or ())]
-    return any({"site-packages", "dist-packages"}.intersection(Path(place).parts) for place in places)
+    if not asked_gpu():
+        with _lock:
+            _replace_server(ForkServer.fork())
 
 
 # --- in the server --------------------------------------------------------------------------------
@@ -327,44 +266,32 @@ def _is_library(name: str, folder: Path) -> bool:
 def serve(control: socket.socket) -> int:
     """Fork a launcher for each request, until the caller has ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    ended, wakes = socket.socketpair()
-    for end in (ended, wakes):
-        end.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakes.fileno())
+    caller = os.getppid()
     launchers: dict[Forked, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
-        selector.register(ended, selectors.EVENT_READ)
-        with contextlib.suppress(OSError):  # an older kernel: only the end of the socket shows the caller's
-            # The socket stays open as long as a fork of the caller has it.
-            selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is ended:
-                    ended.recv(_MAX_BYTES)
-                    for child in [child for child in launchers if child.poll() is not None]:
-                        with launchers.pop(child) as answers:
-                            _answer(answers, child.returncode)
-                elif key.fileobj is not control or not _fork_launcher(control, launchers):
-                    return 0  # the caller has ended
+    while os.getppid() == caller:  # the socket stays open as long as a fork of the caller has it
+        control.settimeout(_POLL_S if launchers else _IDLE_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
+            if not names:
+                return 0
+            function, *shared = names.decode().split()
+            for module in shared:
+                with contextlib.suppress(Exception):  # the ranks report it
+                    import_module(module)
+            _fork_launcher(function, fds, launchers)
+        for child in [child for child in launchers if child.poll() is not None]:
+            with launchers.pop(child) as answers:
+                _answer(answers, child.returncode)
+    return 0
 
 
-def _fork_launcher(control: socket.socket, launchers: dict[Forked, socket.socket]) -> bool:
-    names, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 4)
-    if not names:
-        return False
-    function, *modules = names.decode().split()
+def _fork_launcher(function: str, fds: list[int], launchers: dict[Forked, socket.socket]) -> None:
     answers = socket.socket(fileno=fds.pop())
-    for module in modules:
-        with contextlib.suppress(Exception):  # the ranks report it
-            import_module(module)
     child = fork(lambda: _be_launcher(fds, function), name=LAUNCHER, kept=fds)
     for fd in fds:
         os.close(fd)
     launchers[child] = answers
     _answer(answers, child.pid)
-    return True
 
 
 def _answer(answers: socket.socket, number: int | None) -> None:
@@ -380,4 +307,5 @@ def _be_launcher(fds: list[int], function: str) -> int:
 
 
 if __name__ == "__main__":
+    import_module(_IMPORTED)
     sys.exit(serve(socket.socket(fileno=int(sys.argv[1]))))

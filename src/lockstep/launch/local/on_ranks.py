@@ -15,7 +15,7 @@ import selectors
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 
 _CALL_FILE = "call.pkl"
 _MAIN = "lockstep.launch.local.launcher:main"
-#: What takes seconds to import: where the caller has it, its ranks share one import of it.
+#: What takes seconds to import: where the caller has it, all its ranks share one import of it.
 _SHARED = ("lightning.pytorch",)
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
@@ -117,7 +117,6 @@ def launch(
     settings: LaunchConfig | None = None,
     threads: int | None = None,
     nodes: Mapping[str, Any] | None = None,
-    shared: Sequence[str] = (),
 ) -> int:
     """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
 
@@ -129,7 +128,6 @@ def launch(
         settings: of which restarts and time limits count; ``None``: the defaults.
         threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
         nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
-        shared: modules that all ranks import, besides that of ``rank_main``.
 
     Returns:
         0: done; 1: failed; 2: wrong usage; 130, 143: stopped after a checkpoint (130: without, if interrupted twice).
@@ -143,7 +141,7 @@ def launch(
     wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits, "nodes": nodes}
     environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
     with StopRequest() as stop:
-        code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop, shared)
+        code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop)
     if code >= 0:
         return code
     if -code in (signal.SIGINT, signal.SIGTERM):
@@ -157,16 +155,13 @@ def launch(
     return 1
 
 
-def _run_launcher(
-    folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest, shared: Sequence[str]
-) -> int:
+def _run_launcher(folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
     """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
     launch_id = uuid.uuid4().hex
     variables = for_launcher(environ, launch_id, sys.path, several=wanted["nodes"] is not None)
     content = {"folder": folder, "environ": variables, "launch": wanted}
     with contextlib.suppress(FileNotFoundError):  # it was removed
         content["cwd"] = str(Path.cwd())  # the server has that of its start
-    modules = [wanted["rank_main"].partition(":")[0], *shared, *(name for name in _SHARED if name in sys.modules)]
     process: RemoteChild | None = None
     with contextlib.ExitStack() as ending:
         output = ending.enter_context(_Output())
@@ -175,7 +170,8 @@ def _run_launcher(
             # A launcher that has ended already has an exit code.
             with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
                 try:
-                    process = server_for(variables).launch(_MAIN, modules, (reading, *output.files))
+                    shared = [name for name in _SHARED if name in sys.modules]
+                    process = server_for(variables).launch(_MAIN, shared, (reading, *output.files))
                 finally:
                     os.close(reading)
                     output.close_files()

@@ -52,7 +52,6 @@ def _train_here(prepared: RunInputs, run: RunDir, attempt: int) -> RunResult:
 
 
 def _train_on_ranks(prepared: RunInputs, run: RunDir) -> RunResult:
-    module = prepared.plan.strategy.module
     pack_task(run, prepared.task, prepared.config)
     code = launch(
         run,
@@ -60,7 +59,6 @@ def _train_on_ranks(prepared: RunInputs, run: RunDir) -> RunResult:
         settings=prepared.config.launch,
         threads=prepared.plan.threads,
         rank_main=f"{__name__}:{train_as_rank.__name__}",
-        shared=[module] if module.startswith("lockstep.") else [],  # FSDP takes 0.7 s to import
     )
     failure = keep_failure(run, f"the launcher ended with exit code {code}") if code else None
     if failure is not None:
