@@ -72,6 +72,27 @@ def test_the_exit_code_reaches_the_shell(run_cli: RunCli, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_removed_working_folder_is_refused(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'cd "$0" && rmdir "$0" && exec "$1" -m lockstep train har --devices cpu'
+    done = subprocess.run(
+        ["sh", "-c", command, gone, sys.executable], env=cli_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the working folder was removed\n") and "fix: " in done.stderr
+
+
+def test_too_little_memory_for_torch_is_one_error(tmp_path: Path) -> None:
+    command = 'ulimit -v 400000; exec "$0" -m lockstep train har --devices cpu'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], cwd=tmp_path, env=cli_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr and "fix: " in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_ranks_say_it_in_one_line(run_cli: RunCli) -> None:
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     result = run_cli("train", "har", "--lr", "-1", env=environment)

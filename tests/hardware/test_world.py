@@ -73,6 +73,7 @@ def test_torchrun_inside_srun_is_torchrun() -> None:
         {"WORLD_SIZE": ""},
         {"WORLD_SIZE": "0"},
         {"WORLD_SIZE": "9" * 5000},
+        {"WORLD_SIZE": "99999999"},
         {"WORLD_SIZE": "²"},
     ],
 )

@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A shell expands `--data-dir ~/x`, and leaves `--data-dir=~/x` as it is.
     tokens = [re.sub(r"(?<==)~(/.*)?$", _in_home, token) if token.startswith("--") else token for token in tokens]
     try:
+        _require_folder()
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
@@ -149,6 +150,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(report)
     return result if isinstance(result, int) else 0
+
+
+def _require_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        what = "the working folder was removed"
+        raise UsageError(what, why="relative paths and torch's libraries need one", fix="cd to another") from error
 
 
 def _discard_output() -> None:

@@ -70,6 +70,8 @@ class World:
         return self.launcher in {"torchrun", "--nodes", "slurm"}
 
 
+#: More are a mistake: a rank waits for all others.
+MAX_RANKS = 100_000
 _NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 
 
@@ -111,10 +113,10 @@ def read_world(environ: Mapping[str, str]) -> World:
         )
     else:
         return World()
-    if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
+    if not (0 <= world.rank < world.size <= MAX_RANKS and 0 <= world.local_rank < world.local_size):
         raise ConfigError(
             f"rank {world.rank} of {world.size} (local {world.local_rank} of {world.local_size}) cannot be",
-            why="RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE contradict each other",
+            why=f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE contradict each other, or exceed {MAX_RANKS:,}",
             fix="start the ranks with torchrun, srun or `lockstep train --devices …`",
         )
     return world

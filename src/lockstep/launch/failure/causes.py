@@ -57,7 +57,7 @@ _BY_TEXT = {
     r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded": Cause(
         "disk-full", "a disk or a quota is full", "free some space, then `lockstep resume` the run"
     ),
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MemoryError|Cannot allocate memory|failed to map segment"
     r"|Errno 12|std::bad_alloc": Cause("memory", "the machine is out of memory", _FEWER_WORKERS),
     r"Too many open files|Errno 24|received 0 items of ancdata": Cause(
         "open-files", "the process has reached its limit of open files", "raise it: ulimit -n 65536"

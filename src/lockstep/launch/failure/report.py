@@ -213,12 +213,14 @@ def _keep(run_dir: RunDir, error: str) -> None:
 
 
 def task_failure(error: Exception) -> LockstepError | None:
-    """The report of an error in the user's code before there was a run; ``None`` if none of it was involved."""
-    if not records.involves_user_code(error):
-        return None
+    """The report of an error before there was a run, in the user's code or for lack of memory; ``None``: another."""
     own = records.describe(0, error)
-    cause = find_cause(f"{own.type}: {own.message}")
-    what = f"{own.type}: {own.message}\n{textwrap.indent(own.traceback.rstrip(), '  ')}"
+    what = f"{own.type}: {own.message}"
+    cause = find_cause(what)
+    if records.involves_user_code(error):
+        what += f"\n{textwrap.indent(own.traceback.rstrip(), '  ')}"
+    elif cause is None or cause.key != "memory":
+        return None
     return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
 
 
