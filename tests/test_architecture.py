@@ -30,10 +30,6 @@ FLOORS = (
 )
 #: What no training run needs. A leaf may import the core and the leaves before it; the core imports no leaf.
 LEAVES = ("readers", "recipes", "lab", "studio", "lightning")
-#: Imports of a leaf that the core still has, each with what will replace it.
-TO_BE_REMOVED = {
-    **dict.fromkeys(("lockstep.data.arrays", "lockstep.data.packing"), "readers: files are read by datasets"),
-}
 #: Parts that people wait for at a prompt, or that plan and look only.
 LIGHT = ("errors", "events", "config", "hardware", "planning", "cli")
 
@@ -99,15 +95,9 @@ def test_imports_point_down() -> None:
         for line, imported in runtime_imports(tree(file)):
             other = part_of(imported)
             points_down = other in order and order.index(other) <= order.index(part)
-            if imported.split(".")[0] == "lockstep" and not points_down and module not in TO_BE_REMOVED:
+            if imported.split(".")[0] == "lockstep" and not points_down:
                 wrong.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
     assert not wrong, "a part may import what stands before it in FLOORS and LEAVES:\n" + "\n".join(wrong)
-
-
-def test_exceptions_are_needed() -> None:
-    imports = all_imports()
-    unneeded = [name for name in TO_BE_REMOVED if not {part_of(other) for other in imports[name]} & set(LEAVES)]
-    assert not unneeded
 
 
 def test_rooms_of_a_package_do_not_import_each_other() -> None:

@@ -97,7 +97,7 @@ def parts(folder: str) -> dict[str, Any]:
     from lockstep.readers.columns import ArrowFiles, ParquetFiles
 
     found: dict[str, Any] = {kind.__name__: kind(folder, transform=sample) for kind in (JsonLines, CsvFiles, TarShards)}
-    found |= {kind.__name__: kind(folder, transform=sample, window=2) for kind in (ParquetFiles, ArrowFiles)}
+    found |= {kind.__name__: kind(folder, transform=sample) for kind in (ParquetFiles, ArrowFiles)}
     return found | {"tokens": OfTokens(folder), "folders": ClassFolders(Path(folder) / "classes", loaded)}
 
 
@@ -286,7 +286,7 @@ class Large(OfFiles):
     def datasets(self) -> lockstep.Datasets:
         from lockstep.readers.columns import ParquetFiles
 
-        rows = ParquetFiles(os.environ["FOLDER"], transform=lambda row: (row["x"][:FEATURES], row["label"]), window=4)
+        rows = ParquetFiles(os.environ["FOLDER"], transform=lambda row: (row["x"][:FEATURES], row["label"]))
         return lockstep.Datasets(rows, Toy.datasets(self).val)
 
 

@@ -50,9 +50,9 @@ def opened(source: str, folder: str, shards: range = range(SHARDS)) -> Any:
 
     match source:
         case "parquet":
-            return ParquetFiles(files("parquet"), window=2)
+            return ParquetFiles(files("parquet"))
         case "arrow":
-            return ArrowFiles(files("arrow"), window=2)
+            return ArrowFiles(files("arrow"))
         case "lines":
             return JsonLines(files("jsonl"), transform=sample)
         case "csv":

@@ -105,7 +105,7 @@ class FrameRows:
             raise IndexError(f"row {index} of {self._samples}")
         return {name: column[index] for name, column in self._columns.items()}
 
-    def check_values(self) -> None:
+    def check_collatable(self) -> None:
         """Raise :class:`DataError` for a column with a value that ``default_collate`` cannot take."""
         for name, column in self._columns.items():
             kinds = set(map(type, column)) if column.dtype.kind not in "biufcSU" else set()
@@ -161,8 +161,6 @@ def by_row(dataset: Any) -> Any:
     if package == "polars" and name == "DataFrame":
         return FrameRows({column.name: column.to_numpy() for column in dataset.get_columns()}, len(dataset))
     if package == "pyarrow" and name == "Table":
-        from lockstep.readers.columns import as_arrays
-
         return FrameRows(as_arrays(dataset), len(dataset))
     if isinstance(dataset, DataLoader):
         fix = "give loader.dataset; training.batch_size and Task.collate (or session.batches(collate=)) do the rest"
@@ -178,6 +176,45 @@ def by_row(dataset: Any) -> Any:
             fix = "give TensorDataset(x, y), or StackDataset(x=…, y=…) for dictionaries, of torch.utils.data"
             raise DataError(what, why="each sample would be a whole array", fix=fix)
     return dataset
+
+
+def resolve_index(index: int, samples: int) -> int:
+    """Return ``index`` counted from 0: as in a sequence, -1 is the last one. Raises :class:`IndexError`."""
+    position = index + samples if index < 0 else index
+    if not 0 <= position < samples:
+        raise IndexError(f"sample {index} of {samples}")
+    return position
+
+
+def as_arrays(table: Any, gaps: Sequence[str] = ()) -> dict[Any, npt.NDArray[Any]]:
+    """Return the columns of a table of pyarrow by row: numbers, or Python's values where there are others.
+
+    Args:
+        gaps: columns in which other rows have no value: their rows are NumPy's numbers, and ``None``.
+    """
+    return {name: _by_row(column, name in gaps) for name, column in zip(table.column_names, table.columns, strict=True)}
+
+
+def _by_row(column: Any, has_gaps: bool) -> npt.NDArray[Any]:
+    from pyarrow import types
+
+    flat, shape = column, [len(column)]
+    is_list = types.is_fixed_size_list(column.type)
+    kind = column.type.value_type if is_list else column.type
+    has_gaps = has_gaps or column.null_count > 0
+    if is_list and not has_gaps:
+        flat = column.combine_chunks()
+        flat = (flat.chunk(0) if hasattr(flat, "chunk") else flat).flatten()
+        shape.append(column.type.list_size)
+    numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    if numbers and not has_gaps and not flat.null_count:
+        return np.asarray(flat).reshape(shape)
+    values = column.to_pylist()
+    if numbers:  # so that the type of a value does not depend on the values of other rows
+        dtype = np.dtype(kind.to_pandas_dtype())
+        complete = (value is not None and (not is_list or None not in value) for value in values)
+        values = [np.asarray(v, dtype)[()] if is_whole else v for v, is_whole in zip(values, complete, strict=True)]
+    return np.fromiter(values, object, len(values))
 
 
 def _is_mapped(array: Any) -> bool:

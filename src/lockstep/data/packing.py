@@ -14,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.data.arrays import resolve_index
 from lockstep.data.sampling import check_shares
 from lockstep.errors import DataError
-from lockstep.readers.files import Ints, place_of
+
+Ints = NDArray[np.int64]
 
 
 class Packed:
@@ -95,7 +97,7 @@ class Packed:
         return f"{packed_into}; {self.waste:.2%} of them is padding."
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        index = place_of(index, len(self))
+        index = resolve_index(index, len(self))
         tokens, documents, positions = np.zeros((3, self.window), np.int64)
         tokens[:], place = self.pad, 0
         for number, piece in enumerate(range(self._first[index], self._first[index + 1]), start=1):

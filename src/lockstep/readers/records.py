@@ -1,53 +1,108 @@
-"""Records in files, read by their place: lines of JSON or CSV, samples of tar shards, tokens, files of folders."""
+"""Records in files: lines of JSON or CSV, samples of tar shards, tokens, files of folders."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
 import re
 import tarfile
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.data.arrays import resolve_index
 from lockstep.errors import DataError
-from lockstep.readers.files import Files, FileSamples, Ints, OpenFile, class_folders, indexed, inside
+from lockstep.readers.files import (
+    DataFiles,
+    Files,
+    FileSamples,
+    cache_folder,
+    class_folders,
+    file_system,
+    inside,
+    open_file,
+)
 
-_BLOCK = 2**24
 #: How gzip, bzip2, xz and zstd files begin.
 _COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd")
+#: Bytes of records that are copied at once.
+_BLOCK = 2**23
+#: Between the columns of files that are called CSV, beside the comma.
+_DELIMITERS = ";\t|"
 
 
 class _Records(FileSamples):
-    """Records at known places of files: ``_index(path)`` has the start and the end of each."""
+    """Records that are copied as they are in the files, and decoded when they are read.
 
-    _index: Callable[[Path], Ints]
+    A subclass has ``type``: of a record, for pyarrow, ``contents(number, file)``: the records of a file with their
+    sizes in bytes, and ``decode(content)``: what a record says.
+    """
 
-    def __init__(self, files: Files, *, transform: Callable[[Any], Any] | None = None) -> None:
-        self._indices: list[Ints] = []
-        super().__init__(files, transform)
+    contents: Callable[[int, BinaryIO], Iterator[tuple[Any, int]]]
+    decode: Callable[[Any], Any]
 
-    def _sizes(self, number: int) -> list[int]:
-        path = self.path(number)
-        if _COMPRESSED.match(OpenFile(path).read(0, min(8, path.stat().st_size))):
-            why = "one would have to read all of it for one record"
-            raise DataError(f"{path} is compressed", why=why, fix="unpack it, with gunzip, unxz, bunzip2 or unzstd")
-        self._indices.append(indexed(path, type(self).__name__, self._index))
-        return [len(self._indices[-1]) // 2]
+    def __init__(
+        self,
+        files: Files,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        streaming: bool = False,
+    ) -> None:
+        super().__init__(files, transform, streaming=streaming)
 
-    def _open(self, number: int) -> Any:
-        return OpenFile(self.path(number), self._indices[number])
+    @staticmethod
+    def type() -> Any:
+        import pyarrow
 
-    def _bytes(self, number: int, place: int) -> bytes:
-        content: bytes = self._opened(number).record(place)
-        return content
+        return pyarrow.binary()
+
+    def tables(self, number: int) -> Iterator[Any]:
+        with open_file(self.files[number]) as file:
+            if _COMPRESSED.match(file.read(8)):
+                why, fix = "its records could not be read by number", "unpack it, with gunzip, unxz, bunzip2 or unzstd"
+                raise DataError(f"{self.files[number]} is compressed", why=why, fix=fix)
+            file.seek(0)
+            contents, size, rows = list[Any](), 0, 0
+            for content, content_size in self.contents(number, file):
+                contents.append(content)
+                size += content_size
+                if size >= _BLOCK:
+                    yield self._table(number, rows, contents)
+                    contents, size, rows = [], 0, rows + len(contents)
+            if contents:
+                yield self._table(number, rows, contents)
+
+    def _table(self, number: int, rows: int, contents: list[Any]) -> Any:
+        import pyarrow
+
+        return pyarrow.table(
+            {
+                "content": pyarrow.array(contents, self.type()),
+                "file": np.full(len(contents), number),
+                "row": np.arange(rows + 1, rows + len(contents) + 1),
+            }
+        )
+
+    def records(self, table: Any) -> list[Any]:
+        records = []
+        for row, content in enumerate(table.column("content").to_pylist()):
+            try:
+                records.append(self.decode(content))
+            except Exception as error:
+                file, record = table.column("file")[row].as_py(), table.column("row")[row].as_py()
+                what, why = f"record {record} of {self.files[file]} cannot be read", f"{type(error).__name__}: {error}"
+                raise DataError(what, why=why, fix="repair that record or the file") from error
+        return records
 
 
 class JsonLines(_Records):
@@ -56,112 +111,129 @@ class JsonLines(_Records):
     Args:
         files: a file, folder, pattern, fsspec URL, or several of them.
         transform: makes a sample of a value.
+        streaming: give a stream of the values in their order, without a copy.
+
+    Raises:
+        DataError: a file that is one JSON array.
     """
 
     suffixes = (".jsonl", ".ndjson")
 
-    def _index(self, path: Path) -> Ints:
-        return _lines(path, quoted=False)
+    def contents(self, number: int, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+        lines, first = 0, b""
+        for line in file:
+            text = (line.removeprefix(codecs.BOM_UTF8) if not lines else line).strip()
+            if not text:
+                continue
+            lines, first = lines + 1, first or text
+            if lines == 2:
+                self._refuse_array(number, first, is_whole=False)
+            yield text, len(text)
+        self._refuse_array(number, first, is_whole=lines == 1)
 
-    def _record(self, part: int, place: int) -> Any:
-        return json.loads(self._bytes(part, place))
+    def _refuse_array(self, number: int, first: bytes, *, is_whole: bool) -> None:
+        """Refuse a file that begins with a part of an array, or has one line with an array of objects."""
+        if not first.startswith(b"["):
+            return
+        try:
+            values = json.loads(first)
+        except ValueError:
+            is_array = True
+        else:
+            is_array = is_whole and bool(values) and all(isinstance(value, dict) for value in values)
+        if is_array:
+            fix = f"write one value on each line, for example with jq -c '.[]' {self.files[number]}"
+            raise DataError(f"{self.files[number]} is one JSON array", why="each line is one sample", fix=fix)
 
-    def _records(self, parts: list[int], places: list[int]) -> list[Any]:
-        # As one text, with a character between records that no JSON value may have.
-        opened = self._opened
-        found = [opened(part).record(place) for part, place in zip(parts, places, strict=True)]
-        text = b"\0".join([*found, b""]).decode()
-        values, end = [], -1
-        for _ in parts:
-            value, end = _decode(text, end + 1)
-            if text[end] != "\0":  # space, say
-                raise ValueError(f"{text[end]!r} after a value")
-            values.append(value)
-        return values
-
-
-_decode = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
+    def decode(self, content: bytes) -> Any:
+        return json.loads(content)
 
 
 class CsvFiles(_Records):
     """Rows of CSV files with a header, as dictionaries of texts; a quoted field may have line breaks.
 
+    Args:
+        files: a file, folder, pattern, fsspec URL, or several of them.
+        transform: makes a sample of a row.
+        delimiter: the character between two columns.
+        streaming: give a stream of the rows in their order, without a copy.
+
     Raises:
-        DataError: a file whose header differs from that of the first, or has a name twice.
+        DataError: a file whose header differs from that of the first, or has a name twice; a quote that is not closed.
     """
 
     suffixes = (".csv",)
 
-    def _index(self, path: Path) -> Ints:
-        return _lines(path, quoted=True)
+    def __init__(
+        self,
+        files: Files,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        delimiter: str = ",",
+        streaming: bool = False,
+    ) -> None:
+        self.delimiter = delimiter
+        # Of 128 KiB by default: less than a long text.
+        csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
+        FileSamples.__init__(self, files, transform, streaming=streaming, key=delimiter)
+        with open_file(self.files[0]) as file:
+            self.columns = next(self._rows(file), [])
 
-    def _sizes(self, number: int) -> list[int]:
-        (lines,) = super()._sizes(number)
-        header = self._row(number, 0) if lines else []
-        if not number:
-            self.columns = header
-            if len(set(header)) < len(header):
-                twice = next(name for name in header if header.count(name) > 1)
-                raise DataError(f"{self.files[0]} has two columns {twice!r}", fix="give each its own name in line 1")
-        elif header != self.columns:
-            why = f"{self.files[0]} has {', '.join(self.columns)}; {self.files[number]} has {', '.join(header)}"
-            what = f"the columns of {self.files[number]} differ"
-            raise DataError(what, why=why, fix="give files with the same columns")
-        return [max(0, lines - 1)]
+    @staticmethod
+    def type() -> Any:
+        import pyarrow
 
-    def _row(self, number: int, line: int) -> list[str]:
-        content = self._bytes(number, line)
-        if len(content) > csv.field_size_limit():
-            csv.field_size_limit(len(content))  # 128 KiB by default: less than a long text
-        rows = list(csv.reader(io.StringIO(content.decode(), newline="")))
-        if len(rows) > 1 or content.count(b'"') % 2:
-            raise ValueError("a quote is not closed, or lines end in CR alone")
-        return rows[0]
+        return pyarrow.list_(pyarrow.string())
 
-    def _record(self, part: int, place: int) -> Any:
-        row = self._row(part, place + 1)
-        if len(row) != len(self.columns):
-            raise ValueError(f"{len(row)} fields, not {len(self.columns)}")
-        return dict(zip(self.columns, row, strict=True))
+    def contents(self, number: int, file: BinaryIO) -> Iterator[tuple[list[str], int]]:
+        name, rows = self.files[number], self._rows(file)
+        header = next(rows, [])
+        with open_file(self.files[0]) as first:
+            expected = next(self._rows(first), [])
+        if header != expected:
+            why = f"{self.files[0]} has {', '.join(expected)}; {name} has {', '.join(header)}"
+            raise DataError(f"the columns of {name} differ", why=why, fix="give files with the same columns")
+        if len(set(header)) < len(header):
+            twice = next(column for column in header if header.count(column) > 1)
+            raise DataError(f"{name} has two columns {twice!r}", fix="give each its own name in line 1")
+        other = next((mark for mark in _DELIMITERS if mark in header[0]), None) if len(header) == 1 else None
+        if other is not None:
+            what, why = f"{name} has one column, {header[0]!r}", f"its delimiter seems to be {other!r}, not a comma"
+            raise DataError(what, why=why, fix=f"give CsvFiles(…, delimiter={other!r}); decimal commas stay in texts")
+        for row in rows:
+            yield row, sum(map(len, row))
 
+    def _rows(self, file: BinaryIO) -> Iterator[list[str]]:
+        """The rows of a file, the header among them."""
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        end = "\0end of the file"
 
-def _lines(path: Path, *, quoted: bool) -> Ints:
-    """Start and end of every line that is not empty, as one array.
+        def lines() -> Iterator[str]:
+            yield from text
+            yield end
 
-    ``quoted``: a line break within quotes ends no line, and a line of spaces is one.
-    """
-    ends: list[Ints] = []
-    offset, odd = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            data = np.frombuffer(block, np.uint8)
-            breaks = np.flatnonzero(data == 10)
-            if quoted:
-                quotes = np.flatnonzero(data == 34)
-                breaks = breaks[(np.searchsorted(quotes, breaks) + odd) % 2 == 0]
-                odd = (odd + len(quotes)) % 2
-            ends.append(breaks + offset)
-            offset += len(block)
-    found = np.concatenate([*ends, [offset]]) if ends else np.empty(0, np.int64)
-    starts = np.concatenate([[0], found[:-1] + 1]) if len(found) else found
-    if len(starts):
-        content = np.memmap(path, np.uint8, "r")
-        if content[:3].tobytes() == codecs.BOM_UTF8:
-            starts[0] = 3
-        found -= (found > starts) & (content[np.maximum(found - 1, 0)] == 13)  # of a line that ends in CR LF
-    keep = found - starts > 0
-    if not quoted and keep.any():
-        first = content[np.minimum(starts, len(content) - 1)]
-        for line in np.flatnonzero(keep & np.isin(first, (9, 13, 32))).tolist():
-            keep[line] = bool(content[starts[line] : found[line]].tobytes().strip())
-    return np.stack([starts[keep], found[keep]], axis=1).reshape(-1).astype(np.int64)
+        try:
+            for number, row in enumerate(filter(None, csv.reader(lines(), delimiter=self.delimiter))):
+                if row == [end]:
+                    return
+                if row[-1].endswith(end):
+                    raise ValueError(f"record {number}: a quote is not closed until the end of the file")
+                yield row
+        finally:
+            with contextlib.suppress(ValueError):  # the file is closed
+                text.detach()
+
+    def decode(self, content: list[str]) -> dict[str, str]:
+        if len(content) != len(self.columns):
+            raise ValueError(f"{len(content)} fields, not {len(self.columns)}")
+        return dict(zip(self.columns, content, strict=True))
 
 
 class TarShards(_Records):
     """Samples of tar files in WebDataset's layout: neighbouring members whose names differ in their extension only.
 
     A sample is a dictionary of bytes by extension, and ``__key__``. Texts, numbers (``.cls``) and JSON are decoded.
-    Members without a stem or an extension belong to no sample.
+    Members without a stem or an extension belong to no sample. A link has the content of the member that it names.
 
     Raises:
         DataError: a shard that is damaged or cut short, or in which the members of a sample are not neighbours.
@@ -169,55 +241,55 @@ class TarShards(_Records):
 
     suffixes = (".tar",)
 
-    def _index(self, path: Path) -> Ints:
-        """For each sample, where its first member's header begins, and the end of its last member."""
-        starts, ends, before, known = [], [], None, dict[str, set[str]]()
-        with tarfile.open(path, "r:") as tar:
+    @staticmethod
+    def type() -> Any:
+        import pyarrow
+
+        return pyarrow.list_(pyarrow.struct({"name": pyarrow.string(), "content": pyarrow.binary()}))
+
+    def contents(self, number: int, file: BinaryIO) -> Iterator[tuple[list[dict[str, Any]], int]]:
+        members, known = list[dict[str, Any]](), dict[str, set[str]]()
+        before, size = None, 0
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 key, extension = _key(member.name)
-                if not member.isfile() or not extension:
+                if not (member.isreg() or member.islnk() or member.issym()) or not extension:
                     continue
-                if member.issparse():
-                    raise ValueError(f"{member.name} is a sparse file; make it with tar without --sparse")
                 if key != before and extension not in known.get(key, ()) and key in known:
                     raise ValueError(f"the members of {key} are not neighbours; make it with tar --sort=name")
                 if key == before and extension in known[key]:
                     raise ValueError(f"{member.name} is in it twice")
                 if key != before:
-                    starts.append(member.offset)
-                    ends.append(0)
-                    known[key] = set()
+                    if members:
+                        yield members, size
+                    # Names may be no UTF-8, which bytes can have and Arrow's texts cannot.
+                    members = [{"name": "__key__", "content": key.encode("utf-8", "surrogateescape")}]
+                    before, size, known[key] = key, 0, set()
                 known[key].add(extension)
-                ends[-1], before = member.offset_data + -(-member.size // 512) * 512, key
-        with path.open("rb") as file:  # tarfile takes anything for the end
-            file.seek(tar.offset)
+                content = _content(tar, member)
+                members.append({"name": extension, "content": content})
+                size += len(content)
+            file.seek(tar.offset)  # tarfile takes anything for the end
             rest = file.read(_BLOCK)
         if len(rest) < 512 or rest.strip(b"\0"):
             why = "cut short" if len(rest) < 512 else "damaged there, or several archives were joined"
             raise EOFError(f"byte {tar.offset} should be its end or another member: it is {why}")
-        return np.stack([starts, ends], axis=1).reshape(-1).astype(np.int64)
+        if members:
+            yield members, size
 
-    def _record(self, part: int, place: int) -> Any:
-        sample: dict[str, Any] = {}
-        for name, content in _members(self._bytes(part, place)):
-            key, extension = _key(name)
-            if extension:
-                sample["__key__"], sample[extension] = key, _decoded(extension, content)
-        return sample
+    def decode(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        key, *members = content
+        sample = {"__key__": key["content"].decode("utf-8", "surrogateescape")}
+        return {**sample, **{each["name"]: _decoded(each["name"], each["content"]) for each in members}}
 
 
-def _members(data: bytes) -> list[tuple[str, bytes]]:
-    """Names and contents of files in a piece of a tar file. Plain headers are read here: a third of tarfile's time."""
-    found, at = list[tuple[str, bytes]](), 0
-    while at < len(data):
-        member = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "surrogateescape")
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):  # a folder, or a header of a long name
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:", ignore_zeros=True) as tar:
-                files = ((member.name, tar.extractfile(member)) for member in tar)
-                return [(name, file.read()) for name, file in files if file is not None]
-        found.append((member.name, data[at + 512 : at + 512 + member.size]))
-        at += 512 + -(-member.size // 512) * 512
-    return found
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    try:
+        file = tar.extractfile(member)
+    except KeyError:
+        raise ValueError(f"{member.name} is a link to {member.linkname}, which is not in the file") from None
+    assert file is not None, "a file or a link"
+    return file.read()
 
 
 def _key(name: str) -> tuple[str, str]:
@@ -235,7 +307,7 @@ def _decoded(extension: str, content: bytes) -> Any:
     return json.loads(content) if last in ("json", "jsn") else content
 
 
-class TokenFile(FileSamples):
+class TokenFile(DataFiles):
     """Flat files of token numbers: sample ``i`` of a file has the tokens from ``i·window`` on.
 
     Args:
@@ -256,36 +328,67 @@ class TokenFile(FileSamples):
         if window < 1 or self._dtype.kind not in "iu":
             fix = "give a window from 1, and a type of integers, such as 'uint16' or 'uint32'"
             raise DataError(f"windows of {window} tokens of dtype {dtype!r}", fix=fix)
-        super().__init__(files, None)
+        super().__init__(files)
+        self._paths = [*map(_local, self.files)]
+        self._ends = np.cumsum([self._samples_of(number) for number in range(len(self.files))]).tolist()
 
-    def _sizes(self, number: int) -> list[int]:
-        tokens, more = divmod(self.path(number).stat().st_size, self._dtype.itemsize)
-        if more or OpenFile(self.path(number)).read(0, min(6, tokens)) == b"\x93NUMPY":
+    @cached_property
+    def _maps(self) -> list[NDArray[Any]]:
+        return [np.memmap(path, self._dtype, "r") for path in self._paths]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_maps"}  # which would be read whole
+
+    def _samples_of(self, number: int) -> int:
+        path = self._paths[number]
+        tokens, more = divmod(path.stat().st_size, self._dtype.itemsize)
+        with path.open("rb") as file:
+            is_numpy = file.read(6) == b"\x93NUMPY"
+        if more or is_numpy:
             why = f"it has {tokens} and a part of one" if more else "it is a NumPy file, with a header"
             fix = "give its dtype=; of a NumPy file, write the array with array.tofile()"
             raise DataError(f"{self.files[number]} does not have {self._dtype} tokens", why=why, fix=fix)
         if tokens < self._size:
             why = f"it has {tokens} tokens, a sample has {self._size}"
             raise DataError(f"{self.files[number]} is too small", why=why, fix="give a smaller window, or check dtype")
-        return [(tokens - (self._size - self.window)) // self.window]
+        return (tokens - (self._size - self.window)) // self.window
 
-    def _open(self, number: int) -> Any:
-        return OpenFile(self.path(number))
+    def __len__(self) -> int:
+        return int(self._ends[-1])
 
-    def _bytes(self, part: int, place: int) -> bytes:
-        width = self._dtype.itemsize
-        content: bytes = self._opened(part).read(place * self.window * width, self._size * width)
-        return content
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return self._tokens(resolve_index(index, len(self)))
 
-    def _record(self, part: int, place: int) -> NDArray[np.int64]:
-        return np.frombuffer(self._bytes(part, place), self._dtype).astype(np.int64)
+    def __getitems__(self, indices: Sequence[int]) -> list[NDArray[np.int64]]:
+        return [*map(self._tokens, indices)]
+
+    def _tokens(self, index: int) -> NDArray[np.int64]:
+        number = bisect_right(self._ends, index)
+        sample = index - self._ends[number - 1] if number else index
+        start = sample * self.window
+        if self._paths[number].stat().st_size < (start + self._size) * self._dtype.itemsize:
+            what, why = f"sample {sample} of {self.files[number]} cannot be read", "the file was cut short while in use"
+            raise DataError(what, why=why, fix="write the file again")
+        return self._maps[number][start : start + self._size].astype(np.int64)
 
     def gathered(self, indices: NDArray[np.int64]) -> Tensor:
         """The batch that ``default_collate`` makes of the samples ``indices``: int64, of shape ``(n, size)``."""
-        parts = np.searchsorted(self._end_of, indices, side="right")
-        content = b"".join(map(self._bytes, parts.tolist(), (indices - self._start_of[parts]).tolist()))
-        tokens = np.frombuffer(content, self._dtype).astype(np.int64)
-        return torch.from_numpy(tokens.reshape(len(indices), self._size))
+        return torch.from_numpy(np.stack([*map(self._tokens, indices.tolist())]))
+
+
+def _local(name: str) -> Path:
+    """A path to a file; of a URL, to a copy in the cache, which is made again when the file has changed."""
+    if "://" not in name:
+        return Path(name)
+    file_system(name)
+    import fsspec
+
+    settings = {"cache_storage": str(cache_folder() / "files"), "check_files": True}
+    try:
+        return Path(fsspec.open_local(f"filecache::{name}", filecache=settings))
+    except OSError as error:
+        what = f"{name} cannot be copied"
+        raise DataError(what, why=str(error), fix="check the URL, the network and the disk") from error
 
 
 class ClassFolders:
