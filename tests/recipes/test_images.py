@@ -62,9 +62,29 @@ def test_grey_palette_transparent_and_deep_images_are_read(tmp_path: Path) -> No
     np.testing.assert_allclose(read_image(tmp_path / "F.tiff", 1, 8)[0], expected, atol=0.01)
     Image.fromarray(grey.astype(np.uint16)).save(tmp_path / "dark.png")
     assert read_image(tmp_path / "dark.png", 1, 8).max() < 0.01
+    np.testing.assert_allclose(read_image(tmp_path / "dark.png", 3, 8)[2], grey / np.float32(65535), rtol=1e-5)
+    Image.fromarray(expected * np.float32(1.1)).save(tmp_path / "above.tiff")
+    Image.fromarray(grey.astype(np.int32)).save(tmp_path / "32.tiff")
+    for name in ("above", "32"):
+        with pytest.raises(DataError, match=rf"{name}\.tiff(.|\n)*8 or 16 bits"):
+            read_image(tmp_path / f"{name}.tiff", 1, 8)
+    (tmp_path / "deep.pgm").write_bytes(b"P5 8 8 65535\n" + grey.astype(">u2").tobytes())
+    np.testing.assert_allclose(read_image(tmp_path / "deep.pgm", 1, 8)[0], grey / np.float32(65535), rtol=1e-5)
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     clear.save(tmp_path / "clear.png")
     assert read_image(tmp_path / "clear.png", 3, 4).min() == 1.0
+
+
+def test_one_image_of_many_has_colours_and_all_usual_names_are_found(tmp_path: Path) -> None:
+    folders(tmp_path, number=100)
+    file = tmp_path / "class0" / "57.png"
+    Image.open(file).convert("RGB").save(file)
+    found = list_images(tmp_path, 0.2)
+    assert [is_grey(listed.files) for listed in found.values()].count(False) == 1
+    for name in ("a.jfif", "b.JPE", "c.ppm", "d.avif"):
+        file.rename(tmp_path / "class0" / name) if name == "a.jfif" else (tmp_path / "class0" / name).touch()
+    names = {each.name for listed in list_images(tmp_path, 0.2).values() for each in listed.files}
+    assert {"a.jfif", "b.JPE", "c.ppm", "d.avif"} <= names
 
 
 def test_photos_are_turned_as_their_exif_orientation_says(tmp_path: Path) -> None:

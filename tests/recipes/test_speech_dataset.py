@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.requests import fetch
 from lockstep.errors import DataError
-from lockstep.recipes.speech.audio import read_audio
+from lockstep.recipes.speech.audio import read_audio, read_info
 from lockstep.recipes.speech.dataset import AugmentedRecordings, Perturbation, Recordings, Sample, SpeechBatch, collate
 from lockstep.recipes.speech.features import SpecAugment, extract
 from lockstep.recipes.speech.manifest import Utterance, open_rows, read_rows
@@ -61,6 +61,18 @@ def test_channels_are_averaged_and_rates_are_matched(tmp_path: Path) -> None:
         assert found.dtype == np.float32
         expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
         np.testing.assert_allclose(found[500:-500], expected[500:-500], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU"])
+def test_recordings_that_were_cut_short_are_refused(kind: str, tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    file = tmp_path / f"a.{kind.lower()}"
+    soundfile.write(file, np.zeros(1001, np.float32), 16_000, format=kind, subtype="PCM_16")
+    assert read_info(file).frames == 1001
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=rf"a\.{kind.lower()}"):
+        read_info(file)
 
 
 def test_a_recording_that_is_gone_or_cut_since_the_check_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from lockstep.readers.files import cache_folder, class_folders, inside
 from lockstep.recipes.autoencoder.task import load_digits
 from lockstep.rundir.files import make_folder
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm"),
+    *(".tif", ".tiff", ".webp"),
+)
 SPLITS = ("train", "val", "test")
 #: Other usual names of them, in any case.
 _ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
@@ -129,6 +132,10 @@ def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[An
     return {name: sorted({*files} - {*held[name]}) for name, files in those.items()}, held
 
 
+#: Headers of images that are read to see whether one has colours.
+HEADERS = 20_000
+#: Modes of Pillow for grey pixels of more than 8 bits.
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "F")
 _REPLACE = "remove or replace it"
 #: What Pillow raises for broken files, beside its own DecompressionBombError (a size that no memory would hold).
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError)
@@ -137,11 +144,11 @@ _BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pixels:
     """Pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
 
-    Grey, palette, 16-bit and transparent images are converted (transparent pixels on white), and turned as their EXIF
-    orientation says.
+    Grey, palette and transparent images are converted (transparent pixels on white), and turned as their EXIF
+    orientation says. Grey images of 9 to 16 bits keep them.
 
     Raises:
-        DataError: it cannot be read; with the advice ``fix``.
+        DataError: it cannot be read, or its pixels have no known range; with the advice ``fix``.
     """
     image = _pillow()
     from PIL.ImageOps import exif_transpose
@@ -151,16 +158,12 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
             opened.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block leaves the image as it is
                 exif_transpose(opened, in_place=True)
-            if opened.mode in ("I", "I;16", "I;16B", "I;16L", "F"):
-                values = np.asarray(opened, dtype=np.float32)
-                # Floating-point numbers have no range of their own, and older versions of Pillow read 16 bits as "I".
-                tops = {"F": (1, 255), "I": (255,)}.get(opened.mode, ())
-                scale = 255 / next((top for top in tops if values.max() <= top), 65535)
-                opened = image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
+            if opened.mode in _DEEP:
+                opened = image.fromarray(np.asarray(opened, dtype=np.float32) * np.float32(255 / _top(opened)))
             if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
                 whole = opened.convert("RGBA")
                 opened = image.alpha_composite(image.new("RGBA", whole.size, "white"), whole)
-            picture = opened.convert("L" if channels == 1 else "RGB")
+            picture = opened if opened.mode == "F" else opened.convert("L" if channels == 1 else "RGB")
     except (*_BROKEN, image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix=fix) from None
     side = min(picture.size)
@@ -168,17 +171,39 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
     if picture.size != (size, size):
         picture = picture.resize((size, size), image.Resampling.BILINEAR, (left, top, left + side, top + side))
     pixels = np.asarray(picture, dtype=np.float32) / np.float32(255)
-    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    if pixels.ndim == 2:
+        return np.repeat(pixels[None], channels, axis=0)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _top(opened: Any) -> int:
+    """Return the value of white in a grey image of more than 8 bits.
+
+    Raises:
+        ValueError: it does not follow from the type of the pixels.
+    """
+    if opened.mode == "F":
+        values = np.asarray(opened)
+        if not (values.min() >= 0 and values.max() <= 1):
+            raise ValueError(
+                f"its floating-point pixels are from {values.min():g} to {values.max():g}, not from 0 to 1: save it "
+                "with 8 or 16 bits, or divide them"
+            )
+        return 1
+    bits = getattr(opened, "tag_v2", {}).get(258, (16,))[0]  # BitsPerSample of TIFF; older Pillows read a PNG as "I"
+    if bits > 16:
+        raise ValueError(f"its pixels are whole numbers of {bits} bits, of no known range: save it with 8 or 16 bits")
+    return int(2**bits - 1)
 
 
 def is_grey(files: Sequence[Path]) -> bool:
-    """Whether twenty images from all over the list have no colours."""
+    """Whether images from all over the list have no colours; up to :data:`HEADERS` are looked at."""
     image = _pillow()
     modes = set()
-    for file in files[:: max(1, len(files) // 20)]:
+    for file in files[:: len(files) // HEADERS + 1]:
         with contextlib.suppress(*_BROKEN, image.DecompressionBombError), image.open(file) as opened:
             modes.add(opened.mode)
-    return bool(modes) and modes <= {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
+    return bool(modes) and modes <= {"1", "L", "LA", *_DEEP}
 
 
 def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Path]]:

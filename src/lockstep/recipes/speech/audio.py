@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ def read_info(path: Path | str) -> AudioInfo:
         if info.frames and file.subtype in ("FLOAT", "DOUBLE") and not np.isfinite(file.read(always_2d=True)).all():
             raise ValueError("it has samples that are NaN or infinite")
         file.seek(max(0, info.frames - 1))
-        if (info.frames and len(file.read(1)) != 1) or (file.format == "WAV" and _is_cut(Path(path))):
+        if (info.frames and len(file.read(1)) != 1) or _is_cut(Path(path), file.format):
             raise ValueError("it ends before its header says")
         return info
 
@@ -101,16 +101,49 @@ def _opened(path: Path | str) -> Iterator[Any]:
         raise DataError(f"cannot read {path}", why=str(error), fix=fix) from None
 
 
-def _is_cut(wav: Path) -> bool:
-    """Whether the samples of a WAV file end before its header says, which libsndfile does not report."""
-    size = wav.stat().st_size
-    with wav.open("rb") as file:
-        file.seek(12)
-        while len(head := file.read(8)) == 8:
-            name, length = head[:4], int.from_bytes(head[4:], "little")
-            if name == b"data":  # streams that do not know their length say 0 or the largest number
-                return length < 2**31 - 1 and file.tell() + length > size
-            file.seek(length + length % 2, os.SEEK_CUR)
+class _Container(NamedTuple):
+    """A format of chunks: bytes before the first one, of a name and of a size; the name of the chunk with samples."""
+
+    begin: int
+    name: int
+    size: int
+    order: Literal["little", "big"]
+    samples: bytes
+
+
+_WAV = _Container(12, 4, 4, "little", b"data")
+#: By libsndfile's names.
+_CONTAINERS = {
+    **dict.fromkeys(("WAV", "WAVEX", "RF64"), _WAV),
+    "AIFF": _Container(12, 4, 4, "big", b"SSND"),
+    "W64": _Container(40, 16, 8, "little", b"data"),
+}
+
+
+def _is_cut(path: Path, kind: str) -> bool:
+    """Whether the samples of a file end before its header says, which libsndfile does not report."""
+    file_size = path.stat().st_size
+    with path.open("rb") as file:
+        if kind == "AU":
+            order: Literal["little", "big"] = "big" if file.read(4) == b".snd" else "little"
+            start, length = (int.from_bytes(file.read(4), order) for _ in range(2))
+            return length < 2**32 - 1 and start + length > file_size
+        if kind not in _CONTAINERS:
+            return False
+        container, long_length = _CONTAINERS[kind], 0
+        file.seek(container.begin)
+        while len(head := file.read(container.name + container.size)) == container.name + container.size:
+            length = int.from_bytes(head[container.name :], container.order)
+            length -= len(head) if kind == "W64" else 0  # which counts the chunk's head
+            if head[:4] == b"ds64":  # RF64 has sizes of 64 bits there
+                long_length = int.from_bytes(file.read(16)[8:], "little")
+                file.seek(-16, os.SEEK_CUR)
+            if head[:4] == container.samples:
+                # Streams that do not know their length say 0 or the largest number.
+                is_unknown = length >= 2**31 - 1 and container.size == 4
+                length = long_length if is_unknown else length
+                return file.tell() + length > file_size
+            file.seek(length + -length % (8 if kind == "W64" else 2), os.SEEK_CUR)
     return False
 
 
