@@ -175,34 +175,19 @@ def test_a_predicate_chooses_samples() -> None:
 
 # --- The same samples on any number of ranks -------------------------------------------------------------------------
 
-KINDS = ["uniform", "cycled", "weighted", "without", "curriculum", "balanced", "row groups", "mixture", "stages"]
-
-
-class RowGroups:
-    """Neighbouring samples that are read together."""
-
-    shuffle_window = 3
-
-    def __init__(self, samples: int) -> None:
-        self.chunks = np.diff([0, *range(samples % 5, samples, 5), samples])  # the first one may be empty
-
-    def __len__(self) -> int:
-        return int(self.chunks.sum())
-
-    def __getitem__(self, index: int) -> int:
-        return index
+KINDS = ["uniform", "cycled", "weighted", "without", "curriculum", "balanced", "mixture", "stages"]
 
 
 def some_order(kind: str, samples: int, positions: int, seed: int) -> SampleOrder:
     weights = np.arange(1, samples + 1) % 7 + 0.5
     if kind in ("mixture", "stages"):
         stages = {40: {"a": 0.1, "b": 0.9}, 55: {"a": 1, "b": 0}} if kind == "stages" else None
-        inner: Any = Mixture({"c": RowGroups(samples), "d": range(3)}, {"c": 1, "d": 2}) if stages else range(samples)
+        inner: Any = Mixture({"c": range(samples), "d": range(3)}, {"c": 1, "d": 2}) if stages else range(samples)
         mixture = Mixture({"a": inner, "b": range(2)}, {"a": 0.6, "b": 0.4}, stages)
         return mixture.sampling().order(positions, seed)
-    if kind in ("row groups", "balanced"):
-        data: Any = RowGroups(samples) if kind == "row groups" else TensorDataset(torch.arange(samples) % 3)
-        sampling = resolve_sampling(data, None, DataConfig(sampling="balanced" if kind == "balanced" else "auto"))
+    if kind == "balanced":
+        data = TensorDataset(torch.arange(samples) % 3)
+        sampling = resolve_sampling(data, None, DataConfig(sampling="balanced"))
         assert sampling is not None
         return sampling.order(positions, seed)
     given: Any = {"weighted": weights, "without": weights, "curriculum": lambda epoch: weights + epoch}.get(kind)

@@ -30,8 +30,7 @@ from lockstep.data.mixture import Mixture
 from lockstep.data.order import Order
 from lockstep.data.packing import Packed
 from lockstep.data.reader import Reader
-from lockstep.data.requests import Source
-from lockstep.data.sampling import WindowOrder, resolve_sampling
+from lockstep.data.sampling import resolve_sampling, select
 from lockstep.engine.fingerprint import feed
 from lockstep.errors import DataError, LockstepError
 from lockstep.readers import files as files_module
@@ -39,7 +38,6 @@ from lockstep.readers.columns import ArrowFiles, ParquetFiles
 from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.rundir.files import read_jsonl
 from tests.attempts import attempt
-from tests.data.test_sampling import Killed, batches
 from tests.gloo import run_ranks
 from tests.toys import FEATURES, Toy, arrays
 
@@ -244,66 +242,6 @@ def test_files_behind_urls_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         TokenFile(f"file://{tmp_path}/nowhere.bin", 4)
 
 
-# --- Shuffling in windows --------------------------------------------------------------------------------------------
-
-
-@given(
-    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
-    window=st.integers(1, 6),
-    seed=st.integers(0, 2**40),
-    data=st.data(),
-)
-def test_a_window_has_whole_chunks_and_each_sample_comes_once(
-    sizes: list[int], window: int, seed: int, data: st.DataObject
-) -> None:
-    chunks = np.array(sizes, np.int64)
-    order = WindowOrder(chunks, window, seed)
-    epochs = [order.slice(epoch, 0, order.samples) for epoch in (0, 1)]
-    of_sample = np.repeat(np.arange(len(sizes)), sizes)
-    for epoch in epochs:
-        assert np.array_equal(np.sort(epoch), np.arange(chunks.sum()))
-        opened = of_sample[epoch]
-        spans = [np.flatnonzero(opened == chunk) for chunk in np.unique(opened)]
-        for place in range(order.samples):
-            assert sum(span[0] <= place <= span[-1] for span in spans) <= window
-    start = data.draw(st.integers(0, order.samples))
-    stop = data.draw(st.integers(start, order.samples))
-    assert np.array_equal(WindowOrder(chunks, window, seed).slice(1, start, stop), epochs[1][start:stop])
-
-
-class Chunked:
-    chunks, shuffle_window = np.array([7, 3, 9, 1, 5]), 2
-
-    def __len__(self) -> int:
-        return 25
-
-    def __getitem__(self, index: int) -> Any:
-        return range(index % 4 + 1)
-
-
-@pytest.mark.parametrize("kind", ["plain", "long", "mixed", "packed"])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-@given(steps=st.tuples(st.integers(0, 5), st.integers(0, 5)))
-def test_windows_are_the_same_on_1_3_and_2_ranks(kind: str, steps: tuple[int, int]) -> None:
-    dataset: Any = Packed(Chunked(), 8) if kind == "packed" else Chunked()
-    if kind == "packed":
-        assert dataset.chunks.sum() == len(dataset)
-    if kind == "mixed":
-        dataset = Mixture({"a": dataset, "b": range(4)}, {"a": 0.8, "b": 0.2})
-    sampling = resolve_sampling(dataset, None, DataConfig())
-    assert sampling is not None
-    order = sampling.order(31 if kind == "long" else sampling.facts.positions, 5)
-    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    source = Source(range(10**6), None, 3, order)  # type: ignore[arg-type]
-    attempts = [Killed(2, 1, 6), Killed(1, steps[0], 6), Killed(3, steps[1], 6)]  # and two ranks to the end
-    sizes = {"global_batch_size": 6, "accumulate": 1, "tail": "spread", "lanes": None, "has_batchnorm": False}
-    for of_ranks in batches(order, attempts, 3, ghosts=False, **sizes):
-        requests = [request for window in of_ranks for request in window.requests]
-        found[of_ranks[0].epoch] += [int(index) for request in requests for index in source.indices(request)]
-    for epoch, indices in found.items():
-        assert indices == order.slice(epoch, 0, order.samples).tolist()
-
-
 # --- Columns ---------------------------------------------------------------------------------------------------------
 
 
@@ -494,6 +432,52 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
         "3 training samples left out, since they could not be read" in getattr(event, "text", "") for event in events
     )
     assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def has_even_label(sample: Any) -> bool:
+    return int(sample[1]) % 2 == 0
+
+
+def from_row(row: Any) -> Any:
+    return np.array(row["x"], np.float32), int(row["y"])
+
+
+class OfCopies(Toy):
+    """A mixture of selected JSON lines and of Parquet rows."""
+
+    def datasets(self) -> lockstep.Datasets:
+        lines = select(JsonLines(os.environ["ROWS"], transform=from_row), has_even_label)
+        rows = ParquetFiles(os.environ["ROWS"], transform=lambda row: (row["inputs"], int(row["label"])))
+        return lockstep.Datasets(Mixture({"lines": lines, "rows": rows}, {"lines": 0.5, "rows": 0.5}), rows)
+
+
+def test_copied_rows_train_alike_on_one_and_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the processes of ranks and loader workers."""
+    data = tmp_path / "data"
+    data.mkdir()
+    write_parquet(data, 60)
+    inputs, labels = arrays(40, 1)
+    lines = [json.dumps({"x": x, "y": y}) for x, y in zip(inputs.tolist(), labels.tolist(), strict=True)]
+    (data / "rows.jsonl").write_text("\n".join(lines))
+    monkeypatch.setenv("ROWS", str(data))
+    shared: dict[str, Any] = {"batch_size": 4, "lr": 0.01, "num_workers": 1, "runs_dir": tmp_path / "runs"}
+    one = lockstep.train(OfCopies(), devices="cpu", global_batch_size=8, epochs=2, **shared)
+    two = lockstep.train(OfCopies(), devices="cpu,cpu", global_batch_size=8, epochs=2, **shared)
+    assert two.metrics["val_loss"] == pytest.approx(one.metrics["val_loss"], rel=1e-4)
+
+
+def test_a_file_that_cannot_be_read_ends_the_command_with_its_name(tmp_path: Path, run_cli: Any) -> None:
+    (tmp_path / "rows.csv").write_text('a,b\n1,2\n"3,4\n')
+    (tmp_path / "task.py").write_text(
+        "import lockstep\nfrom torch import nn\n\n\nclass OfCsv(lockstep.Task):\n"
+        "    def datasets(self):\n        return lockstep.Datasets(lockstep.data.CsvFiles('rows.csv'))\n\n"
+        "    def model(self):\n        return nn.Linear(1, 1)\n\n"
+        "    def loss(self, model, batch):\n        raise NotImplementedError\n"
+    )
+    result = run_cli("train", "task.py:OfCsv", "--devices", "cpu", env={"LOCKSTEP_CACHE": str(tmp_path / "cache")})
+    assert result.code == 2
+    assert "rows.csv" in result.err and "record 2" in result.err
+    assert "Traceback" not in result.err + result.out
 
 
 @pytest.mark.parametrize("reproducibility", ["fast", "exact"])

@@ -73,19 +73,6 @@ class Packed:
         return len(self._first) - 1
 
     @property
-    def shuffle_window(self) -> int | None:
-        """That of a data set that is read in chunks."""
-        return getattr(self.dataset, "shuffle_window", None)
-
-    @property
-    def chunks(self) -> Ints:
-        """Windows that begin in each chunk of the data set; a window may need the next one, too."""
-        first = self._documents[self._first[:-1]]
-        inner = np.searchsorted(np.cumsum(self.dataset.chunks), first, side="right")
-        counts: Ints = np.bincount(inner, minlength=len(self.dataset.chunks))
-        return counts
-
-    @property
     def waste(self) -> float:
         """The share of all positions that is padding."""
         return 1 - float(self._sizes.sum()) / (len(self) * self.window)

@@ -1,4 +1,4 @@
-"""Orders besides the plain shuffle: by weights or classes, within windows of row groups, by length, for longer epochs.
+"""Orders besides the plain shuffle: by weights or classes, by length, for longer epochs.
 
 All are functions of (seed, epoch, position), as :mod:`lockstep.data.order` is.
 """
@@ -49,39 +49,6 @@ class Sampling(Protocol):
     def facts(self) -> SamplingFacts: ...
 
     def order(self, positions: int, seed: int) -> SampleOrder: ...
-
-
-class WindowOrder(BlockOrder):
-    """Each sample once an epoch, shuffled so that only a bounded part of a large data set is read at a time.
-
-    The data set consists of ``chunks`` of neighbouring samples. Their order is shuffled; ``window`` chunks after one
-    another make a window, whose samples are shuffled together.
-    """
-
-    repeats = False
-
-    def __init__(self, chunks: Indices, window: int, seed: int) -> None:
-        self.samples, self.seed = int(chunks.sum()), seed
-        self._sizes, self._first, self._window = chunks, np.cumsum(chunks) - chunks, window
-        self._known: tuple[int, Indices, Indices] | None = None  # an epoch, its order of chunks, their ends in it
-
-    def _compute(self, epoch: int, start: int, stop: int) -> Indices:
-        if self._known is None or epoch != self._known[0]:
-            order = Order(len(self._sizes), derive_key("chunks", self.seed)).slice(epoch, 0, len(self._sizes))
-            self._known = epoch, order, np.cumsum(self._sizes[order])
-        _, order, ends = self._known
-        pieces = []
-        while start < stop:
-            first = int(np.searchsorted(ends, start, side="right")) // self._window * self._window
-            last = min(first + self._window, len(order))
-            low, high = int(ends[first - 1]) if first else 0, int(ends[last - 1])
-            inner = Order(high - low, derive_key("window", self.seed, first))
-            places = inner.slice(epoch, start - low, min(stop, high) - low) + low
-            turn = np.searchsorted(ends, places, side="right")
-            chunk = order[turn]
-            pieces.append(self._first[chunk] + places - (ends[turn] - self._sizes[chunk]))
-            start = high
-        return np.concatenate(pieces)
 
 
 class BucketedOrder(BlockOrder):
@@ -243,17 +210,13 @@ def natural(dataset: Any) -> Sampling:
     own = getattr(dataset, "sampling", None)
     if callable(own):
         return cast(Sampling, own())
-    samples, window = len(dataset), getattr(dataset, "shuffle_window", None)
-    kind, digest = "shuffled", ""
-    if window is not None:
-        kind = f"shuffled within windows of {window} of {len(dataset.chunks)} row groups"
-        digest = hashlib.sha256(np.append(dataset.chunks, window).tobytes()).hexdigest()[:16]
+    samples = len(dataset)
 
     def order(positions: int, seed: int) -> SampleOrder:
-        whole = Order(samples, seed) if window is None else WindowOrder(dataset.chunks, window, seed)
+        whole = Order(samples, seed)
         return whole if positions == samples else Cycled(whole, positions)
 
-    return _Sampling(SamplingFacts(kind=kind, digest=digest, positions=samples), order)
+    return _Sampling(SamplingFacts(kind="shuffled", digest="", positions=samples), order)
 
 
 def check_shares(dataset: Any, within: str | None = None) -> None:
