@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import pickle
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -765,3 +766,12 @@ def test_columns_that_are_not_there_streams_and_empty_windows_are_named(tmp_path
     with pytest.raises(DataError, match=r"a\.arrow is an Arrow stream(.|\n)*datasets\.Dataset\.from_file"):
         ArrowFiles(tmp_path / "a.arrow")
     assert ParquetFiles(tmp_path / "a.parquet", columns="x")[1] == {"x": 2}
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text("1\n")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "lockstep.readers.copies", raising=False)
+    monkeypatch.delattr("lockstep.readers.copies", raising=False)
+    with pytest.raises(DataError, match=r"pip install 'lockstep-train\[data\]'"):
+        JsonLines(tmp_path / "a.jsonl")
