@@ -314,7 +314,8 @@ has changed, and once more two seconds later, since two changes may leave one ti
 other programs change, do not set it."""
 
 _ROWS = {
-    "metrics": "One row per epoch. Names that start with `train_` or `val_` are losses and the task's metrics.",
+    "metrics": "One row per epoch. Names that start with `train_` or `val_` are losses and the task's metrics. "
+    "`complete` is false where the run ended within the epoch.",
     "evaluations": "A line for each evaluation within an epoch (`validation.every_steps`), with the metrics by name.",
     "system": "A line per second and node. Memory in 1e9 bytes, shares from 0 to 1; `null`: not reported.",
     "samples": "With `telemetry.record_samples`: what each rank trained on, a line before each step.",
@@ -343,17 +344,18 @@ def folder_schemas() -> dict[str, tuple[str, dict[str, Any]]]:
     )
     numbers = {"type": "array", "items": integer}
     device = {"type": "object", "properties": {"id": text, "name": text}, "required": ["id"]}
+    epoch = _object(place | {"epoch": place["epoch"]}, number)
+    epoch["properties"] |= {"samples_seen": integer, "complete": {"type": "boolean"}}
+    evaluation = _object(place | {"improved": {"type": "boolean"}}, number)
+    evaluation["properties"]["samples_seen"] = integer
     return {
         "run": ("`run.json`", RunRecord.model_json_schema()),
         "heartbeat": ("`heartbeat.json`", Beat.model_json_schema()),
         "config": ("`config.yaml`, `attempts/<n>/config.yaml`", RunConfig.model_json_schema()),
         "plan": ("`plan.json`, `attempts/<n>/plan.json`", Plan.model_json_schema()),
-        "metrics": (
-            "`metrics.json`",
-            _object(epochs={"type": "array", "items": _object(place | {"epoch": place["epoch"]}, number)}),
-        ),
+        "metrics": ("`metrics.json`", _object(epochs={"type": "array", "items": epoch})),
         "steps": ("each line of `steps.jsonl`", TypeAdapter(StepLogged).json_schema()),
-        "evaluations": ("each line of `evaluations.jsonl`", _object(place | {"improved": {"type": "boolean"}}, number)),
+        "evaluations": ("each line of `evaluations.jsonl`", evaluation),
         "ranks": ("each line of `ranks.jsonl`", TypeAdapter(RanksLogged).json_schema()),
         "system": (
             "each line of `system-<node>.jsonl`",

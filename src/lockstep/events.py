@@ -109,10 +109,15 @@ class OfEpoch(Event):
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded(OfEpoch):
-    """A complete row of ``metrics.json``: losses, metrics, learning rate, speed."""
+    """A row of ``metrics.json``: losses, metrics, learning rate, speed.
+
+    ``is_complete``: the run did not end within the epoch.
+    """
 
     row: Mapping[str, float]
     improved: bool
+    samples_seen: int | None = None
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ class Evaluated(OfEpoch):
 
     metrics: Mapping[str, float]
     improved: bool
+    samples_seen: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

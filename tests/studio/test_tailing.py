@@ -145,9 +145,9 @@ def test_a_sparse_file_of_20_gb_takes_little_memory_and_few_reads(tmp_path: Path
     tracemalloc.start()
     try:
         assert tail.sample() is not None
-        while tail.poll() and tail.behind:
+        while tail.poll() and tail.reader.behind:
             polls += 1
-        while tail.behind:
+        while tail.reader.behind:
             tail.poll()
             polls += 1
         _, peak = tracemalloc.get_traced_memory()

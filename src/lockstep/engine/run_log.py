@@ -295,11 +295,14 @@ class RunLog:
             state.epoch, state.position = epoch, 0
         self._epoch = self._speed.mark()
         self._evaluation = {name: value for name, value in row.items() if name.startswith("val_")}
-        self._rank.sink.emit(EpochEnded(self._rank.attempt, epoch, state.step, row, improved))
+        self._rank.sink.emit(
+            EpochEnded(self._rank.attempt, epoch, state.step, row, improved, state.samples_seen, is_complete=ended)
+        )
 
     def evaluated(self, metrics: Mapping[str, float], improved: bool) -> None:
         state = self.state
-        self._rank.sink.emit(Evaluated(self._rank.attempt, state.epoch + 1, state.step, metrics, improved))
+        attempt, epoch = self._rank.attempt, state.epoch + 1
+        self._rank.sink.emit(Evaluated(attempt, epoch, state.step, metrics, improved, state.samples_seen))
 
     def judge(self, metrics: Mapping[str, float], value: float) -> bool:
         """Whether this evaluation is the best so far; without improvement for too long, the run ends.

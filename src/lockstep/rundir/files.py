@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from lockstep.errors import RunFolderError, StorageError
 
@@ -28,6 +29,8 @@ MAX_JSONL_BYTES = 512 << 20
 _MAX_LINE_BYTES = 64 << 20
 #: What is read of a file's end: a row of ``ranks.jsonl`` has about 200 bytes a rank.
 _TAIL_BYTES, _MAX_TAIL_BYTES = 64 << 10, 4 << 20
+#: A file of this size takes long to read; what is read of it for a sparse sample, and of a line of it.
+LONG_BYTES, _SPARSE_BYTES, _MAX_SPARSE_LINE = 8 << 20, 2 << 20, 1 << 20
 
 #: Part of every temporary name, to recognise leftovers of a killed process.
 TEMPORARY = ".tmp-"
@@ -351,17 +354,84 @@ def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: 
     return None
 
 
-def sparse_rows(path: Path, most: int) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file that may be larger than memory, evenly spaced: all, or ``most`` to twice as many."""
-    kept: list[bytes] = []
-    stride = 1
-    with _reading(path), open_regular(path, buffer_bytes=-1, links=True) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b"")):
-            if number % stride == 0:
-                kept.append(line)
-            if len(kept) == 2 * most:
-                kept, stride = kept[::2], 2 * stride
-    return [row for row in map(row_of, kept) if row is not None]
+class AppendedRows:
+    """Reads a growing JSON lines file from its start, each row once; a file that was replaced is read again."""
+
+    #: Read at once: small enough not to block other threads for long.
+    CHUNK_BYTES = 1 << 20
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: Whether the file is longer than what has been read of it.
+        self.behind = False
+        #: Whether the last read began at the start of the file.
+        self.is_first = True
+        self._identity = (0, 0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again at the start of the file."""
+        self._offset, self._rest = 0, b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows of at most one chunk, without damaged ones. Raises :class:`OSError`."""
+        self.behind = False
+        with open_regular(self.path) as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._identity or status.st_size < self._offset:
+                self._identity = identity
+                self.restart()
+            self.is_first = self._offset == 0
+            if status.st_size == self._offset:
+                return []
+            self._offset = _next_data(file.fileno(), self._offset)
+            file.seek(self._offset)
+            content = file.read(self.CHUNK_BYTES)
+            self._offset += len(content)
+            self.behind = self._offset < status.st_size
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        if len(self._rest) > 4 * self.CHUNK_BYTES:
+            self._rest = b""  # Lockstep writes no such line
+        return rows_of(lines)
+
+
+def sparse_rows(path: Path, most: int, *, links: bool = True) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file that may be larger than memory: all of a short one, else ``most`` at equal distances.
+
+    Rows with hundreds of values are fewer.
+    """
+    with _reading(path), open_regular(path, buffer_bytes=8192, links=links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < LONG_BYTES:
+            *lines, _torn = file.read(size).split(b"\n")
+            return rows_of(lines)
+        lines, room = [], _SPARSE_BYTES
+        most = max(2, min(most, room // max(1, len(file.readline(_MAX_SPARSE_LINE)))))
+        for position in range(0, size, size // most):
+            file.seek(_next_data(file.fileno(), position))
+            file.readline(_MAX_SPARSE_LINE)  # rest of a line
+            line = file.readline(_MAX_SPARSE_LINE)
+            if line.startswith(b"{") and (room := room - len(line)) > 0:
+                lines.append(line)
+    return rows_of(lines)
+
+
+def _next_data(file: int, offset: int) -> int:
+    """The next offset that is not in a hole of a sparse file, or its end."""
+    try:
+        return max(offset, os.lseek(file, offset, os.SEEK_DATA))
+    except OSError as error:
+        return os.fstat(file).st_size if error.errno == errno.ENXIO else offset
+
+
+def rows_of(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The rows among ``lines``; a line that a power cut damaged is left out."""
+    try:
+        parsed = from_json(b"[" + b",".join(line for line in lines if line) + b"]", allow_inf_nan=True)
+    except ValueError:
+        parsed = map(row_of, lines)
+    return [row for row in parsed if isinstance(row, dict)]
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:

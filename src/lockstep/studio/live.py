@@ -1,4 +1,4 @@
-"""The WebSockets of browser tabs: each reads the files of its runs up to ten times a second, and sends what changed."""
+"""The WebSockets of browser tabs: once a second each reads the files of its runs and sends what changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,8 +19,10 @@ from lockstep.studio.index import RunIndex, Summary
 from lockstep.studio.schemas import ApiError
 from lockstep.studio.tailing import TICK_S, Feed, Message, Subscription
 
-#: How often the list and the jobs are read; they and the files of runs less often, by a factor, while nothing is new.
-LIST_S, SLOWER = 1.0, 1.1
+#: The pause while a long file is being read, in which other tabs find the feed unlocked.
+_BEHIND_S = 0.02
+#: How often an outbox is checked that a tab does not read.
+_UNREAD_S = 0.1
 MAX_SUBSCRIPTIONS = 20
 #: The studio's own page sends none.
 MAX_BAD_MESSAGES = 20
@@ -39,6 +41,9 @@ class Asked(BaseModel):
     low: float | None = Field(None, alias="from", ge=-1e300, le=1e300)
     high: float | None = Field(None, alias="to", ge=-1e300, le=1e300)
     request: int | None = None
+    #: Of a range: the columns besides those of the axes (default: all), and whether every row is needed.
+    columns: list[Annotated[str, Field(max_length=300)]] | None = Field(None, max_length=100)
+    full: bool = False
 
 
 class Hub:
@@ -84,7 +89,6 @@ class Tab:
         #: What was sent of the list: runs by id, and problems.
         self._known: tuple[dict[str, Summary], list[str]] | None = None
         self._list_due = 0.0
-        self._list_pause_s = LIST_S
         self._outbox: list[Message] = []
         self._bad_messages = 0
 
@@ -102,7 +106,7 @@ class Tab:
                 await self._receive(message.get("text"))
                 # A tab that asks and never reads: it is not listened to until it has taken what it asked for.
                 while len(self._outbox) > MAX_UNSENT and not sender.done():
-                    await asyncio.sleep(TICK_S)
+                    await asyncio.sleep(_UNREAD_S)
                 if self._bad_messages > MAX_BAD_MESSAGES:
                     await self.socket.close(1008)
                     return
@@ -148,21 +152,19 @@ class Tab:
     # What the tab is sent.
 
     async def _send(self) -> None:
-        pause_s = TICK_S
         try:
             while True:
                 news, self._outbox = self._outbox, []
                 await self._send_all(news)
                 if time.monotonic() >= self._list_due:
                     await self._look_at_list()
-                followed = list(self._subscriptions.values())
-                changed = [await self._look_at(subscription) for subscription in followed]
-                pause_s = TICK_S if any(changed) else min(LIST_S, SLOWER * pause_s)
-                if any(subscription.feed.behind for subscription in followed):
-                    pause_s = TICK_S / 5  # in which other tabs find the feed unlocked
-                wait_s = pause_s if followed else max(0.0, self._list_due - time.monotonic())
+                subscriptions = list(self._subscriptions.values())
+                for subscription in subscriptions:
+                    await self._look_at(subscription)
+                is_behind = any(subscription.feed.behind for subscription in subscriptions)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    # wait_for of Python 3.11 may swallow a cancellation
+                    async with asyncio.timeout(_BEHIND_S if is_behind else TICK_S):
                         await self._asked.wait()
                 self._asked.clear()
         except Exception:
@@ -173,13 +175,13 @@ class Tab:
 
     async def _send_all(self, messages: list[Message]) -> None:
         for message in messages:
-            if isinstance(message, bytes):
-                await self.socket.send_bytes(message)
+            if isinstance(message, str):
+                await self.socket.send_text(message)
             else:
                 await self.socket.send_json(message)
 
-    async def _look_at(self, subscription: Subscription) -> bool:
-        """Send what is new of a run; return whether anything is. A run that cannot be read is given up."""
+    async def _look_at(self, subscription: Subscription) -> None:
+        """Send what is new of a run. A run that cannot be read is given up."""
         feed = subscription.feed
         try:
             news = await asyncio.to_thread(subscription.news)
@@ -192,10 +194,9 @@ class Tab:
             error = ApiError("RUN_NOT_USABLE", 500, f"run {feed.name} cannot be followed", why=why, fix=fix)
             news = [{"type": "error", **error.as_dict(), "run": feed.name}]
         await self._send_all(news)
-        return bool(news)
 
     async def _look_at_list(self) -> None:
-        """Send the runs of the list that are new, if the tab watches it; and the jobs."""
+        """Send the runs of the list that are new, if the tab watches it, and the jobs; and that the server is alive."""
         found = None
         try:
             await self._hub.look_at_jobs()
@@ -204,9 +205,8 @@ class Tab:
         except Exception:
             _log.exception("the list of runs cannot be read; trying again")
         news = self._news_of_list(*found) if found is not None else []
-        self._list_pause_s = LIST_S if news else min(2 * LIST_S, SLOWER * self._list_pause_s)
-        self._list_due = time.monotonic() + self._list_pause_s
-        await self._send_all(news)
+        self._list_due = time.monotonic() + TICK_S
+        await self._send_all([*news, {"type": "alive", "now": time.time()}])
 
     def _news_of_list(self, runs: list[Summary], problems: list[str]) -> list[Message]:
         now, known = {run["id"]: run for run in runs}, self._known
@@ -220,11 +220,15 @@ class Tab:
         return [{"type": "runs_changed", "runs": changed, "removed": removed, "problems": problems}]
 
 
-def _range(feed: Feed, asked: Asked) -> bytes:
+def _range(feed: Feed, asked: Asked) -> str:
     with feed.lock:
         if asked.stream not in feed.tails:
             raise ApiError("NOT_FOUND", 404, f"no stream {asked.stream!r} in this run", fix="use one of its streams")
-        return feed.range(asked.stream, asked.low, asked.high, asked.request)
+        columns = feed.tails[asked.stream].columns
+        start, end = columns.between(asked.low, asked.high)
+        return feed.message(
+            "range", asked.stream, columns, start, end, names=asked.columns, full=asked.full, request=asked.request
+        )
 
 
 def _parse(text: str | None) -> Asked:

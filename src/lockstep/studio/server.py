@@ -29,7 +29,6 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.lab.report.page import render
 from lockstep.rundir.files import plain
 from lockstep.rundir.folder import versions
-from lockstep.studio import bundle
 from lockstep.studio.access import REPORT_CSP, Guard, Sessions
 from lockstep.studio.commands import Jobs, Starts
 from lockstep.studio.forms import Forms, Planner
@@ -40,6 +39,7 @@ from lockstep.studio.runs import Runs, content_of
 from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
 from lockstep.studio.settings import OfferedTasks, SavedConfigs
 
+STATIC = Path(__file__).parent / "static"
 HOST = "127.0.0.1"
 #: The port unless --port is given or the port is taken.
 DEFAULT_PORT = 8756
@@ -227,25 +227,28 @@ def _make_app(studio: Studio, port: int) -> Any:
     return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
 
 
+class _Modules(StaticFiles):
+    """The page's files below an address that changes with them: a browser asks for each once."""
+
+    def file_response(self, *given: Any, **named: Any) -> Response:
+        answer = super().file_response(*given, **named)
+        answer.headers["cache-control"] = "private, max-age=31536000, immutable"
+        return answer
+
+
 def _add_pages(app: FastAPI, studio: Studio) -> None:
-    page = {"app/page.js": bundle.script(), "styles/page.css": bundle.styles()}
-    text = (bundle.STATIC / "index.html").read_text(encoding="utf-8")
-    for name, content in page.items():
-        text = text.replace(f"static/{name}", f"static/{name}?{hashlib.sha256(content).hexdigest()[:12]}")
+    files = sorted(file for file in STATIC.rglob("*.*") if file.suffix in {".js", ".css"})
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    modules = [file.relative_to(STATIC).as_posix() for file in files if file.suffix == ".js"]
+    preloads = [f'<link rel="modulepreload" href="static/{name}" />' for name in modules if name != "app/enter.js"]
+    text = (STATIC / "index.html").read_text(encoding="utf-8")
+    text = text.replace("<!-- modules -->", "".join(preloads)).replace('"static/', f'"static-{digest}/')
 
     @app.get("/", include_in_schema=False)
     def index() -> Response:
         # What the page would ask for first is in it, as text that no browser takes for markup.
         first = json.dumps(plain(studio.first_answer())).replace("&", "&amp;").replace("<", "&lt;")
         return HTMLResponse(text.replace('<template id="first">', f'<template id="first">{first}'))
-
-    def bundled(request: Request) -> Response:
-        name = request.url.path.removeprefix("/static/")
-        kind = "text/javascript" if name.endswith(".js") else "text/css"
-        return Response(page[name], media_type=kind, headers={"cache-control": "private, max-age=31536000, immutable"})
-
-    for name in page:
-        app.add_api_route(f"/static/{name}", bundled, include_in_schema=False)
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
@@ -254,9 +257,10 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
     @app.get("/favicon.ico", include_in_schema=False)
     def icon() -> Response:
         # Requested by pages without an icon: reports, /docs, the welcome page.
-        return FileResponse(bundle.STATIC / "icon.svg", media_type="image/svg+xml")
+        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
-    app.mount("/static", StaticFiles(directory=bundle.STATIC, check_dir=False))
+    app.mount(f"/static-{digest}", _Modules(directory=STATIC))
+    app.mount("/static", StaticFiles(directory=STATIC))
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -1,13 +1,9 @@
-"""Follow the files of a run: what was appended since the last poll, as columns and as frames for the page."""
+"""Follow the files of a run: what was appended since the last poll, as columns and as messages for the page."""
 
 from __future__ import annotations
 
-import errno
 import itertools
-import json
 import math
-import os
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,33 +13,35 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic_core import from_json
+from pydantic_core import to_json
 
-from lockstep.rundir.files import open_regular, row_of
+from lockstep.errors import RunFolderError
+from lockstep.rundir.files import LONG_BYTES, AppendedRows, sparse_rows
 from lockstep.rundir.folder import RunDir, or_else
 from lockstep.studio.home import modified_ns
 
-#: Above this number of rows the page gets the minimum and maximum of buckets.
-FULL_ROWS = 100_000
-#: Rows of a thinned-out history.
-POINTS = 20_000
+#: Above this number of rows the page gets the minimum and maximum of buckets: no chart is wider than half of POINTS.
+FULL_ROWS = 5_000
+#: Rows of a thinned-out history, and most values of a message with every row.
+POINTS, MAX_VALUES = 4_000, 5_000_000
 #: ``ranks.jsonl`` has seven numbers a rank: enough for 1,024 ranks.
 _MAX_COLUMNS = 8192
 _MAX_DEPTH = 4
-#: Counts and times that single precision would round.
-_DOUBLE = ("step", "time", "samples_seen")
-#: Read at once: small enough not to block other threads for long; and how often in one poll of a long file.
-CHUNK_BYTES, _CHUNKS = 1 << 20, 4
-#: Above this size a coarse sample of the file is shown first.
-LARGE_BYTES = 8 << 20
-#: Of the coarse sample: rows with hundreds of values are few, or it would take longer than the file.
-_SAMPLE_LINES, _SAMPLE_BYTES = 1000, 2 << 20
-#: How often streams are read; and attempts, epochs and new files are checked.
-TICK_S, _STATE_S = 0.1, 0.5
+#: Chunks of a long file that are read in one poll.
+_CHUNKS = 4
+#: Rows of the coarse sample of a long file, which is shown first.
+_SAMPLE_ROWS = 1000
+#: How often files are read.
+TICK_S = 1.0
 _STREAMS = ("steps", "evaluations", "ranks", "system-*")
+#: Seconds of training at a row of ``steps.jsonl``, computed here: samples divided by throughput, without pauses.
+TRAINING_S = "training_s"
+#: Columns that may be the x axis of a chart; they increase.
+AXES = ("step", "time", "samples_seen", TRAINING_S)
 
-Column = NDArray[Any]
-Message = dict[str, Any] | bytes
+Column = NDArray[np.float64]
+#: A message for the page: JSON text, or an object.
+Message = dict[str, Any] | str
 
 
 class Columns:
@@ -58,26 +56,31 @@ class Columns:
         self.cut = False
         self._data: dict[str, Column] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
     def __getitem__(self, name: str) -> Column:
         return self._data[name][: self.rows]
 
-    def append(self, columns: Mapping[str, Column], start: int = 0, end: int | None = None) -> None:
-        """Add rows ``start`` to ``end`` of ``columns``, which are equally long."""
-        end = len(columns[self.x]) if end is None else end
-        total = self.rows + end - start
+    def append(self, columns: Mapping[str, Column]) -> None:
+        """Add the rows of ``columns``, which are equally long."""
+        total = self.rows + len(columns[self.x])
         for name in [name for name in columns if name not in self._data]:
             if len(self._data) < _MAX_COLUMNS:
-                self._data[name] = np.full(max(total, 1024), np.nan, _type_of(name))
+                self._data[name] = np.full(max(total, 1024), np.nan)
             else:
                 self.cut = True
         for name, old in self._data.items():
             if len(old) < total:
-                grown = np.full(max(total, 2 * len(old)), np.nan, old.dtype)
+                grown = np.full(max(total, 2 * len(old)), np.nan)
                 grown[: self.rows] = old[: self.rows]
                 self._data[name] = old = grown
-            given = columns.get(name)
-            old[self.rows : total] = np.nan if given is None else given[start:end]
+            old[self.rows : total] = columns.get(name, np.nan)
         self.rows = total
+
+    def last(self, name: str) -> float:
+        """The newest value of a column; 0 without one."""
+        return float(np.nan_to_num(self[name][-1])) if self.rows and name in self else 0.0
 
     def truncate(self, rows: int) -> None:
         if rows < self.rows:
@@ -97,17 +100,21 @@ class Columns:
         end = self.rows if high is None else int(np.searchsorted(self[self.x], high, side="right"))
         return start, max(start, end)
 
-    def part(self, start: int, end: int) -> tuple[dict[str, Column], bool]:
-        """Rows ``start`` to ``end`` as columns, and whether they were thinned out."""
-        part = {name: values[start:end] for name, values in self._data.items()}
-        thin = end - start > FULL_ROWS
+    def part(
+        self, start: int, end: int, names: Sequence[str] | None = None, *, full: bool = False
+    ) -> tuple[dict[str, Column], bool]:
+        """Rows ``start`` to ``end`` as columns (``names``: these and the axes), and whether they were thinned out."""
+        chosen = self._data.keys() if names is None else {*AXES, *names}
+        part = {name: values[start:end] for name, values in self._data.items() if name in chosen}
+        thin = end - start > FULL_ROWS and not (full and (end - start) * len(part) <= MAX_VALUES)
         return thin_out(part, self.x, POINTS) if thin else part, thin
 
 
 def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Column]:
     """Two rows a bucket: each column's minimum and maximum in the order in which they came.
 
-    x is that of the bucket's first and middle row. Every peak stays visible; rows of an incomplete bucket are kept.
+    The axes have the values of the bucket's first and middle row. Every peak stays visible; rows of an incomplete
+    bucket are kept.
     """
     rows = len(columns[x])
     size = max(2, -(-2 * rows // max(2, points)))
@@ -116,7 +123,7 @@ def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Co
     result: dict[str, Column] = {}
     for name, values in columns.items():
         grid = values[:whole].reshape(buckets, size)
-        if name == x:
+        if name == x or name in AXES:
             pairs = grid[:, [0, size // 2]]
         else:
             lowest = np.where(np.isnan(grid), np.inf, grid).argmin(axis=1)
@@ -124,21 +131,6 @@ def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Co
             pairs = np.take_along_axis(grid, np.sort(np.stack([lowest, highest], axis=1), axis=1), axis=1)
         result[name] = np.concatenate([pairs.reshape(-1), values[whole:]])
     return result
-
-
-def pack(header: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
-    """One binary message: length of the header, header (JSON), columns; all aligned to 8 bytes."""
-    described, chunks, offset = [], [], 0
-    for name, values in columns.items():
-        kind = "f64" if values.dtype == np.float64 else "f32"
-        described.append({"name": name, "type": kind, "offset": offset, "length": len(values)})
-        content = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
-        content += bytes(-len(content) % 8)
-        chunks.append(content)
-        offset += len(content)
-    text = json.dumps({**header, "columns": described}, separators=(",", ":")).encode()
-    text += b" " * (-(4 + len(text)) % 8)
-    return b"".join([struct.pack("<I", len(text)), text, *chunks])
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], x: str) -> dict[str, Column]:
@@ -164,10 +156,9 @@ def _collect(rows: Sequence[Mapping[str, Any]], prefix: str, depth: int, found: 
                 _collect([_as_mapping(v) for v in values], prefix if named else f"{name}.", depth + 1, found)
         elif kinds & {int, float} and len(found) <= _MAX_COLUMNS:  # one too many, for `cut`
             try:
-                column = np.array(values, dtype=np.float64)
+                found[name] = np.array(values, dtype=np.float64)
             except (ValueError, TypeError, OverflowError):
-                column = np.array([_number(value) for value in values])
-            found[name] = column.astype(_type_of(name), copy=False)
+                found[name] = np.array([_number(value) for value in values])
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
@@ -184,102 +175,69 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _type_of(name: str) -> Any:
-    return np.float64 if name in _DOUBLE else np.float32
-
-
 class Tail:
-    """One file. ``x`` is ``step`` (later attempts supersede rows) or ``time``."""
+    """The columns of one file. x is ``step`` (later attempts supersede rows) or ``time``."""
 
     def __init__(self, path: Path, x: str) -> None:
         self.columns = Columns(x)
-        #: Whether the file is longer than what has been read of it.
-        self.behind = False
-        self._path = path
+        self.reader = AppendedRows(path)
         self._attempts: Mapping[int, int] = {}
-        self._file = (0, 0)
-        self._offset = 0
-        self._rest = b""
 
     def poll(self) -> bool:
         """Read at most one chunk; return whether anything changed."""
-        self.behind = False
         before = (self.columns.rows, self.columns.generation)
         try:
-            with open_regular(self._path) as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
-                    self._file = (status.st_dev, status.st_ino)
-                    self.restart(self._attempts)
-                if status.st_size > self._offset:
-                    self._offset = _next_data(file.fileno(), self._offset)
-                    file.seek(self._offset)
-                    content = file.read(CHUNK_BYTES)
-                    self._offset += len(content)
-                    self.behind = self._offset < status.st_size
-                    self._take(self._rest + content)
+            rows = self.reader.read()
         except OSError:
             return False
+        if self.reader.is_first and self.columns.rows:
+            self.columns.clear()
+        if rows:
+            columns = columns_of(rows, self.columns.x)
+            _append_increasing(self.columns, columns) if self.columns.x == "time" else self._add_steps(columns)
         return (self.columns.rows, self.columns.generation) != before
 
     def restart(self, attempts: Mapping[int, int]) -> None:
         """Read the file again. ``attempts``: from which step each attempt resumed (:meth:`RunDir.resumed_from`)."""
         self._attempts = attempts
         self.columns.clear()
-        self._offset, self._rest = 0, b""
+        self.reader.restart()
 
     def sample(self) -> Columns | None:
         """A coarse sample of a file that takes long to read; ``None`` for a short one."""
         try:
-            with open_regular(self._path, buffer_bytes=8192) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < LARGE_BYTES:
-                    return None
-                lines, room = [], _SAMPLE_BYTES
-                wanted = max(2, min(_SAMPLE_LINES, room // max(1, len(file.readline(CHUNK_BYTES)))))
-                for position in range(0, size, size // wanted):
-                    file.seek(_next_data(file.fileno(), position))
-                    file.readline(CHUNK_BYTES)  # rest of a line
-                    line = file.readline(CHUNK_BYTES)
-                    if line.startswith(b"{") and (room := room - len(line)) > 0:
-                        lines.append(line)
-        except OSError:
+            if self.reader.path.lstat().st_size < LONG_BYTES:
+                return None
+            rows = sparse_rows(self.reader.path, _SAMPLE_ROWS, links=False)
+        except (OSError, RunFolderError):
             return None
         picture = Columns(self.columns.x)
-        _append_increasing(picture, columns_of(_rows(lines), picture.x))
+        _append_increasing(picture, columns_of(rows, picture.x))
         return picture
-
-    def _take(self, content: bytes) -> None:
-        *lines, self._rest = content.split(b"\n")
-        if len(self._rest) > 4 * CHUNK_BYTES:
-            self._rest = b""  # Lockstep writes no such line
-        columns = columns_of(_rows(lines), self.columns.x)
-        if self.columns.x == "step":
-            self._add_steps(columns)
-        else:
-            _append_increasing(self.columns, columns)
 
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
         """As :func:`lockstep.rundir.folder.surviving`, on stretches of rows instead of single ones."""
-        steps, ours = columns["step"], self.columns
+        steps, kept = columns["step"], self.columns
         attempts = np.nan_to_num(columns.get("attempt", np.ones(len(steps))), nan=1)
         breaks = np.flatnonzero((np.diff(steps) <= 0) | (np.diff(attempts) != 0)) + 1
         for start, end in itertools.pairwise([0, *breaks.tolist(), len(steps)]):
             if start == end:
                 continue
             later = [step for attempt, step in self._attempts.items() if attempt > int(attempts[start])]
-            kept = start + int(np.searchsorted(steps[start:end], min(later, default=np.inf), side="right"))
-            if kept > start:
-                ours.truncate(int(np.searchsorted(ours["step"], steps[start])) if ours.rows else 0)
-                ours.append(columns, start, kept)
+            last = start + int(np.searchsorted(steps[start:end], min(later, default=np.inf), side="right"))
+            if last > start:
+                kept.truncate(int(np.searchsorted(kept["step"], steps[start])) if kept.rows else 0)
+                kept.append(self._with_time({name: values[start:last] for name, values in columns.items()}))
 
-
-def _next_data(file: int, offset: int) -> int:
-    """The next offset that is not in a hole of a sparse file, or its end."""
-    try:
-        return max(offset, os.lseek(file, offset, os.SEEK_DATA))
-    except OSError as error:
-        return os.fstat(file).st_size if error.errno == errno.ENXIO else offset
+    def _with_time(self, columns: dict[str, Column]) -> dict[str, Column]:
+        """Add the seconds of training to rows that follow those that there are, if they have a throughput."""
+        if "samples_per_s" not in columns and TRAINING_S not in self.columns:
+            return columns
+        missing = np.full(len(columns["step"]), np.nan)
+        samples, speed = (columns.get(name, missing) for name in ("samples_seen", "samples_per_s"))
+        more = np.diff(samples, prepend=self.columns.last("samples_seen"))
+        spent = np.divide(more, speed, out=np.zeros(len(samples)), where=(speed > 0) & (more > 0))
+        return {**columns, TRAINING_S: self.columns.last(TRAINING_S) + np.cumsum(spent)}
 
 
 def _append_increasing(target: Columns, columns: Mapping[str, Column]) -> None:
@@ -291,32 +249,23 @@ def _append_increasing(target: Columns, columns: Mapping[str, Column]) -> None:
         target.append({name: values[xs > before] for name, values in columns.items()})
 
 
-def _rows(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The rows among ``lines``; a line that a power cut damaged is left out."""
-    try:
-        found = from_json(b"[" + b",".join(line for line in lines if line) + b"]", allow_inf_nan=True)
-    except ValueError:
-        found = map(row_of, lines)
-    return [row for row in found if isinstance(row, dict)]
-
-
 class Feed:
     """Reads a run's files when :meth:`poll` is called."""
 
     def __init__(self, run: RunDir, name: str) -> None:
         self.name = name
-        #: Another list after each change.
-        self.epochs: list[dict[str, Any]] = []
+        #: The ends of epochs, as a message; another one after each change.
+        self.epochs: dict[str, Any] = {}
         self.tails: dict[str, Tail] = {}
         self.previews: dict[str, Columns] = {}
         self.lock = threading.Lock()
         #: Whether a file is longer than what has been read of it.
         self.behind = False
         self._run = run
-        self._polled = self._looked = -_STATE_S
+        self._polled = -TICK_S
         self._attempts: dict[int, int] = {}
-        #: When attempts and epochs were changed, at the last look.
-        self._stamp = (-1, -1)
+        #: When attempts, epochs and the plan were changed, at the last look.
+        self._stamp: tuple[int, ...] = ()
 
     def poll(self) -> None:
         """Read what is new, though not again within half a tick, for several tabs. The caller has the lock."""
@@ -324,49 +273,60 @@ class Feed:
         if now - self._polled < TICK_S / 2 and not self.behind:
             return
         self._polled = now
-        if now - self._looked >= _STATE_S:
-            self._looked = now
+        if not self.behind:
             self._look()
-            if any(tail.behind and not tail.columns.rows for tail in self.tails.values()):
+            if self.previews:
                 self.behind = True
                 return  # the preview first
         for name, tail in self.tails.items():
             for _ in range(_CHUNKS):
                 tail.poll()
-                if not tail.behind:
+                if not tail.reader.behind:
                     self.previews.pop(name, None)
                     break
-        self.behind = any(tail.behind for tail in self.tails.values())
+        self.behind = any(tail.reader.behind for tail in self.tails.values())
 
-    def range(self, stream: str, low: float | None, high: float | None, request: Any) -> bytes:
-        columns = self.tails[stream].columns
-        return self.frame("range", stream, columns, *columns.between(low, high), request=request)
-
-    def frame(
-        self, kind: str, stream: str, columns: Columns, start: int = 0, end: int | None = None, **more: Any
-    ) -> bytes:
-        """Rows: all of a ``history``, a ``delta`` from ``start`` on, or a ``range``."""
+    def message(
+        self,
+        kind: str,
+        stream: str,
+        columns: Columns,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        full: bool = False,
+        **more: Any,
+    ) -> str:
+        """Rows: all of a ``history``, a ``delta`` from ``start`` on, or a ``range``; ``null``: no number."""
         end = columns.rows if end is None else end
-        part, thin = columns.part(start, end)
-        where = {"kind": kind, "run": self.name, "stream": stream, "x": columns.x, "start": start, "rows": end - start}
+        part, thin = columns.part(start, end, names, full=full)
+        place = {"type": "rows", "kind": kind, "run": self.name, "stream": stream, "x": columns.x}
         state = {"generation": columns.generation, "total": columns.rows, "downsampled": thin, "cut": columns.cut}
-        return pack({**where, **state, "preview": False, **more}, part)
+        content = {name: values.tolist() for name, values in part.items()}
+        return to_json({**place, **state, "preview": False, **more, "columns": content}, inf_nan_mode="null").decode()
 
     def _look(self) -> None:
         """Notice attempts, which supersede rows, new streams and epochs."""
-        stamp = (modified_ns(self._run.attempts), modified_ns(self._run.metrics_file))
-        if stamp[0] != self._stamp[0] and (attempts := self._run.resumed_from()) != self._attempts:
+        run = self._run
+        stamp = tuple(map(modified_ns, (run.attempts, run.metrics_file, run.plan_file)))
+        if stamp[:1] != self._stamp[:1] and (attempts := run.resumed_from()) != self._attempts:
             self._attempts = attempts
             for name in self.tails:
                 self._begin(name)
         for pattern in _STREAMS:
-            for file in sorted(self._run.path.glob(f"{pattern}.jsonl"))[:64]:
+            for file in sorted(run.path.glob(f"{pattern}.jsonl"))[:64]:
                 if file.stem not in self.tails:
                     self.tails[file.stem] = Tail(file, "time" if file.stem.startswith("system-") else "step")
                     self._begin(file.stem)
         if stamp != self._stamp:
             self._stamp = stamp
-            self.epochs = or_else(self._run.epochs, [])
+            steps = or_else(run.plan, {}).get("steps_per_epoch")
+            rows = {
+                "epochs": or_else(run.epochs, []),
+                "steps_per_epoch": steps if isinstance(steps, int) and steps > 0 else None,
+            }
+            self.epochs = {"type": "epochs", "run": self.name, **rows}
 
     def _begin(self, name: str) -> None:
         tail = self.tails[name]
@@ -374,7 +334,6 @@ class Feed:
         preview = tail.sample()
         if preview is not None and preview.rows:
             self.previews[name] = preview
-            tail.behind = True
 
 
 @dataclass
@@ -384,7 +343,7 @@ class Subscription:
     feed: Feed
     #: By stream: generation and rows as the tab has them, and the rows of its last history.
     cursors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    epochs: list[dict[str, Any]] | None = None
+    epochs: dict[str, Any] | None = None
 
     def news(self) -> list[Message]:
         feed, news = self.feed, list[Message]()
@@ -392,21 +351,21 @@ class Subscription:
             feed.poll()
             if self.epochs is not feed.epochs:
                 self.epochs = feed.epochs
-                news.append({"type": "epochs", "run": feed.name, "epochs": feed.epochs})
+                news.append(feed.epochs)
             for stream in feed.tails:
                 news += self._news_of(stream)
         return news
 
     def _news_of(self, stream: str) -> list[Message]:
         feed, columns = self.feed, self.feed.tails[stream].columns
-        generation, rows, told = self.cursors.get(stream, (-2, 0, 0))
+        generation, rows, sent = self.cursors.get(stream, (-2, 0, 0))
         if (preview := feed.previews.get(stream)) is not None:
             # The cursor of a preview matches no generation, so the complete history follows.
             self.cursors[stream] = (-1, 0, 0)
-            return [feed.frame("history", stream, preview, preview=True)] if generation == -2 else []
+            return [feed.message("history", stream, preview, preview=True)] if generation == -2 else []
         # After many new rows a downsampled history is sent again: a page that is open for days stays fast.
-        if generation != columns.generation or columns.rows - told > FULL_ROWS:
+        if generation != columns.generation or columns.rows - sent > FULL_ROWS:
             self.cursors[stream] = (columns.generation, columns.rows, columns.rows)
-            return [feed.frame("history", stream, columns)]
-        self.cursors[stream] = (generation, columns.rows, told)
-        return [feed.frame("delta", stream, columns, rows)] if rows < columns.rows else []
+            return [feed.message("history", stream, columns)]
+        self.cursors[stream] = (generation, columns.rows, sent)
+        return [feed.message("delta", stream, columns, rows)] if rows < columns.rows else []

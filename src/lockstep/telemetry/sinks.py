@@ -88,11 +88,13 @@ class RunFolderSink:
                 self._ranks.append(asdict(event))
             case events.EpochEnded():
                 row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
+                row |= _samples(event) | ({} if event.is_complete else {"complete": False})
                 self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
                 self._run.write_epochs(self._rows)
                 self._keep_best(event, event.row)
             case events.Evaluated():
-                self._evaluations.append({**_place(event), "improved": event.improved, **event.metrics})
+                place = _place(event) | _samples(event)
+                self._evaluations.append({**place, "improved": event.improved, **event.metrics})
                 self._keep_best(event, event.metrics)
             case events.PictureDrawn():
                 make_folders(self._run.pictures)
@@ -149,6 +151,10 @@ class RunFolderSink:
 
 def _place(event: events.OfEpoch) -> dict[str, int]:
     return {"attempt": event.attempt, "step": event.step, "epoch": event.epoch}
+
+
+def _samples(event: events.EpochEnded | events.Evaluated) -> dict[str, int]:
+    return {} if event.samples_seen is None else {"samples_seen": event.samples_seen}
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:

@@ -1,12 +1,11 @@
 // A chart with its legend, and the tools that all charts of a view share.
 
 import { computed, html, signal, useEffect, useRef, useState } from "./html.js";
+import { AXES, lastIndexAtMost } from "./columns.js";
 import { number } from "./format.js";
 import { isGap, Plot, themes } from "./plot.js";
 import { keep, route } from "./route.js";
 import { Menu, Search, Select, Tick } from "./ui.js";
-
-export const AXES = { __proto__: null, step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };
 
 /** Options of all charts, kept in the link. */
 export const drawing = computed(() => {
@@ -51,10 +50,10 @@ function last({ x, y }, at = y.length - 1) {
  * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
  * `everyRow`: a row without a number was not finite: a gap in the line, and "not finite" as the newest value.
  * `shared`: [labels of hidden lines, a function that sets them], of a legend that several charts have.
- * `onZoom(from, to)` is called on zoom, with nulls on reset.
+ * `onZoom(from, to)` is called on zoom, with nulls on reset. `whole()`: promises the series with all of their points.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
-export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom, shared }) {
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom, shared, whole = () => series }) {
   const host = useRef(null);
   const plot = useRef(null);
   const now = Object.assign(useRef(), { current: { onZoom, against } });
@@ -108,7 +107,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const valueOf = (one) => text(pointOf(one, cursor === null ? undefined : lastIndexAtMost(one.x, cursor)));
   const items = [
     [full ? "Leave full screen" : "Full screen", () => setFull(!full)],
-    ["Download CSV", () => save(title, "csv", new Blob([csv(series, against)], { type: "text/csv" }))],
+    ["Download CSV", async () => save(title, "csv", new Blob([csv(await whole(), against)], { type: "text/csv" }))],
     ["Download PNG", () => picture(host.current.querySelector("canvas"), (blob) => save(title, "png", blob))],
   ];
   return html`<figure class="chart ${full ? "full" : ""}" aria-label=${title} onKeyDown=${(event) => full && event.key === "Escape" && setFull(false)}>
@@ -159,14 +158,4 @@ function save(title, kind, blob) {
   const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `${title.replace(/[^\w.-]+/g, "-").toLowerCase()}.${kind}` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-}
-
-/** The last index whose x is at most `limit`; x ascends. */
-export function lastIndexAtMost(x, limit) {
-  let [low, high] = [0, x.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    [low, high] = x[middle] <= limit ? [middle + 1, high] : [low, middle];
-  }
-  return low - 1;
 }

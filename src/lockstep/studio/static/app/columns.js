@@ -1,44 +1,35 @@
-// Binary frames of the live connection, and the columns that grow from them.
+// The rows of a run's streams as columns of numbers that grow, and where their steps are on other axes.
 
-/** Header and columns of a frame; the columns are views into `buffer`. */
-export function decode(buffer) {
-  const length = new DataView(buffer).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  const start = 4 + length;
-  const columns = new Map(
-    header.columns.map(({ name, type, offset, length: rows }) => {
-      const kind = type === "f64" ? Float64Array : Float32Array;
-      return [name, new kind(buffer, start + offset, rows)];
-    }),
-  );
-  return { header, columns };
-}
-
-/** The rows of one stream (`steps`, `ranks`, `system-…`) as columns of numbers; NaN where there is none. */
+/** The rows of one stream (`steps`, `ranks`, `system-…`); NaN where there is no number. */
 export class Stream {
-  constructor(header, columns) {
-    // `cut`: the file has more columns than the server keeps. A downsampled history has fewer rows than the header says.
-    Object.assign(this, header, { rows: columns.get(header.x)?.length ?? 0, store: columns, views: new Map() });
+  /** `message`: a history or a range. `cut`: the file has more columns than the server keeps; `rows` may be fewer than `total`. */
+  constructor({ columns, ...header }) {
+    Object.assign(this, header, { rows: 0, store: new Map(), views: new Map() });
+    this.add(columns);
   }
 
   /** Appends a delta; false if it belongs to another history, which will follow. */
-  append(header, columns) {
-    if (header.generation !== this.generation) return false;
-    const rows = this.rows + (columns.get(this.x)?.length ?? 0);
-    for (const name of new Set([...this.store.keys(), ...columns.keys()])) {
-      const news = columns.get(name);
-      const held = roomFor(this.store.get(name) ?? new news.constructor(0), rows, this.rows);
-      if (news) held.set(news, this.rows);
-      else held.fill(NaN, this.rows, rows);
-      this.store.set(name, held);
-    }
-    Object.assign(this, { rows, total: header.total, cut: header.cut });
-    this.views.clear();
+  append({ columns, generation, total, cut }) {
+    if (generation !== this.generation) return false;
+    this.add(columns);
+    Object.assign(this, { total, cut });
     return true;
   }
 
+  add(columns) {
+    const added = new Map(Object.entries(columns));
+    const rows = this.rows + (added.get(this.x)?.length ?? 0);
+    for (const name of new Set([...this.store.keys(), ...added.keys()])) {
+      const values = roomFor(this.store.get(name) ?? new Float64Array(), rows, this.rows);
+      added.get(name)?.forEach((value, at) => (values[this.rows + at] = value ?? NaN));
+      this.store.set(name, values);
+    }
+    this.rows = rows;
+    this.views.clear();
+  }
+
   names() {
-    return [...this.store.keys()].filter((name) => name !== this.x);
+    return [...this.store.keys()].filter((name) => name !== this.x && name !== "training_s");
   }
 
   /** The values of a column; the same object until the next row arrives. */
@@ -49,15 +40,60 @@ export class Stream {
 
   /** {x, y} of a column, or null without a number in it; `whole`: every row has it, and a missing number was not finite. */
   line(name, whole = false) {
-    const y = this.column(name) ?? new Float32Array(this.rows).fill(NaN);
+    const y = this.column(name) ?? new Float64Array(this.rows).fill(NaN);
     return whole || y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
   }
 }
 
-/** `held`, of which `filled` values count, with space for `rows`, doubling; the rest is NaN. */
-function roomFor(held, rows, filled) {
-  if (held.length >= rows) return held;
-  const grown = new held.constructor(Math.max(rows, held.length * 2, 256)).fill(NaN);
-  grown.set(held.subarray(0, filled));
+/** `values`, of which `filled` count, with space for `rows`, doubling; the rest is NaN. */
+function roomFor(values, rows, filled) {
+  if (values.length >= rows) return values.fill(NaN, filled);
+  const grown = new Float64Array(Math.max(rows, values.length * 2)).fill(NaN);
+  grown.set(values.subarray(0, filled));
   return grown;
+}
+
+export const AXES = { __proto__: null, step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };
+
+/**
+ * {against, place}: an axis by its name, and where a step is on it, between the points that the run folder has. The axis of
+ * steps where it does not have this one: rows without samples or throughput, or no epoch whose length is known.
+ * `streams`: those with steps; `epochs`: the rows of metrics.json; `perEpoch`: the steps of an epoch, if they are known.
+ */
+export function axisOf(kind, streams, epochs, perEpoch) {
+  const points = kind === "epoch" ? endsOf(epochs, perEpoch) : kind === "step" ? [] : measuredOf(kind, streams, epochs);
+  if (!points.length) return { against: AXES.step, place: (step) => step };
+  const table = [...new Map([[0, 0], ...points])].sort(([a], [b]) => a - b);
+  const [from, to] = [0, 1].map((at) => Float64Array.from(table, (point) => point[at]));
+  const most = kind === "epoch" ? to.at(-1) : Infinity; // the epoch that follows the last one has not ended
+  const place = (step) => {
+    const at = Math.min(Math.max(lastIndexAtMost(from, step), 0), from.length - 2);
+    return Math.min(most, to[at] + ((step - from[at]) * (to[at + 1] - to[at])) / (from[at + 1] - from[at]));
+  };
+  return { against: AXES[kind], place };
+}
+
+/** The ends of epochs as [step, epoch], and where the next one will end. An epoch that was cut short has no end yet. */
+function endsOf(epochs, perEpoch) {
+  const ends = epochs.filter((row) => row.step > 0 && row.epoch > 0 && row.complete !== false).map((row) => [row.step, row.epoch]);
+  const [[before], [last, epoch]] = [[0, 0], [0, 0], ...ends].slice(-2);
+  const length = perEpoch || last - before;
+  return length > 0 ? [...ends, [last + length, epoch + 1]] : [];
+}
+
+/** The samples or the seconds of training at the steps where they are known. */
+function measuredOf(kind, streams, epochs) {
+  const column = kind === "samples" ? "samples_seen" : "training_s";
+  const logged = streams.filter((stream) => stream?.column(column)).flatMap((stream) => Array.from(stream.column(stream.x), (step, at) => [step, stream.column(column)[at]]));
+  return [...logged, ...epochs.map((row) => [row.step, row[column]])].filter(([step, value]) => step > 0 && Number.isFinite(value));
+}
+
+/** The last index whose x is at most `limit`; x ascends. */
+export function lastIndexAtMost(x, limit) {
+  let [low, high] = [0, x.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    [low, high] = x[middle] <= limit ? [middle + 1, high] : [low, middle];
+  }
+  return low - 1;
 }

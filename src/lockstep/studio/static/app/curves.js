@@ -1,9 +1,10 @@
 // The charts of a run, from the columns of its files.
 
 import { html, useEffect, useRef, useState } from "./html.js";
-import { AXES, Chart, ChartTools, drawing, lastIndexAtMost } from "./charts.js";
+import { Chart, ChartTools, drawing } from "./charts.js";
+import { axisOf, lastIndexAtMost } from "./columns.js";
 import { gigabytes, heading, number, percent, words } from "./format.js";
-import { follow, range, runs, subscribe } from "./live.js";
+import { follow, range, subscribe } from "./live.js";
 import { Button, Fold, Problem } from "./ui.js";
 
 /** The data of runs that are followed while the component is shown. */
@@ -21,7 +22,7 @@ export function useRuns(ids) {
 /** Columns of metrics.json as lines over epochs, or over the `step` at which they ended. */
 export function epochLines(rows, against = "epoch") {
   const x = rows.map((row) => row[against]);
-  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["epoch", "step", "attempt"].includes(name));
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["epoch", "step", "attempt", "samples_seen"].includes(name));
   return new Map(
     names.map((name) => [name, { x, y: rows.map((row) => (typeof row[name] === "number" ? row[name] : NaN)) }]).filter(([, { y }]) => y.some((value) => !Number.isNaN(value))),
   );
@@ -30,7 +31,7 @@ export function epochLines(rows, against = "epoch") {
 /** What was measured at the ends of epochs and by the evaluations `between` them (a stream), as lines over steps. */
 export function linesOverSteps(rows, between) {
   const lines = epochLines(rows, "step");
-  for (const name of between?.names().filter((name) => !["epoch", "attempt"].includes(name)) ?? []) {
+  for (const name of between?.names().filter((name) => !["epoch", "attempt", "samples_seen"].includes(name)) ?? []) {
     const line = between.line(name);
     if (line) lines.set(name, lines.has(name) ? merged(lines.get(name), line) : line);
   }
@@ -49,51 +50,37 @@ function epochCharts(lines) {
   return [...Map.groupBy(series, ({ name }) => name.replace(/^(train|val|test)_/, ""))];
 }
 
-const axesOf = new WeakMap();
-
-/**
- * The x axis that was chosen, for the rows of a stream: step, samples, epochs or the seconds that were spent training.
- * Returns an array as long as the stream, or its own x where it lacks what is needed.
- */
-function axis(stream, run, kind) {
-  const steps = stream.column(stream.x);
-  const cached = axesOf.get(stream);
-  if (cached?.steps === steps && cached.kind === kind) return cached.x;
-  const { epochs, total_steps: total } = runs.peek().find(({ id }) => id === run) ?? {}; // not drawn again with every beat
-  const samples = stream.column("samples_seen");
-  let x = steps;
-  if (kind === "samples" && samples) x = samples;
-  else if (kind === "epoch" && epochs && total) x = steps.map((step) => (step * epochs) / total);
-  else if (kind === "time" && samples && stream.column("samples_per_s")) {
-    const speed = stream.column("samples_per_s");
-    let spent = 0;
-    x = Float64Array.from(samples, (count, at) => (spent += speed[at] > 0 ? Math.max(0, count - (at ? samples[at - 1] : 0)) / speed[at] : 0));
-  }
-  axesOf.set(stream, { steps, kind, x });
-  return x;
-}
-
-/** Where `step` is on that axis: that of the last row up to it. */
-const placeOf = (step, steps, x) => x[Math.max(0, lastIndexAtMost(steps, step))];
+/** The x axis that was chosen, for a run. */
+const axisFor = (data, streams) => axisOf(drawing.value.x, streams, data.epochs.value, data.perEpoch.value);
 
 /** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
-function StreamChart({ run, name, stream, columns, ...rest }) {
+function StreamChart({ data, name, stream, columns, ...rest }) {
   const [part, setPart] = useState(null);
   const asked = useRef(0);
+  const seriesOf = (source, { place }) => {
+    const x = source.column(source.x).map(place);
+    return columns.map(([column, label, index]) => ({ label, index, ...source.line(column, rest.everyRow), x })).filter(({ y }) => y?.length);
+  };
   const source = (stream.downsampled && part) || stream;
-  const kind = name === "steps" ? drawing.value.x : "step";
-  const x = axis(source, run, kind);
-  const series = columns.map(([column, label, index]) => ({ label, index, ...source.line(column, rest.everyRow), x })).filter(({ y }) => y?.length);
+  const axis = name === "steps" ? axisFor(data, [source]) : axisOf("step");
+  const series = seriesOf(source, axis);
   if (!series.length && !part) return null;
+  const fetched = (more) => range(data.id, name, columns.map(([column]) => column), more);
   // An answer that arrives after the next zoom or reset is dropped.
   const zoomed = async (from, to) => {
     const turn = ++asked.current;
-    const steps = source.column(source.x);
-    const ends = kind === "step" || from === null ? [from, to] : [placeOf(from, x, steps), placeOf(to, x, steps)];
-    const found = from === null || !stream.downsampled ? null : await range(run, name, ...ends);
+    const steps = stream.column(stream.x);
+    const x = steps.map(axisFor(data, [stream]).place);
+    const stepAt = (at) => steps[Math.min(Math.max(at, 0), steps.length - 1)];
+    const ends = name !== "steps" ? { from, to } : { from: stepAt(lastIndexAtMost(x, from)), to: stepAt(lastIndexAtMost(x, to) + 1) };
+    const found = from === null || !stream.downsampled ? null : await fetched(ends);
     if (turn === asked.current) setPart(found);
   };
-  return html`<${Chart} against=${AXES[kind]} fraction=${kind === "epoch" || kind === "time"} ...${rest} series=${series} onZoom=${zoomed} />`;
+  const whole = async () => {
+    const all = (stream.downsampled && (await fetched({ full: true }))) || stream;
+    return seriesOf(all, name === "steps" ? axisFor(data, [all]) : axis);
+  };
+  return html`<${Chart} against=${axis.against} fraction=${!["step", "samples"].includes(axis.against)} ...${rest} series=${series} onZoom=${zoomed} whole=${whole} />`;
 }
 
 export const STEP_CHARTS = [
@@ -196,7 +183,7 @@ function RankCharts({ data }) {
     const ranks = perRank(stream, quantity).filter(([rank]) => drawn.has(rank));
     const columns = ranks.map(([rank, column]) => [column, `rank ${rank}${rank === slow ? " – straggler" : ""}`, rank]);
     return columns.some(([column]) => stream.line(column))
-      ? html`<${StreamChart} key=${title} run=${data.id} name="ranks" stream=${stream} columns=${columns} title=${title} against=${stream.x} canLog=${false} ...${options} />`
+      ? html`<${StreamChart} key=${title} data=${data} name="ranks" stream=${stream} columns=${columns} title=${title} canLog=${false} ...${options} />`
       : null;
   });
   if (!charts.some(Boolean)) return null;
@@ -210,12 +197,12 @@ function Scalars({ data, text }) {
   const steps = data.stream("steps");
   const names = (steps?.names() ?? []).filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
   const groups = Map.groupBy(names, (name) => /^scalars\.([^/.]+)[/.]/.exec(name)?.[1] ?? "");
-  return [...groups].map(([group, columns], at) => html`<${ScalarGroup} key=${group} unfolded=${at === 0 || Boolean(text)} run=${data.id} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
+  return [...groups].map(([group, columns], at) => html`<${ScalarGroup} key=${group} unfolded=${at === 0 || Boolean(text)} data=${data} steps=${steps} title=${group ? heading(group) : "Numbers of the task"} columns=${columns} />`);
 }
 
-function ScalarGroup({ run, steps, title, columns, unfolded }) {
+function ScalarGroup({ data, steps, title, columns, unfolded }) {
   const [most, setMost] = useState(MOST_SCALARS);
-  const chart = (column) => html`<${StreamChart} key=${column} run=${run} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`;
+  const chart = (column) => html`<${StreamChart} key=${column} data=${data} name="steps" stream=${steps} columns=${[[column, column.slice(8)]]} title=${column.slice(8)} />`;
   return html`<${Fold} kind="chart-group" open=${unfolded} title=${html`<h2>${title}</h2> <span class="muted">${columns.length}</span>`}>
     ${(open) => open && html`<div class="charts">${columns.slice(0, most).map(chart)}</div>
       ${columns.length > most && html`<p><${Button} onClick=${() => setMost(most + 4 * MOST_SCALARS)}>Show ${Math.min(4 * MOST_SCALARS, columns.length - most)} more of ${number(columns.length)}<//></p>`}`}
@@ -225,27 +212,19 @@ function ScalarGroup({ run, steps, title, columns, unfolded }) {
 function StepCharts({ data, text, few }) {
   const steps = data.stream("steps");
   return STEP_CHARTS.filter(([title, column]) => steps && title.toLowerCase().includes(text) && (!few || column !== "grad_norm")).map(
-    ([title, column, options]) => html`<${StreamChart} key=${title} run=${data.id} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
+    ([title, column, options]) => html`<${StreamChart} key=${title} data=${data} name="steps" stream=${steps} columns=${[[column, words(column)]]} title=${title} ...${options} />`,
   );
 }
 
-/** What was measured at the ends of epochs, or at evaluations; the steps are needed for another x axis only. */
+/** What was measured at the ends of epochs, or at evaluations. */
 function MetricCharts({ data, text, few }) {
   const between = data.stream("evaluations");
-  const kind = drawing.value.x;
-  const steps = kind === "step" ? null : data.stream("steps");
-  const against = between?.rows || steps?.rows ? "step" : "epoch";
-  const lines = between?.rows ? linesOverSteps(data.epochs.value, between) : epochLines(data.epochs.value, against);
-  const moved = (series) => {
-    if (!steps?.rows) return series;
-    const [from, to] = [steps.column(steps.x), axis(steps, data.id, kind)];
-    return series.map((one) => ({ ...one, x: Array.from(one.x, (step) => placeOf(step, from, to)) }));
-  };
-  return epochCharts(lines)
+  const { against, place } = axisFor(data, drawing.value.x === "step" ? [] : [data.stream("steps"), between]);
+  return epochCharts(linesOverSteps(data.epochs.value, between))
     .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
     .filter(([title]) => title.toLowerCase().includes(text))
     .slice(0, few ? 4 : undefined)
-    .map(([title, quantity, series]) => html`<${Chart} key=${`${against} ${quantity}`} title=${title} series=${moved(series)} against=${steps?.rows ? AXES[kind] : against} fraction=${kind === "time"} />`);
+    .map(([title, quantity, series]) => html`<${Chart} key=${quantity} title=${title} series=${series.map((one) => ({ ...one, x: one.x.map(place) }))} against=${against} fraction=${!["step", "samples"].includes(against)} />`);
 }
 
 function Tools({ data, few }) {

@@ -2,16 +2,11 @@
 
 import { batch, signal } from "./html.js";
 import { API, get, locked } from "./api.js";
-import { decode, Stream } from "./columns.js";
+import { Stream } from "./columns.js";
 import { setClock } from "./format.js";
 import { showError } from "./ui.js";
 
 const LONGEST_WAIT_MS = 5000;
-/**
- * Rows arrive up to ten times a second. Charts are drawn again when these move a line of PIXELS pixels by one, at most
- * every DRAW_MS, and in any case after LATEST_MS.
- */
-const [DRAW_MS, LATEST_MS, PIXELS] = [500, 2000, 400];
 
 /** connecting | open | lost */
 export const connection = signal("connecting");
@@ -36,44 +31,35 @@ class RunData {
   epochs = signal([]);
   /** Why the server does not send it, or null. */
   error = signal(null);
+  /** The steps of an epoch, or null where they are not known. */
+  perEpoch = signal(null);
   streams = new Map();
   /** The names of the streams that have rows. */
   names = signal([]);
-  drawings = new Map();
+  /** Of each stream, how often it has changed. */
+  versions = new Map();
 
   constructor(id) {
     this.id = id;
   }
 
-  /** When a stream was drawn, at how many rows; `version` counts up when it is to be drawn again. */
-  drawing(name) {
-    return this.drawings.get(name) ?? this.drawings.set(name, { version: signal(0), rows: 0, at: 0, timer: 0, frame: 0 }).get(name);
+  version(name) {
+    return this.versions.get(name) ?? this.versions.set(name, signal(0)).get(name);
   }
 
-  changed(name) {
-    const [drawn, { rows }] = [this.drawing(name), this.streams.get(name)];
-    if (rows && !this.names.peek().includes(name)) this.names.value = [...this.names.peek(), name];
-    if (drawn.frame) return;
-    const draw = () => {
-      Object.assign(drawn, { rows: this.streams.get(name).rows, at: performance.now(), frame: 0 });
-      drawn.version.value += 1;
-    };
-    const pause = Math.abs(rows - drawn.rows) * PIXELS < rows ? LATEST_MS : DRAW_MS;
-    clearTimeout(drawn.timer);
-    drawn.timer = setTimeout(() => (drawn.frame = requestAnimationFrame(draw)), drawn.at + pause - performance.now());
-  }
-
-  take(header, columns) {
-    if (header.kind === "history") {
-      this.streams.set(header.stream, new Stream(header, columns));
+  take(message) {
+    const { kind, stream: name } = message;
+    if (kind === "history") {
+      this.streams.set(name, new Stream(message));
       this.error.value = null;
-    } else if (!this.streams.get(header.stream)?.append(header, columns)) return;
-    this.changed(header.stream);
+    } else if (!this.streams.get(name)?.append(message)) return;
+    if (this.streams.get(name).rows && !this.names.peek().includes(name)) this.names.value = [...this.names.peek(), name];
+    this.version(name).value += 1;
   }
 
   /** The stream or null; what calls it is drawn again with new rows. */
   stream(name) {
-    return this.drawing(name).version.value >= 0 ? (this.streams.get(name) ?? null) : null;
+    return this.version(name).value >= 0 ? (this.streams.get(name) ?? null) : null;
   }
 
   /** Streams of this kind: `system` means one for each node. */
@@ -102,13 +88,13 @@ export function follow(id) {
   return [data, leave];
 }
 
-/** A part of a stream at the finest resolution that fits; null without a connection. */
-export function range(run, stream, from, to) {
+/** Some columns of a part of a stream, at the finest resolution that fits or in `full`; null without a connection. */
+export function range(run, stream, columns, { from, to, full } = {}) {
   const request = ++requests;
   if (socket?.readyState !== WebSocket.OPEN) return Promise.resolve(null);
   return new Promise((resolve) => {
     ranges.set(request, resolve);
-    send({ type: "range", run, stream, from, to, request });
+    send({ type: "range", run, stream, columns, from, to, full, request });
   });
 }
 
@@ -116,14 +102,13 @@ export function connect() {
   const place = new URL(`${API}/live`, location.href.split("#")[0]);
   place.protocol = place.protocol.replace("http", "ws");
   socket = new WebSocket(place);
-  socket.binaryType = "arraybuffer";
   socket.onopen = () => {
     failures = 0;
     connection.value = "open";
     send({ type: "watch", runs: true });
     for (const id of followed.keys()) subscribe(id);
   };
-  socket.onmessage = ({ data }) => batch(() => (typeof data === "string" ? onText(JSON.parse(data)) : onFrame(decode(data))));
+  socket.onmessage = ({ data }) => batch(() => onMessage(JSON.parse(data)));
   socket.onclose = () => {
     connection.value = "lost";
     for (const resolve of ranges.values()) resolve(null);
@@ -132,11 +117,6 @@ export function connect() {
     const later = () => locked.value || setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
     get("/studio").then(later, later); // says whether this page is locked out
   };
-}
-
-function onFrame({ header, columns }) {
-  if (header.kind === "range") settle(header.request, new Stream(header, columns));
-  else followed.get(header.run)?.take(header, columns);
 }
 
 function settle(request, part) {
@@ -157,9 +137,15 @@ const handlers = {
     merge(message.runs, message.removed);
     problems.value = message.problems;
   },
-  epochs: ({ run, epochs }) => {
+  epochs: ({ run, epochs, steps_per_epoch: perEpoch }) => {
     const data = followed.get(run);
-    if (data) data.epochs.value = epochs;
+    if (!data) return;
+    data.epochs.value = epochs;
+    data.perEpoch.value = perEpoch;
+  },
+  rows: (message) => {
+    if (message.kind === "range") settle(message.request, new Stream(message));
+    else followed.get(message.run)?.take(message);
   },
   error: ({ request, run, ...error }) => {
     if (request !== undefined) settle(request, null);
@@ -169,7 +155,7 @@ const handlers = {
   job: ({ job }) => takeJob(job),
 };
 
-const onText = (message) => handlers[message.type]?.(message);
+const onMessage = (message) => handlers[message.type]?.(message);
 
 /** Takes summaries from the server into the list, whose order is by creation. */
 export function merge(changed, removed) {

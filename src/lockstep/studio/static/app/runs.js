@@ -97,7 +97,7 @@ function useSettings(wanted) {
 function offered(all) {
   const metrics = new Set(all.flatMap((run) => Object.keys(metricsOf(run))));
   const keys = new Set(Object.values(settings.value?.runs ?? {}).flatMap((one) => Object.keys(one)));
-  return { metrics: [...metrics].filter((name) => name !== "attempt" && !(name in COLUMNS)).sort(), settings: [...keys].sort() };
+  return { metrics: [...metrics].filter((name) => !["attempt", "complete"].includes(name) && !(name in COLUMNS)).sort(), settings: [...keys].sort() };
 }
 
 function ColumnsDialog({ all, onClose }) {
