@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import socket
 import time
 from datetime import UTC, datetime, timedelta
@@ -21,7 +22,7 @@ from lockstep.studio.home import Home
 from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form, rows
 from tests.browser.runs import add_sample, make_run, runs_of
 from tests.hardware.machines import machine
-from tests.studio.serving import TOY, Address, studio
+from tests.studio.serving import TOY, Address, start_studio, studio
 
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -854,3 +855,24 @@ def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, mon
         page.get_by_role("dialog", name="Resume run").get_by_role("button", name="Resume").click()
         expect(page.get_by_text("script.json").first).to_be_visible()
     assert not canary.exists()
+
+
+def test_what_a_silent_server_said_looks_old_and_errors_end_with_it(open_page: OpenPage, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "first", "completed")
+    with start_studio(tmp_path) as command:
+        page = open_page(command.address.url)
+        page.get_by_role("link", name="first").click()
+        connection, stage = page.locator(".bar .link"), page.locator(".stage")
+        expect(connection).to_have_text("live")
+        command.process.send_signal(signal.SIGSTOP)
+        expect(connection).to_have_text(re.compile(r"no answer for \d+ s"))
+        expect(stage).to_have_class(re.compile("stale"))
+        command.process.send_signal(signal.SIGCONT)
+        expect(connection).to_have_text("live")
+        expect(stage).not_to_have_class(re.compile("stale"))
+        command.kill()
+        page.get_by_role("tab", name="Files").click()
+        expect(page.get_by_role("alert").filter(has_text="does not answer")).to_be_visible()
+    with start_studio(tmp_path, port=command.address.port):
+        expect(page.get_by_role("link", name=run.steps_file.name)).to_be_visible()
+        expect(page.get_by_role("alert")).to_have_count(0)

@@ -8,6 +8,9 @@ export const API = "api";
 /** Whether the server no longer knows this page: its token has changed, or the session has expired. */
 export const locked = signal(false);
 
+/** How often the page has connected again: what failed meanwhile is requested once more. */
+export const reconnects = signal(0);
+
 const OFFLINE = { status: 0, code: "OFFLINE", message: "The studio does not answer.", fix: "Runs continue without it. Start it again with `lockstep studio`." };
 
 /** Throws an error of the server: `code`, `message`, `why` and `fix`, as on the command line. */
@@ -50,7 +53,7 @@ export function useAnswer(path, when, { body, every } = {}) {
       clearInterval(timer);
       abort.abort();
     };
-  }, [path, every, ...when]);
+  }, [path, every, reconnects.value, ...when]);
   return path && answer.path === path ? answer : {};
 }
 

@@ -1,15 +1,24 @@
 // The WebSocket of this tab: the list of runs, and the data of those that are shown.
 
 import { batch, signal } from "./html.js";
-import { API, get, locked } from "./api.js";
+import { API, get, locked, reconnects } from "./api.js";
 import { Stream } from "./columns.js";
 import { setClock } from "./format.js";
 import { showError } from "./ui.js";
 
 const LONGEST_WAIT_MS = 5000;
+/** The server is heard every second; after a longer silence, what the page shows may be old. */
+const SILENT_MS = 5000;
 
 /** connecting | open | lost */
 export const connection = signal("connecting");
+/** For how many seconds an open connection has been silent; 0 while it is not. */
+export const silence = signal(0);
+let heardAt = 0;
+setInterval(() => {
+  const silent = performance.now() - heardAt;
+  silence.value = connection.value === "open" && silent > SILENT_MS ? Math.round(silent / 1000) : 0;
+}, 1000);
 /** Changes with every start of the server. */
 export const instance = signal(null);
 /** Every run, newest first; null until the first list has arrived. */
@@ -104,11 +113,20 @@ export function connect() {
   socket = new WebSocket(place);
   socket.onopen = () => {
     failures = 0;
+    heardAt = performance.now();
+    if (connection.value === "lost") reconnects.value += 1;
     connection.value = "open";
+    for (const data of followed.values()) data.error.value = null;
     send({ type: "watch", runs: true });
     for (const id of followed.keys()) subscribe(id);
   };
-  socket.onmessage = ({ data }) => batch(() => onMessage(JSON.parse(data)));
+  socket.onmessage = ({ data }) => {
+    heardAt = performance.now();
+    batch(() => {
+      silence.value = 0;
+      onMessage(JSON.parse(data));
+    });
+  };
   socket.onclose = () => {
     connection.value = "lost";
     for (const resolve of ranges.values()) resolve(null);

@@ -8,7 +8,7 @@ import { Configuration } from "./configuration.js";
 import { Machine } from "./machine.js";
 import { keepPlanning } from "./draft.js";
 import { heading, number } from "./format.js";
-import { connect, connection, instance, isGoing, runs } from "./live.js";
+import { connect, connection, instance, isGoing, runs, silence } from "./live.js";
 import { repaint } from "./plot.js";
 import { address, drawer, go, route } from "./route.js";
 import { compared, label, monitored, Runs } from "./runs.js";
@@ -51,7 +51,7 @@ effect(() => {
 
 function Bar() {
   const { view } = route.value;
-  const words = { open: "live", connecting: "connecting…", lost: "connection lost, trying again" }[connection.value];
+  const words = silence.value ? `no answer for ${silence.value} s` : { open: "live", connecting: "connecting…", lost: "connection lost, trying again" }[connection.value];
   return html`<header class="bar">
     <a class="brand" href="#/runs" title=${studio.value ? `Lockstep ${studio.value.version} on ${studio.value.host}` : "Lockstep"}>
       <svg viewBox="0 0 18 18" aria-hidden="true"><use href="#logo" /></svg>
@@ -62,7 +62,7 @@ function Bar() {
         ([id, [title]]) => html`<a key=${id} href=${address(id, id === "compare" ? compared.value.slice(0, 20) : [])} aria-current=${id === view || (id === "runs" && view === "run") ? "page" : undefined}>${title}</a>`,
       )}
     </nav>
-    <span class="link ${connection.value === "lost" ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
+    <span class="link ${connection.value === "lost" || silence.value ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
     <button type="button" class="button quiet small" title="Notify when a run ends" aria-label="Notify when a run ends" aria-pressed=${notifies.value ? "true" : "false"} onClick=${toggleNotifications}>
       <svg viewBox="0 0 16 16" width="14" height="14" fill=${notifies.value ? "currentColor" : "none"} aria-hidden="true"><use href="#bell" /></svg>
     </button>
@@ -93,7 +93,7 @@ function Page() {
       ${connection.value === "lost" && !locked.value && html`<p class="banner" role="status">The studio does not answer. Runs continue without it. This page reconnects automatically.</p>`}
       ${trouble.value && !locked.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
     </div>
-    <div class="stage ${drawer.value ? "with-drawer" : ""}">
+    <div class="stage ${drawer.value ? "with-drawer" : ""} ${connection.value === "lost" || silence.value ? "stale" : ""}">
       <main id="content" tabindex="-1"><${Boundary} key=${view}><${View} /><//></main>
       <${Drawer} />
     </div>
