@@ -85,7 +85,7 @@ def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenP
     # Stopped with a checkpoint, it goes on with one rank.
     page.get_by_role("button", name="Stop", exact=True).click()
     expect(state.get_by_text("The run was stopped.")).to_be_visible()
-    page.get_by_role("button", name="Resume…").click()
+    page.get_by_role("button", name=re.compile("^Resume from step ")).click()
     dialog = page.get_by_role("dialog", name="Resume run")
     dialog.get_by_label("Number of ranks").fill("1")
     expect(dialog.get_by_label("Command")).to_contain_text("--devices cpu")

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Page, Route, ViewportSize, WebSocketRoute, expect
 
+from lockstep.checkpoint.manifest import folder_name
 from lockstep.rundir.files import write_json
 from lockstep.rundir.folder import RunDir
 from lockstep.studio.home import Home
@@ -851,17 +852,21 @@ def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, mon
         choose(page, "theirs", "Duplicate")
         expect(page.get_by_text("optimizer.name stranger_module:Evil").first).to_be_visible()
         page.get_by_role("link", name="theirs").click()
-        page.get_by_role("button", name="Resume…").click()
-        page.get_by_role("dialog", name="Resume run").get_by_role("button", name="Resume").click()
+        page.get_by_role("button", name="Start again…").click()  # it has no checkpoint
+        dialog = page.get_by_role("dialog", name="Start run again")
+        expect(dialog).to_contain_text("at step 0")
+        dialog.get_by_role("button", name="Start again").click()
         expect(page.get_by_text("script.json").first).to_be_visible()
     assert not canary.exists()
 
 
 def test_what_a_silent_server_said_looks_old_and_errors_end_with_it(open_page: OpenPage, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", "first", "completed")
+    run = make_run(tmp_path / "runs", "first", "stopped")
+    (run.checkpoints / folder_name(30)).mkdir()
     with start_studio(tmp_path) as command:
         page = open_page(command.address.url)
         page.get_by_role("link", name="first").click()
+        expect(page.get_by_role("button", name="Resume from step 30…")).to_be_visible()
         connection, stage = page.locator(".bar .link"), page.locator(".stage")
         expect(connection).to_have_text("live")
         command.process.send_signal(signal.SIGSTOP)
@@ -872,7 +877,7 @@ def test_what_a_silent_server_said_looks_old_and_errors_end_with_it(open_page: O
         expect(stage).not_to_have_class(re.compile("stale"))
         command.kill()
         page.get_by_role("tab", name="Files").click()
-        expect(page.get_by_role("alert").filter(has_text="does not answer")).to_be_visible()
+        expect(page.get_by_role("alert").filter(has_text="does not answer").last).to_be_visible()
     with start_studio(tmp_path, port=command.address.port):
         expect(page.get_by_role("link", name=run.steps_file.name)).to_be_visible()
         expect(page.get_by_role("alert")).to_have_count(0)

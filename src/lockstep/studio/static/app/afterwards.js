@@ -8,7 +8,10 @@ import { duration, heading, number, plain, words } from "./format.js";
 import { jobs, merge, takeJob } from "./live.js";
 import { Badge, Button, Dialog, Problem, Select, showError, Tick } from "./ui.js";
 
-export function ResumeDialog({ run, onClose }) {
+/** The step of the checkpoint that a resume reads, or null without one. */
+export const newestStep = (detail) => detail?.checkpoints.at(-1)?.step ?? null;
+
+export function ResumeDialog({ run, detail, onClose }) {
   const still = (run.devices ?? []).filter((id) => usable().includes(id));
   const [chosen, setChosen] = useState(still.length ? still : (devices.value?.default ?? []));
   const [rescale, setRescale] = useState(false);
@@ -18,8 +21,9 @@ export function ResumeDialog({ run, onClose }) {
   const why = !chosen.length ? "no device is selected" : longer && !(Number(epochs) > run.epochs) ? `more than ${run.epochs} epochs` : "";
   const { found, error } = useAnswer(why ? null : runPath(run.id, "/resume/preview"), [chosen, rescale, epochs], { body: request });
   const resume = async () => merge([await post(runPath(run.id, "/resume"), request)], []);
-  return html`<${Dialog} title="Resume run" submit="Resume" onClose=${onClose} onSubmit=${resume} why=${why}>
-    <p class="muted">Resumes from the latest checkpoint, on any devices, with the samples that the run has not seen yet.</p>
+  const step = newestStep(detail);
+  return html`<${Dialog} title=${step === null ? "Start run again" : "Resume run"} submit=${step === null ? "Start again" : "Resume"} onClose=${onClose} onSubmit=${resume} why=${why}>
+    <p class="muted">${step === null ? "This run has no checkpoint: it starts again at step 0, and the curves so far are left out." : `Resumes from the checkpoint of step ${number(step)}, on any devices, with the samples that the run has not seen yet.`}</p>
     ${longer && html`<label class="row">Epochs in all<input class="input number" inputmode="numeric" value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>`}
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
     <${Tick} on=${rescale} onTick=${setRescale}>Let the global batch follow the devices (otherwise it stays as it was)<//>

@@ -8,7 +8,7 @@ import { Evaluation } from "./evaluation.js";
 import { bytes, clock, deviceWords, duration, heading, many, number, percent, titleOf, words } from "./format.js";
 import { findRun, isGoing, runs, takeJob } from "./live.js";
 import { Coloured, Log } from "./log.js";
-import { EvaluateDialog, ExportDialog, Job, newestJobs, ResumeDialog } from "./afterwards.js";
+import { EvaluateDialog, ExportDialog, Job, newestJobs, newestStep, ResumeDialog } from "./afterwards.js";
 import { go, route } from "./route.js";
 import { actionsFor, duplicate, LABEL_DIALOGS, label, monitored, took } from "./runs.js";
 import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, showError, showMessage, Table, Tabs } from "./ui.js";
@@ -65,7 +65,7 @@ function Ended({ run, detail }) {
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
       ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${forPage(line)}</strong>`)}
       ${ENDS[run.status]} ${run.step > 0 && html`Step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}.`}
-      ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(Math.max(...detail.checkpoints.map(({ step }) => step)))}.`}
+      ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(newestStep(detail))}.`}
     </p>
     ${changes.length > 0 && html`<div><${Button} onClick=${() => duplicate(run, changes)}>New run with ${changes.map(([[, name], value]) => `“${titleOf(name)}”: ${value}`).join(", ")}…<//></div>`}
     ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. Its output:</p>
@@ -123,7 +123,7 @@ function Actions({ run, detail, onDialog }) {
   const longer = run.status === "completed";
   const saved = detail?.checkpoints.length > 0;
   return html`
-    ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : "Resume…"}<//>`}
+    ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : saved ? `Resume from step ${number(newestStep(detail))}…` : "Start again…"}<//>`}
     ${detail && html`<${Button} title="Curves, settings and plan on one page" onClick=${() => post(runPath(run.id, "/report")).then(takeJob, showError)}>Report<//>`}
     ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
   `;
