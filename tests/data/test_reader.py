@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.arrays import ArrayDataset
-from lockstep.data.reader import Reader, _Python, collated, generators
+from lockstep.data.reader import Reader, collated
 from lockstep.errors import SampleError
 
 
@@ -65,7 +65,7 @@ def test_what_a_sample_draws_is_its_own_however_it_is_read(draw: Callable[[int],
 
 def test_reading_leaves_the_generators_of_the_process_as_they_were() -> None:
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-    random.gauss(0, 1), np.random.randn()  # of both, a second number waits
+    random.gauss(0, 1)  # a second number waits
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     data, straight = Drawing(everything), np.arange(60)
     read(data, straight, 8)
@@ -85,25 +85,6 @@ def test_reading_leaves_the_generators_of_the_process_as_they_were() -> None:
         np.random.set_bit_generator(bits)
 
 
-def test_python_draws_the_same_where_its_state_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = read(Drawing(everything), np.arange(60), 8)
-    state = random.getstate()
-    plain = _Python()
-    plain._memory, plain._made = None, 624
-    monkeypatch.setattr("lockstep.data.reader.generators", lambda: (plain, *generators()[1:]))
-    assert torch.equal(torch.stack(read(Drawing(everything), np.arange(60), 8)), torch.stack(expected))
-    assert random.getstate() == state
-
-
-@pytest.mark.parametrize("count", [63, 64, 65, 624, 700, 1300])
-def test_a_sample_may_draw_more_than_was_made_ready_for_it(count: int) -> None:
-    generators.cache_clear()
-    drawing, few = (Drawing(lambda index, n=n: [random.getrandbits(32) for _ in range(n)]) for n in (count, 8))
-    first, again, short = (torch.stack(read(data, np.arange(12), 4)) for data in (drawing, drawing, few))
-    assert torch.equal(first, again) and len(first.unique()) == first.numel()
-    assert torch.equal(first[:, :8], short)
-
-
 def test_what_collate_draws_belongs_to_the_batch() -> None:
     def mixup(samples: list[Tensor]) -> Tensor:
         return torch.stack(samples) + random.random()
@@ -117,24 +98,23 @@ def test_what_collate_draws_belongs_to_the_batch() -> None:
     assert len({float(batch[0]) for batch in batches}) == 3
 
 
-def test_who_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeded: list[int] = []
-    reader = Reader(Drawing(lambda index: random.random()), default_collate, 3)
-    reader.batch(0, np.arange(8), 0)
+def test_who_draws_nothing_is_not_seeded() -> None:
+    def seeds(draw: Callable[[int], Any]) -> list[set[Any]]:
+        """Of Python, NumPy and torch: those that samples of a later batch are read with."""
 
-    def watched(place: int, seed: Callable[[int], None]) -> Callable[[int], None]:
-        return lambda word: (seeded.append(place), seed(word))[1]
+        def recorded(index: int) -> Any:
+            found.append((index, random.getstate()[1], np.random.get_state()[1].tobytes(), torch.initial_seed()))
+            return draw(index)
 
-    for place, generator in enumerate(generators()):
-        monkeypatch.setattr(generator, "seed", watched(place, generator.seed))
-    reader.batch(0, np.arange(8), 8)
-    assert set(seeded) == {0}
-    seeded.clear()
-    quiet = Reader(Drawing(lambda index: 0.0), default_collate, 3)
-    quiet.batch(0, np.arange(8), 0)
-    seeded.clear()
-    quiet.batch(0, np.arange(8), 8)
-    assert seeded == []
+        found: list[Any] = []
+        reader = Reader(Drawing(recorded), default_collate, 3)
+        for position in (0, 8):
+            found.clear()
+            reader.batch(0, np.arange(8), position)
+        return [set(column) for column in list(zip(*found, strict=True))[1:]]
+
+    assert [len(column) for column in seeds(lambda index: random.random())] == [8, 1, 1]
+    assert [len(column) for column in seeds(lambda index: 0.0)] == [1, 1, 1]
 
 
 class Keyed(Drawing):

@@ -23,7 +23,7 @@ from lockstep import Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.data.order import Order, dropout_seed, sample_rng
-from lockstep.data.reader import draw_keys, generators
+from lockstep.data.reader import GENERATORS, draw_keys
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context
 from lockstep.hardware.world import World
@@ -130,12 +130,10 @@ def _item(dataset: Any, epoch: int, index: int) -> Any:
     """Sample ``index``, whose draws depend on the seed, the epoch and the index."""
     if isinstance(dataset, Subset) and hasattr(dataset.dataset, "sample"):
         return dataset.dataset.sample(dataset.indices[index], sample_rng(SEED, epoch, index))
-    python, keys = generators()[0], draw_keys(SEED, epoch, np.array([index]), 0)[:1]
-    python.enter()
-    for generator in generators():
-        generator.seed(generator.starts(keys)[0])
-    item = dataset[index]
-    return _item(dataset, epoch, index) if python.run_out() else item
+    (key,) = draw_keys(SEED, epoch, np.array([index]))
+    for generator in GENERATORS:
+        generator.seed(key)
+    return dataset[index]
 
 
 def _validation_loss(task: Any, model: nn.Module, dataset: Any) -> float:
@@ -154,7 +152,8 @@ def _seed(seed: int) -> None:
 
 def _seed_draws(step: int) -> None:
     """As Lockstep seeds what the forward pass of a single process draws from."""
-    torch.manual_seed(dropout_seed(SEED, step, 0))
+    for generator in GENERATORS:
+        generator.seed(dropout_seed(SEED, step, 0))
 
 
 # Lockstep, on ranks that are there already
@@ -239,7 +238,7 @@ def _problems(entry: Entry, folder: Path, ranks: int, mode: str, many: Outcome) 
     all_ranks = checked("ranks", many)
     one = checked("one", outcome(entry, folder.with_name(f"{folder.name}-one"), World(), mode))
     own_lanes = exact and (entry.draws or entry.batch_statistics or entry.depends_on_cut)
-    if one is not None and entry.draws != "python" and not own_lanes:
+    if one is not None and not own_lanes:
         compare("one against the plain loop", one, plain(entry), entry.tolerance)
     if all_ranks is None or (not exact and (entry.draws or entry.depends_on_cut)):
         return problems

@@ -1,20 +1,19 @@
-"""From the indices of a batch to the batch: one gather, or samples one by one, with draws of their own.
+"""From the indices of a batch to the batch: one gather, or samples one by one, with keyed draws.
 
-The global generators of ``random``, NumPy and torch are seeded for each sample that draws from them, and marked (their
-state is read) to see which do: 0.8 to 1.9 µs a seed, 0.2 to 1.8 µs a mark, of ``random.seed``'s 3.8 and
-``torch.manual_seed``'s 87.
+The global generators of ``random``, NumPy and torch are seeded for each sample that draws from them: 0.7 to 2 µs each.
+Draws are seen by seeding with a known key and comparing the next number.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
+import pickle
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,198 +31,77 @@ from lockstep.errors import DataError, LockstepError, SampleError, TaskError
 
 #: Its stubs lack two functions.
 _np: Any = np.random
-#: Words of an MT19937 state, and how many of ``random``'s are made for a sample until one has needed more.
-_WORDS, _FEW = 624, 64
-#: States made at once: below the size from which glibc asks the kernel for memory.
-_TOGETHER = 48
-#: Odd, and no multiple of what keys lie apart.
-_STEPS = np.arange(_WORDS // 2, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
-#: A state whose first word is 0 until new words are made of all.
-_EMPTY = (np.arange(1 + _WORDS) != 1).astype(np.uint32).tobytes()
-
-_Keys = NDArray[np.uint64]
-
-#: Some of :func:`generators`, by their place there.
-Places = frozenset[int]
-_ALL: Places = frozenset({0, 1, 2})
 
 
-class _Memory:
-    """An MT19937 state: 624 words, and the number of the next one, which lies before or after them."""
+class Generator(NamedTuple):
+    """A global generator; ``leave`` undoes what was seeded and drawn since the ``enter`` that returned its argument."""
 
-    def __init__(self, address: int, *, number_first: bool = False) -> None:
-        self._all = (ctypes.c_char * (4 * _WORDS + 4)).from_address(address)
-        self._bytes = memoryview(self._all).cast("B")
-        whole = self._bytes.cast("I")
-        self.words, self.number = (whole[1:], whole[:1]) if number_first else (whole[:-1], whole[-1:])
+    enter: Callable[[], Any]
+    leave: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+    number: Callable[[], int]
 
-    def read(self) -> bytes:
-        return self._all.raw
-
-    def write(self, content: bytes) -> None:
-        self._bytes[:] = content
-
-    def values(self) -> tuple[int, ...]:
-        return (*self.words, self.number[0])
+    def first(self, key: int) -> int:
+        """The first number after seeding with ``key``."""
+        self.seed(key)
+        return self.number()
 
 
-class _Python:
-    """``random``. Its state is read where CPython keeps it; if it does not lie there, through the public functions.
-
-    The words of a state are hashes, given out as they are. Most samples draw a few, so the last
-    ``_FEW`` are made; once a sample has :meth:`run_out` of them, all are, which gives the same numbers first.
-    """
-
-    def __init__(self) -> None:
-        self._generator: Any = random.random.__self__  # type: ignore[attr-defined]
-        self._memory: _Memory | None = None
-        if random.Random.__basicsize__ >= object.__basicsize__ + 4 * _WORDS:
-            memory = _Memory(id(self._generator) + object.__basicsize__, number_first=True)
-            self._memory = memory if memory.values() == self._generator.getstate()[1] else None
-        self._made = _WORDS if self._memory is None else _FEW
-
-    def mark(self) -> Any:
-        if self._memory is None:
-            return self._generator.getstate()
-        return self._memory.read(), self._generator.gauss_next
-
-    def reset(self, mark: Any) -> None:
-        if self._memory is None:
-            self._generator.setstate(mark)
-        else:
-            content, self._generator.gauss_next = mark
-            self._memory.write(content)
-
-    leave = reset
-
-    def enter(self) -> Any:
-        mark = self.mark()
-        if self._memory is not None:
-            self._memory.write(_EMPTY)
-        return mark
-
-    def starts(self, keys: _Keys) -> list[Any]:
-        starts: list[Any] = []
-        for first in range(0, len(keys), _TOGETHER):
-            states = mixed(keys[first : first + _TOGETHER, None] + _STEPS[: self._made // 2])
-            words = states.data.cast("B").cast("I")
-            starts += [words[at : at + self._made] for at in range(0, len(words), self._made)]
-        return starts
-
-    def seed(self, start: memoryview) -> None:
-        number = _WORDS - len(start)
-        if self._memory is None:
-            self._generator.setstate((3, (*start, 0), None))
-        else:
-            self._memory.words[number:], self._memory.number[0] = start, number
-            self._generator.gauss_next = None
-
-    def run_out(self) -> bool:
-        """Whether more words were drawn after a :meth:`seed` since :meth:`enter` than it made; all are from now on."""
-        if self._made == _WORDS or self._memory is None or not self._memory.words[0]:
-            return False
-        self._made = _WORDS
-        return True
+#: Stands in for the caller's bit generator of NumPy, whose state takes 33 µs to read.
+_BITS = np.random.MT19937(0)
 
 
-def _words(keys: _Keys, place: int) -> list[Any]:
-    """A number in [0, 2**32) for each of ``keys``, others at each ``place``."""
-    words: list[int] = (mixed(keys + np.uint64(place)) >> np.uint64(32)).tolist()
-    return words
+def _enter_numpy() -> Any:
+    bits = _np.get_bit_generator()
+    _np.set_bit_generator(_BITS)
+    return bits
 
 
-class _Numpy:
-    """``numpy.random``. While it is entered, a bit generator of ours is in the place of the caller's."""
-
-    def __init__(self) -> None:
-        self._own = np.random.MT19937(0)
-        self._known: tuple[Any, _Memory | None] = (None, None)
-        self._left: Any = None
-
-    def _memory(self) -> _Memory | None:
-        """Of the bit generator that there is; ``None``: of another kind, which a user has put there."""
-        bits = _np.get_bit_generator()
-        if bits is not self._known[0]:
-            self._known = bits, _Memory(bits.ctypes.state_address) if isinstance(bits, np.random.MT19937) else None
-        return self._known[1]
-
-    def mark(self) -> Any:
-        memory = self._memory()
-        return repr(_np.get_bit_generator().state) if memory is None else memory.read()
-
-    def reset(self, mark: Any) -> None:
-        memory = self._memory()
-        if memory is not None:
-            memory.write(mark)
-
-    def enter(self) -> Any:
-        # The state holds a second normal number that a caller may not have drawn yet; reading it takes 33 µs.
-        bits, mark = _np.get_bit_generator(), self.mark()
-        state = None if self._left == (bits, mark) else np.random.get_state(legacy=False)
-        _np.set_bit_generator(self._own)
-        return bits, mark, state if state is not None and state["has_gauss"] else None
-
-    def leave(self, state: Any) -> None:
-        bits, mark, whole = state
-        _np.set_bit_generator(bits)
-        if whole is not None:
-            np.random.set_state(whole)
-        self._left = (bits, mark) if whole is None else None
-
-    def starts(self, keys: _Keys) -> list[Any]:
-        return _words(keys, 1)
-
-    def seed(self, start: int) -> None:
-        np.random.seed(start)
+def _seed_numpy(key: int) -> None:
+    np.random.seed(key >> 32)  # torch takes the lower bits, for the same kind of generator
 
 
-class _Torch:
-    """torch's generator of the CPU."""
-
-    def mark(self) -> bytes:
-        return torch.default_generator.get_state().numpy().tobytes()
-
-    def reset(self, mark: bytes) -> None:
-        torch.default_generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
-
-    enter, leave = mark, reset
-
-    def starts(self, keys: _Keys) -> list[Any]:
-        return _words(keys, 2)
-
-    def seed(self, start: int) -> None:
-        torch.default_generator.manual_seed(start)
+def _torch_number() -> int:
+    return int(torch.randint(2**31, (), device="cpu"))
 
 
-#: ``starts`` gives for each key what ``seed`` takes: a number or a whole state.
-#: A draw changes what ``mark`` returns, and ``reset`` undoes the draws since then.
-#: Between ``enter`` and ``leave`` it may be seeded and drawn from without an effect on the caller.
-Generator = _Python | _Numpy | _Torch
+#: Seeded with keys in [0, 2**64).
+GENERATORS = (
+    Generator(random.getstate, random.setstate, random.seed, partial(random.getrandbits, 32)),
+    Generator(_enter_numpy, _np.set_bit_generator, _seed_numpy, _BITS.random_raw),
+    Generator(
+        enter=torch.default_generator.get_state,
+        leave=torch.default_generator.set_state,
+        seed=torch.default_generator.manual_seed,
+        number=_torch_number,
+    ),
+)
 
 
-@lru_cache(maxsize=1)
-def generators() -> tuple[_Python, _Numpy, _Torch]:
-    return _Python(), _Numpy(), _Torch()
+def states_of_generators() -> tuple[Any, ...]:
+    """Of Python, NumPy and torch on the CPU; equal where nothing was drawn, not even a second normal number."""
+    return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+
+
+@lru_cache(maxsize=len(GENERATORS))
+def _number_after_0(generator: Generator) -> int:
+    return generator.first(0)
 
 
 @contextlib.contextmanager
-def _entered(places: Places) -> Iterator[None]:
-    kept = [(generator, generator.enter()) for generator in map(generators().__getitem__, places)]
+def _entered() -> Iterator[None]:
+    states = [generator.enter() for generator in GENERATORS]
     try:
         yield
     finally:
-        for generator, state in kept:
+        for generator, state in zip(GENERATORS, states, strict=True):
             generator.leave(state)
 
 
-def draw_keys(seed: int, epoch: int, indices: NDArray[np.int64], position: int) -> _Keys:
-    """What the draws of each of the samples ``indices`` are keyed by, and those of the batch, from ``position`` on.
-
-    Shape [samples + 1].
-    """
-    places = np.empty(len(indices) + 1, np.uint64)
-    places[:-1], places[-1] = indices, 2**64 - 1 - position
-    return words_of(places, derive_key("draws", seed, epoch))
+def draw_keys(seed: int, epoch: int, indices: NDArray[np.int64]) -> list[int]:
+    """What the draws of each of the samples ``indices`` are keyed by."""
+    keys: list[int] = mixed(words_of(indices.astype(np.uint64), derive_key("draws", seed, epoch))).tolist()
+    return keys
 
 
 Indices = NDArray[np.int64]
@@ -247,7 +125,6 @@ class Unreadable:
 class _Wanted(NamedTuple):
     epoch: int
     indices: Indices
-    position: int
     keys: Indices
 
 
@@ -255,9 +132,10 @@ class Reader:
     """Reads batches of ``dataset``.
 
     What a sample draws is keyed by (seed, epoch, index), what ``collate``, or a ``__getitems__`` that returns a batch,
-    draws by (seed, epoch, first position); afterwards the generators are as they were. The first batch shows which of
-    them are drawn from, and only those are seeded from then on. When another one is drawn from later, that batch is
-    read again, seeded. ``sample(index, rng)`` is found behind ``Subset`` and ``ConcatDataset``, too.
+    draws by (seed, epoch, first position); afterwards the generators are as they were, but for the second normal number
+    that NumPy's may hold. The first batch shows which of them samples draw from, and only those are seeded for each
+    sample from then on. When another one is drawn from later, that batch is read again, seeded. ``sample(index, rng)``
+    is found behind ``Subset`` and ``ConcatDataset``, too.
 
     Args:
         skipped: the file in which samples that cannot be read are recorded, and left out; ``None``: they raise.
@@ -272,8 +150,7 @@ class Reader:
         self._has_items = not self._has_sample and callable(getattr(dataset, "__getitems__", None))
         self._readable: list[Any] = []  # the latest sample that was; only where others may be left out
         self._gives_list: bool | None = None  # what __getitems__ returns; not known yet
-        self._drawn: tuple[Places, Places] | None = None  # from which samples draw, and batches
-        self._unsown: list[Generator] = []  # the others, which must not be drawn from
+        self._sown: frozenset[Generator] | None = None  # seeded for each sample; None: no batch was read yet
 
     @property
     def gathers(self) -> bool:
@@ -316,68 +193,59 @@ class Reader:
                 return self._gather(indices)
             except Exception:  # one by one, they show which of them it is
                 self._gather = None
-        wanted = _Wanted(epoch, indices, position, indices if keys is None else keys)
-        if self._drawn is not None:
-            marks = [generator.mark() for generator in self._unsown]
-            batch, missed, _ = self._read(wanted, *self._drawn)
-            if not missed and [generator.mark() for generator in self._unsown] == marks:
-                return batch
-            for generator, mark in zip(self._unsown, marks, strict=True):
-                generator.reset(mark)
-        batch, by_samples, by_batch = self._read(wanted, _ALL, _ALL, notes=True)
-        known = self._drawn or (frozenset(), frozenset())
-        self._drawn = known[0] | by_samples, known[1] | by_batch
-        self._unsown = [generators()[place] for place in _ALL - self._drawn[0] - self._drawn[1]]
-        return batch
-
-    def _read(
-        self, wanted: _Wanted, samples: Places, batches: Places, *, notes: bool = False
-    ) -> tuple[Any, set[int], set[int]]:
-        """The batch, with these generators seeded for each sample and for the batch.
-
-        Also which others samples drew from; with ``notes``, which of all of them samples did, and which the batch.
-        """
-        if not samples and not batches:
-            return self._collated(self._samples(wanted, {}), wanted.indices), set(), set()
-        seeded, by_samples = samples | batches, set[int]()
-        every: Sequence[Any] = generators()
-        keys = draw_keys(self._seed, wanted.epoch, wanted.keys, wanted.position)
-        starts = {place: every[place].starts(keys if place in samples else keys[-1:]) for place in seeded}
-        with _entered(seeded):
-            between = [(place, every[place].mark()) for place in batches - samples]
-            items = self._samples(wanted, {place: starts[place] for place in samples}, by_samples if notes else None)
-            by_samples.update(place for place, mark in between if every[place].mark() != mark)
-            for place in seeded:
-                every[place].seed(starts[place][-1])
-            sown = [(place, every[place].mark()) for place in seeded if notes]
-            batch = self._collated(items, wanted.indices)
-            by_batch = {place for place, mark in sown if every[place].mark() != mark}
-            is_whole = 0 not in seeded or not every[0].run_out()
-        return (batch, by_samples, by_batch) if is_whole else self._read(wanted, samples, batches, notes=notes)
+        wanted = _Wanted(epoch, indices, indices if keys is None else keys)
+        with _entered():
+            items, drawn = self._samples(wanted, self._sown)
+            if drawn and self._sown is not None:
+                items, drawn = self._samples(wanted, None)
+            self._sown = drawn | (self._sown or frozenset())
+            if items is None or self._collate is not collated:  # which draws nothing
+                key = derive_key("batch draws", self._seed, epoch, position)
+                for generator in GENERATORS:
+                    generator.seed(key)
+            return self._collated(items, indices)
 
     def _samples(
-        self, wanted: _Wanted, starts: Mapping[int, Sequence[Any]], drawn: set[int] | None = None
-    ) -> list[Any] | None:
-        """The samples, each after seeding from ``starts``, whose places that were drawn from are added to ``drawn``.
+        self, wanted: _Wanted, sown: frozenset[Generator] | None
+    ) -> tuple[list[Any] | None, frozenset[Generator]]:
+        """The samples, ``None`` if they are to be read as a whole, and which other generators they drew from.
 
-        ``None``: they are to be read as a whole.
+        Each of ``sown`` is seeded for each sample; ``None``: all are, and each sample is checked for draws.
         """
+        if sown is None:
+            drawn = set[Generator]()
+            return self._read(wanted, (), drawn), frozenset(drawn)
+        others = [generator for generator in GENERATORS if generator not in sown]
+        numbers = [_number_after_0(generator) for generator in others]
+        for generator in others:
+            generator.seed(0)
+        items = self._read(wanted, sown)
+        pairs = zip(others, numbers, strict=True)
+        return items, frozenset(generator for generator, number in pairs if generator.number() != number)
+
+    def _read(
+        self, wanted: _Wanted, sown: Collection[Generator], drawn: set[Generator] | None = None
+    ) -> list[Any] | None:
+        """The samples, ``None`` if they are to be read as a whole; generators that they drew from go into ``drawn``."""
         numbers: list[int] = wanted.indices.tolist()
         if self._gives_list is False:
             return None
-        if self._gives_list and not starts:
+        if self._gives_list and not sown and drawn is None:
             with contextlib.suppress(Exception):  # one by one, they show which of them it is
                 return list(self._dataset.__getitems__(numbers))
-        pairs = [(place, generators()[place]) for place in starts]
         sowing: Iterable[Any] = repeat(None)  # seeds when it is advanced
-        if starts:
-            sowing = zip(*(map(generator.seed, starts[place]) for place, generator in pairs), strict=True)
+        draws: Iterable[int] = repeat(0)
+        if sown or drawn is not None:
+            draws = draw_keys(self._seed, wanted.epoch, wanted.keys)
+            sowing = zip(*(map(generator.seed, draws) for generator in sown), strict=True) if sown else sowing
         if drawn is None and self._skipped is None and not self._has_sample and not self._has_items:
             return self._plain_samples(numbers, sowing)
         items: list[Any] = []
         readable: list[int] = []
-        for index, key, _ in zip(numbers, wanted.keys.tolist(), sowing, strict=False):
-            marks = [] if drawn is None else [generator.mark() for _, generator in pairs]
+        for index, key, draw_key, _ in zip(numbers, wanted.keys.tolist(), draws, sowing, strict=False):
+            firsts = {} if drawn is None else {generator: generator.first(draw_key) for generator in GENERATORS}
+            for generator in firsts:
+                generator.seed(draw_key)
             try:
                 items.append(self._item(wanted.epoch, index, key))
             except Exception as error:
@@ -385,8 +253,7 @@ class Reader:
                 continue
             readable.append(index)
             if drawn is not None:
-                after = zip(pairs, marks, strict=True)
-                drawn.update(place for (place, generator), mark in after if generator.mark() != mark)
+                drawn.update(generator for generator, first in firsts.items() if generator.number() != first)
             if self._has_items and not self._gives_list:  # as has just been seen
                 return None
         if self._skipped is None:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from lockstep._compat.datasets import has_shuffle_buffer, node_of
 from lockstep.data.handing import short_path
 from lockstep.data.order import check_slice
-from lockstep.data.reader import StreamEnded, generators
+from lockstep.data.reader import StreamEnded, states_of_generators
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.hardware.world import World
 from lockstep.planning.batch import DRAWS, OWN, SamplingFacts
@@ -170,7 +170,7 @@ class Stream:
 
     def _fill(self, stop: int) -> None:
         """Read until there is item ``stop - 1``."""
-        marks = [generator.mark() for generator in generators()] if self._draws is None else []
+        states = states_of_generators() if self._draws is None else ()
         every = max(EVERY, self._window)
         while self._next < stop:
             if self._ended is not None:
@@ -193,7 +193,7 @@ class Stream:
             if ended:
                 self._again()
         if self._draws is None:
-            self._draws = [generator.mark() for generator in generators()] != marks
+            self._draws = states_of_generators() != states
 
     def _failed(self, error: LockstepError) -> None:
         if isgenerator(self._iterator):

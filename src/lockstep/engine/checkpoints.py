@@ -156,7 +156,6 @@ class Checkpoints(Saves):
 
     def _trainer_state(self) -> dict[str, Any]:
         state, update = self._parts.state, self._parts.update
-        state.draws_seeded = self._parts.strategy.draws.everything
         content = super()._trainer_state() | {"update": update.state_dict(), "task": self._task.state_dict()}
         if self._stream is not None:
             content["stream"] = self._stream.state_dict(state.epoch * self._rank.plan.batch.samples + state.position)

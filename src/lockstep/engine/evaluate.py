@@ -103,7 +103,7 @@ class Evaluator:
         loader = self.loader
         if source.is_at_hand or source.reader.gathers:  # to start processes for it takes longer than its rows
             loader = loader.model_copy(update={"num_workers": 0, "most_workers": 0})
-        draw = SeededDraws(self.seed, devices, everything=True, purpose="evaluation")
+        draw = SeededDraws(self.seed, devices, purpose="evaluation")
         batches = make_loader(source, chunks, loader, self.collectives.rank, largest=self.batch_size)
         with contextlib.closing(batches):
             for chunk, batch in zip(chunks, batches, strict=True):
@@ -138,7 +138,7 @@ def evaluate(
         states = None
         if collectives.broadcast(not merges and _States.are_those_of(metrics)):
             states = _States(make_metrics(task) if metrics is None else metrics)
-        draw, chunk_number = SeededDraws(evaluator.seed, (), everything=True, purpose="metrics"), 0
+        draw, chunk_number = SeededDraws(evaluator.seed, (), purpose="metrics"), 0
 
         def update(rows: Iterable[Any]) -> None:
             """With draws of this chunk alone: what was drawn before depends on the number of ranks."""

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-
-
-def states_of_generators() -> tuple[Any, ...]:
-    """Of Python, NumPy and torch on the CPU; equal where nothing was drawn, not even a second normal number."""
-    return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager

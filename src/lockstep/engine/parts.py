@@ -80,7 +80,6 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     strategy = build_strategy(rank, watched or task, model, update.precision, divided)
     if watched is not None:
         strategy.watching = watched.watching
-    strategy.draws.everything |= state.draws_seeded
     callbacks = Callbacks(task)
     update.after_backward = callbacks.caller("on_after_backward", task._lockstep_context, strategy.module)
     remarks.append(untrained_note(update, model, config.training.max_grad_norm))

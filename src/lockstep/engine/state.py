@@ -17,8 +17,8 @@ class TrainState:
     """``step`` counts optimizer steps, ``micro_step`` micro-batches of rank 0; sizes are in samples.
 
     ``epoch`` counts from 0 and ``position`` is how many samples of it are used. ``epoch_loss`` and
-    ``epoch_count`` sum the loss over the epoch so far, over all ranks. ``draws_seeded``: see
-    :class:`lockstep.engine.strategies.base.SeededDraws`. ``frozen``: parameters not trained at the checkpoint.
+    ``epoch_count`` sum the loss over the epoch so far, over all ranks. ``frozen``: parameters not
+    trained at the checkpoint.
     """
 
     step: int = 0
@@ -36,7 +36,6 @@ class TrainState:
     best_metric: dict[str, float] = field(default_factory=dict)
     evaluations_without_gain: int = 0
     frozen: list[str] | None = None
-    draws_seeded: bool = False
 
     def advance(self, micro_batches: int, samples: int, epoch: int, position: int) -> None:
         """A step has been taken, up to ``position`` of ``epoch``."""

@@ -78,11 +78,11 @@ def test_each_gpu_of_a_process_draws_numbers_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "default_generators", gpus)
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     with torch.random.fork_rng(devices=[]):
-        SeededDraws(5, [first, second], everything=False)(7, 0)
+        SeededDraws(5, [first, second])(7, 0)
         assert torch.random.initial_seed() == dropout_seed(5, 7, 0)
     seeds = [gpu.initial_seed() for gpu in gpus]
     assert seeds == [dropout_seed(5, 7, 0), dropout_seed(5, 7, 0, 1)]
     assert seeds[0] != seeds[1]
     with torch.random.fork_rng(devices=[]):
-        SeededDraws(5, [first, first], everything=False)(7, 0)
+        SeededDraws(5, [first, first])(7, 0)
     assert gpus[0].initial_seed() == seeds[0], "a device that is named twice is one"

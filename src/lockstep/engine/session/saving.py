@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.content import walked
 from lockstep.checkpoint.store import Snapshot
-from lockstep.engine.generators import states_of_generators
+from lockstep.data.reader import states_of_generators
 from lockstep.engine.resume import Reads, load_initial_weights, load_latest, load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, TaskError

@@ -82,7 +82,7 @@ class Training(Saves):
         self._buffers = Buffers(module, rank.device, mode, ("before session.prepare()", prefix))
         changing = exact and self._buffers.tensors("mean", "max", "once")
         self._lanes = LaneSums((), self._buffers, rank.device, rank.world) if changing else None
-        self.draws = SeededDraws(plan.seed, [rank.device], everything=exact or self.state.draws_seeded)
+        self.draws = SeededDraws(plan.seed, [rank.device])
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self._arrive, self._around = arrival(rank.device), contextlib.ExitStack()
         self.stream: Any = None
@@ -446,7 +446,6 @@ class Training(Saves):
         return self._shards.whole(content, keep=self.rank.writer is not None) if self._shards else content
 
     def _trainer_state(self) -> dict[str, Any]:
-        self.state.draws_seeded = self.draws.everything
         place = {"stage": self.stage, "made": list(self._resumed.made.values), "reshuffles": self.reshuffles}
         return super()._trainer_state() | {
             "update": {name: stepper.update.state_dict() for name, stepper in self.steppers.items()},

@@ -6,19 +6,17 @@ After :meth:`Strategy.gradients` every rank has, in ``p.grad``, the same reduced
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import backward
 from lockstep.data.order import dropout_seed
-from lockstep.data.reader import Unreadable, generators
+from lockstep.data.reader import GENERATORS, Unreadable
 from lockstep.data.requests import Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
@@ -108,59 +106,29 @@ def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
 class SeededDraws:
     """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
-    Each of ``devices`` draws separate numbers. To seed Python's and NumPy's generators takes 7 µs: without
-    ``everything`` only from the step after the first one that drew from them. Until then all steps find them in the
-    same state.
+    Each of ``devices`` draws separate numbers.
     """
 
-    def __init__(
-        self, seed: int, devices: Sequence[torch.device], *, everything: bool, purpose: str = "dropout"
-    ) -> None:
-        self._seed, self._purpose, self._everything = seed, purpose, everything
-        self._step, self._untouched = -1, list[Any]()
-        self._generators = [(torch.default_generator, 0)]
+    def __init__(self, seed: int, devices: Sequence[torch.device], *, purpose: str = "dropout") -> None:
+        self._seed, self._purpose = seed, purpose
+        self._on_devices = list[tuple[torch.Generator, int]]()
         if any(device.type == "cuda" for device in devices):
             torch.cuda.init()
-            self._generators += [
+            self._on_devices = [
                 (torch.cuda.default_generators[device.index or 0], place)
                 for place, device in enumerate(dict.fromkeys(devices))
             ]
 
     def __call__(self, step: int, part: int) -> None:
-        for generator, place in self._generators:
+        key = self.key(step, part)
+        for host in GENERATORS:
+            host.seed(key)
+        for generator, place in self._on_devices:
             generator.manual_seed(self.key(step, part, place))
-        if step > self._step and not self.everything:
-            self._step = step
-            if not self._untouched:
-                _seed_host(dropout_seed(self._seed, 0, 0, 0, "untouched"))
-                self._untouched = _host_marks()
-        if self._everything:
-            _seed_host(self.key(step, part))
 
     def key(self, step: int, part: int, place: int = 0, purpose: str = "") -> int:
         """The seed of a micro-batch on the device at ``place``."""
         return dropout_seed(self._seed, step, part, place, purpose or self._purpose)
-
-    @property
-    def everything(self) -> bool:
-        """Whether Python's and NumPy's generators are seeded in the next step; a checkpoint keeps it."""
-        if not self._everything and self._untouched:
-            self._everything = _host_marks() != self._untouched
-        return self._everything
-
-    @everything.setter
-    def everything(self, value: bool) -> None:
-        self._everything = value
-
-
-def _seed_host(key: int) -> None:
-    random.seed(key)
-    np.random.seed(key % 2**32)
-
-
-def _host_marks() -> list[Any]:
-    """What changes when Python's or NumPy's generator is drawn from."""
-    return [generator.mark() for generator in generators()[:2]]
 
 
 class Replica(NamedTuple):
@@ -209,8 +177,7 @@ class Strategy:
         #: ``self._arrived(batch)``: on the device.
         self._arrived = arrival(self._device)
         self._graphs = replica.compiled and self._device.type == "cuda"
-        devices, exact = replica.devices or (self._device,), self._merges == "exact"
-        self.draws = SeededDraws(replica.seed, devices, everything=exact)
+        self.draws = SeededDraws(replica.seed, replica.devices or (self._device,))
         self._buffers = Buffers(self.module, self._device, self._merges)
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:

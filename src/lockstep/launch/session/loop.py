@@ -168,7 +168,7 @@ class Loop:
     def _draws(self, number: int, part: int) -> None:
         """Seed what the loop draws outside of the bodies over batches, alike on all ranks."""
         if self.training is None:
-            SeededDraws(self.config.training.seed, [self.device], everything=True)(number, part)
+            SeededDraws(self.config.training.seed, [self.device])(number, part)
         else:
             self.training.draws(number, part)
 
