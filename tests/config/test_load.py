@@ -243,28 +243,22 @@ def test_all_keys_can_be_set() -> None:
         )
 
 
-#: Each line is nine times the one before.
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (BOMB, "values"),
-        ("training: &t [*t]\n", "a part of itself"),
-        ("training: {epochs: " + "9" * 5000 + "}\n", "5,000 digits"),
+        ("training: {epochs: " + "9" * 5000 + "}\n", "cannot be read"),
         ("training: {compile: !!bool maybe}\n", "cannot be read"),
         ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
     ],
 )  # fmt: skip
-def test_hostile_yaml_is_one_error(text: str, why: str, tmp_path: Path) -> None:
+def test_what_yaml_cannot_read_is_one_error(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match="not valid YAML") as caught:
         read_file(tmp_path / "c.yaml")
     assert why in caught.value.why
 
 
-def test_anchors_are_fine_where_they_stay_small(tmp_path: Path) -> None:
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("optimizer: &o {lr: 0.1}\nscheduler: {<<: *o, gamma: 0.5}\n")
     assert read_file(tmp_path / "c.yaml") == {"optimizer": {"lr": 0.1}, "scheduler": {"lr": 0.1, "gamma": 0.5}}
 

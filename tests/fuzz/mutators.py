@@ -193,9 +193,6 @@ def yaml_text(path: Path, rng: random.Random, canary: str) -> str:
             f"name: !!python/name:os.system\ninit_from: !!python/object/apply:subprocess.run [[sh, -c, '{run}']]\n",
             f"? !!python/object/apply:os.system ['{run}']\n: 1\n",
             "a: !!python/module:os\n",
-            bomb("[*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]", "[x, x]"),
-            bomb("{{<<: [*{0}, *{0}, *{0}, *{0}, *{0}, *{0}], k{1}: 1}}", "{a: 1, b: 2}"),
-            bomb("{{a: *{0}, b: *{0}, c: *{0}, d: *{0}}}", "{a: 1}"),
             "training: &t [*t]\n",
             "&a [&b {*a : *b}]\n",
             "training: {epochs: !!int ''}\n",
@@ -224,13 +221,6 @@ def yaml_text(path: Path, rng: random.Random, canary: str) -> str:
     )
     path.write_text(content)
     return content[:60]
-
-
-def bomb(level: str, first: str) -> str:
-    """A text of a kilobyte that is gigabytes when its aliases are written out."""
-    lines = [f"n0: &n0 {first}"]
-    lines += [f"n{depth}: &n{depth} " + level.format(f"n{depth - 1}", depth) for depth in range(1, 12)]
-    return "\n".join(lines) + "\n"
 
 
 YAML: tuple[Mutator, ...] = (yaml_value, yaml_value, yaml_text, yaml_text)

@@ -16,10 +16,8 @@ from lockstep.config.sections import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.strategies import strategies
 
-#: Of a user's file as of a run's; the values are enough for a list of the classes of ImageNet-21k.
+#: Of a user's file as of a run's.
 MAX_CONFIG_BYTES = 1 << 20
-MAX_VALUES = 100_000
-_MAX_DIGITS = 1000
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 #: Of the core schema (YAML 1.2, section 10.3.2); in YAML 1.1, which PyYAML reads and writes, ``1e-5`` is text, 010 8.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
@@ -233,19 +231,9 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """``text`` as plain values; no tag makes an object of a class.
-
-    Raises ``yaml.YAMLError`` also for more than ``MAX_VALUES`` values once its aliases are written out, which a text of
-    a kilobyte can be.
-    """
+    """``text`` as plain values; no tag makes an object of a class. Raises ``yaml.YAMLError``."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _expanded(node, {}) > MAX_VALUES:
-            raise yaml.YAMLError(f"it has more than {MAX_VALUES:,} values")
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark, began = error.problem_mark, error.context_mark
         where = "" if mark is None else f"line {mark.line + 1}: "
@@ -269,20 +257,6 @@ def parse_settings(text: str, name: str) -> dict[str, Any]:
         fix = "write `section:` lines"
         raise ConfigError(f"{name} does not hold settings", why="its top level must be a mapping", fix=fix)
     return content
-
-
-def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values ``node`` is; ``known``: of the nodes seen before, 0 of those that are being counted."""
-    if id(node) not in known:
-        if node.tag == _INT and len(node.value) > _MAX_DIGITS:
-            raise yaml.YAMLError(f"a number has {len(node.value):,} digits")
-        known[id(node)] = 0
-        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        parts = [] if isinstance(node, yaml.ScalarNode) else inner
-        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
-    elif not known[id(node)]:
-        raise yaml.YAMLError("an alias stands for a part of itself")
-    return known[id(node)]
 
 
 def parse_set(pair: str) -> dict[str, Any]:
