@@ -10,13 +10,12 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.events import CheckpointSaved, EpochEnded, Evaluated, Event, Note, RunEnded, RunStarted, StepLogged
-from lockstep.telemetry.console import ConsoleSink, _NotebookBar, duration, number, resolve_mode
+from lockstep.telemetry.console import ConsoleSink, duration, number, resolve_mode
 
 PLAN: dict[str, Any] = {
     "task": {"name": "har"},
@@ -221,7 +220,9 @@ sink.emit(RunStarted(Path("r"), 1, 0, 200, {"epochs": 2}, position))
 step = 123
 assert drawn.wait(60)
 sink.close()
-assert not [t for t in threading.enumerate() if t.name == "lockstep-bar"]
+for thread in set(threading.enumerate()) - {threading.main_thread()}:
+    thread.join(60)  # that of the bar ends
+    assert not thread.is_alive()
 """
 
 
@@ -255,37 +256,6 @@ def test_a_closed_stream_is_an_error_once_and_leaves_no_bar() -> None:
     sink.close()
 
 
-def test_a_bar_in_a_notebook_writes_over_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told by what a kernel leaves in the process; carriage returns are all that a notebook's output knows."""
-    shell = SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    stream = io.StringIO()
-    assert resolve_mode("auto", stream) == "plain", "not what the notebook shows"
-    monkeypatch.setattr(sys, "stdout", stream)
-    sink = ConsoleSink(stream, clock=Clock())
-    drawn = []
-    for event in RUN:
-        sink.emit(event)
-        drawn.append(as_notebook(stream.getvalue()))
-    sink.close()
-    assert re.fullmatch(r"epoch 1/2 ━{5}─{15} 50/200  812 samples/s  loss 2\.5000 .*left  lr 0\.001", drawn[1][-1])
-    assert drawn[3][-2:] == ["warning: the loss [bold]jumped", drawn[1][-1]], "the bar stays below"
-    end = drawn[-1]
-    assert "\x1b" not in stream.getvalue()
-    assert not [line for line in end if "━" in line or "─" in line], "it is gone at the end"
-    assert "epoch 2/2  train_loss 1.0000  val_accuracy 0.6000  800 samples/s  8.0 s" in end
-    del shell.kernel
-    assert resolve_mode("auto", stream) == "plain", "IPython on a terminal is no notebook"
-
-
-def test_nothing_of_a_notebooks_bar_stays_behind_a_message_of_several_lines() -> None:
-    stream = io.StringIO()
-    bar = _NotebookBar(stream, RUN[0], lambda step: None)
-    bar.print("short\n" + 100 * "long ", "")
-    bar.stop()
-    assert as_notebook(stream.getvalue())[:2] == ["short", (100 * "long ").rstrip()]
-
-
 @pytest.mark.parametrize(
     ("task", "status", "told"),
     [("har", "stopped", True), ("har", "completed", False), ("__main__:Mine", "stopped", False)],
@@ -304,17 +274,6 @@ def test_an_evaluation_between_epochs_says_when_it_is_the_best() -> None:
     for step, improved in ((20, True), (40, False)):
         sink.emit(Evaluated(1, 1, step, {"val_loss": 0.5}, improved))
     assert stream.getvalue().splitlines() == ["step 20  val_loss 0.5000  best so far", "step 40  val_loss 0.5000"]
-
-
-def as_notebook(output: str) -> list[str]:
-    """The lines that stand after every carriage return has brought writing back to the beginning of its line."""
-    lines = []
-    for text in output.split("\n"):
-        line = ""
-        for part in text.split("\r"):
-            line = part + line[len(part) :]
-        lines.append(line.rstrip())
-    return lines
 
 
 def test_modes() -> None:

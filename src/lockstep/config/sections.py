@@ -358,7 +358,7 @@ class TelemetryConfig(Section):
     log_interval: int = setting(50, "optimizer steps between rows of steps.jsonl", ge=1)
     tensorboard: Switch = setting("auto", "auto: on when it is installed")
     progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_word)] = setting(
-        "auto", "auto: a bar on terminals and in notebooks, else lines; off: warnings and summary; silent: nothing"
+        "auto", "auto: a bar on terminals, else lines; off: warnings and summary; silent: nothing"
     )
     upload_to: str | None = setting(None, "copy the run folder to this path or URL of fsspec, in the background")
     upload_every_epochs: int = setting(1, "upload every N epochs, besides the end of the run", ge=1)

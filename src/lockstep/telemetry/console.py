@@ -10,8 +10,6 @@ import io
 import math
 import os
 import shlex
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -22,15 +20,12 @@ from lockstep.events import EpochEnded, Evaluated, Event, Note, Restarted, RunEn
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
-    from rich.progress import Progress, TaskID
     from rich.table import Table
+
+    from lockstep.telemetry.bar import RunBar
 
 ProgressMode = Literal["auto", "bar", "plain", "off"]
 
-#: Drawing takes about half a millisecond, so a bar costs a run some 0.2 %.
-_BAR_INTERVAL_S = 0.25
-#: Of a bar in a notebook, characters.
-_CELLS = 20
 #: Blanks, the slash of ``step/total``, and the shortest bar that still says something.
 _BAR_ROOM = 12
 _TABLE_OMITS = frozenset({"epoch", "step", "attempt", "lr", "samples_per_s", "duration_s"})
@@ -41,7 +36,7 @@ class ConsoleSink:
 
     Args:
         mode: ``bar`` draws a progress bar, ``plain`` writes a line per log interval and epoch, ``off`` shows
-            warnings and the end only; ``auto`` is a bar on a terminal and in a notebook, plain lines elsewhere.
+            warnings and the end only; ``auto`` is a bar on a terminal, plain lines elsewhere.
         clock: seconds from any fixed point, for the remaining time.
     """
 
@@ -53,10 +48,12 @@ class ConsoleSink:
         self._stream = stream
         self._mode = resolve_mode(mode, stream)
         self._clock = clock = clock or running_s
-        self._bar: _Bar | None = None
+        self._bar: RunBar | None = None
         self._started: RunStarted | None = None
         self._began = clock()
         self._samples = (0.0, 0.0)  # seconds and samples of finished epochs, for the mean speed
+        self._newest: StepLogged | None = None  # shown beside the bar
+        self._loss_label = ""
         self._noted: set[str] = set()
         self._logged_step, self._crosses_epochs = 0, False  # of the interval that the next line is about
 
@@ -103,14 +100,15 @@ class ConsoleSink:
         steps = f" of steps {self._logged_step + 1}-{event.step}" if self._crosses_epochs else ""
         self._logged_step, self._crosses_epochs = event.step, False
         if self._bar is not None:
-            self._bar.update(event, f"loss{steps}")
+            self._newest, self._loss_label = event, f"loss{steps}"
+            self._bar.show(event.step)
         elif self._mode == "plain":
             total = self._started.total_steps if self._started else 0
             self._line(step_line(event, total, self._seconds_left(event.step), f"loss{steps}"))
 
     def _start(self, event: RunStarted) -> None:
         self._started, self._logged_step, self._crosses_epochs = event, event.step, False
-        self._began = self._clock()
+        self._began, self._newest = self._clock(), None
         if self._mode != "off":
             attempt = f", attempt {event.attempt} from step {event.step}" if event.attempt > 1 else ""
             self._line(f"{event.plan.get('task', {}).get('name', '')}{attempt} → {event.run_dir}")
@@ -118,8 +116,10 @@ class ConsoleSink:
             for note in event.plan.get("notes", ()):
                 self._note(Note(**note))
         if self._mode == "bar":
-            bar = _NotebookBar if is_notebook(self._stream) else _TerminalBar
-            self._bar = bar(self._stream, event, self._seconds_left)
+            from lockstep.telemetry.bar import RunBar
+
+            console = rich_console(self._stream)
+            self._bar = RunBar(console, event, lambda step: self._bar_texts(step, console.width))
 
     def _note(self, note: Note) -> None:
         if note.text in self._noted:
@@ -153,11 +153,25 @@ class ConsoleSink:
 
     def _line(self, text: str, style: str = "") -> None:
         if self._bar is not None:
-            self._bar.print(text, style)
+            print_styled(self._bar.console, text, style)
         elif style and is_terminal(self._stream):
             print_styled(rich_console(self._stream), text, style)
         else:
             say(text, self._stream)
+
+    def _bar_texts(self, step: int, width: int) -> tuple[str, str]:
+        """The texts on the left and on the right of the bar, as many values as fit."""
+        newest, seconds_left = self._newest, self._seconds_left(step)
+        left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+        if newest is None or self._started is None:
+            return "starting", "".join(left)
+        label = epoch_label(newest.epoch, self._started.plan.get("epochs"))
+        loss = [] if newest.loss is None else [f"{self._loss_label} {number(newest.loss)}"]
+        parts = [_rates(newest), *loss, *left, f"lr {newest.lr:.2g}"]
+        room = width - len(label) - len(str(self._started.total_steps)) * 2 - _BAR_ROOM
+        while len(parts) > 1 and len("  ".join(parts)) > room:
+            parts.pop()
+        return label, "  ".join(parts)
 
     def _seconds_left(self, step: int) -> float | None:
         from lockstep.rundir.heartbeat import seconds_left
@@ -166,136 +180,12 @@ class ConsoleSink:
         return seconds_left(step - first, self._clock() - self._began, total - step)
 
 
-class _Bar:
-    """One line below all others. Between events a thread updates it from the run's step counter."""
-
-    width: int
-
-    def __init__(self, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
-        self._started, self._seconds_left = started, seconds_left
-        self._step = started.step
-        self._newest: StepLogged | None = None
-        self._loss_label = "loss"
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._move, name="lockstep-bar", daemon=True)
-        self._thread.start()
-
-    def print(self, text: str, style: str) -> None:
-        """A line above the bar."""
-        raise NotImplementedError
-
-    def draw(self, label: str, step: int, status: str) -> None:
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def update(self, event: StepLogged, loss_label: str) -> None:
-        self._newest, self._loss_label = event, loss_label
-        self._draw(event.step)
-
-    def _move(self) -> None:
-        while self._started.position is not None and not self._end.wait(_BAR_INTERVAL_S):
-            step = self._started.position()
-            try:
-                if step != self._step:
-                    self._draw(step)
-            except (OSError, ValueError):  # the stream is closed; the next event raises
-                return
-
-    def _draw(self, step: int) -> None:
-        self._step = step
-        newest, seconds_left = self._newest, self._seconds_left(step)
-        left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
-        label, parts = "starting", left
-        if newest is not None:
-            label = epoch_label(newest.epoch, self._started.plan.get("epochs"))
-            loss = [] if newest.loss is None else [f"{self._loss_label} {number(newest.loss)}"]
-            parts = [_rates(newest), *loss, *left, f"lr {newest.lr:.2g}"]
-        room = self.width - len(label) - len(str(self._started.total_steps)) * 2 - _BAR_ROOM
-        while len(parts) > 1 and len("  ".join(parts)) > room:
-            parts.pop()
-        self.draw(label, step, "  ".join(parts))
-
-
-class _TerminalBar(_Bar):
-    """Keeps the bar in the last line by moving the cursor."""
-
-    def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
-        self._progress: Progress = Progress(
-            *(*columns, TextColumn("{task.fields[status]}")),
-            console=rich_console(stream),
-            auto_refresh=False,
-            transient=True,
-            expand=True,
-        )
-        total, completed = started.total_steps, started.step
-        self._task: TaskID = self._progress.add_task("starting", total=total, completed=completed, status="")
-        self._progress.start()
-        self._progress.refresh()
-        self.width = self._progress.console.width
-        super().__init__(started, seconds_left)
-
-    def draw(self, label: str, step: int, status: str) -> None:
-        self._progress.update(self._task, completed=step, description=label, status=status, refresh=True)
-
-    def print(self, text: str, style: str) -> None:
-        print_styled(self._progress.console, text, style)
-
-    def stop(self) -> None:
-        super().stop()
-        self._progress.stop()
-
-
-class _NotebookBar(_Bar):
-    """Writes the bar over itself: a notebook's output knows carriage returns, but moves no cursor and has no width."""
-
-    width = 90
-
-    def __init__(self, stream: TextIO, started: RunStarted, seconds_left: Callable[[int], float | None]) -> None:
-        self._stream, self._total, self._shown = stream, started.total_steps, ""
-        self._writing = threading.Lock()  # the thread that moves the bar writes, too
-        self.draw("starting", started.step, "")
-        super().__init__(started, seconds_left)
-
-    def draw(self, label: str, step: int, status: str) -> None:
-        done = _CELLS * step // self._total
-        self._put("", f"{label} {'━' * done}{'─' * (_CELLS - done)} {step}/{self._total}  {status}")
-
-    def print(self, text: str, style: str) -> None:
-        self._put(f"{printable(text)}\n", self._shown)
-
-    def stop(self) -> None:
-        super().stop()
-        self._put("", "")
-        self._stream.write("\r")
-
-    def _put(self, text: str, bar: str) -> None:
-        """``text`` and ``bar`` in the place of what is shown, which may be longer."""
-        with self._writing:
-            first, newline, rest = f"{text}{bar}".partition("\n")
-            self._stream.write(f"\r{first.ljust(len(self._shown))}{newline}{rest}")
-            self._stream.flush()
-            self._shown = bar
-
-
 def resolve_mode(mode: ProgressMode, stream: TextIO) -> ProgressMode:
-    """``auto`` is a bar on a terminal that can move its cursor and in a notebook, plain lines elsewhere."""
+    """``auto`` is a bar on a terminal that can move its cursor, plain lines elsewhere."""
     if mode != "auto":
         return mode
     moves = is_terminal(stream) and os.environ.get("TERM", "") not in {"", "dumb"}
-    return "bar" if moves or is_notebook(stream) else "plain"
-
-
-def is_notebook(stream: TextIO) -> bool:
-    """Whether an IPython kernel runs this process, and shows what is written to ``stream``."""
-    ipython = sys.modules.get("IPython")  # a kernel has imported it
-    shell = ipython.get_ipython() if ipython is not None else None
-    return hasattr(shell, "kernel") and stream is sys.stdout
+    return "bar" if moves else "plain"
 
 
 # Texts.
