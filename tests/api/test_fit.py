@@ -144,6 +144,10 @@ def masked_mean(output: Tensor, target: Tensor) -> Tensor:
     return (output.square().mean(1) * mask).sum() / mask.sum()
 
 
+def loss_of_each(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="none")
+
+
 #: Data, and a loss that is a mean over something else than rows, or not the mean that it looks like.
 MEANS: dict[str, tuple[Any, Any]] = {
     "class weights": (dataset, nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
@@ -162,6 +166,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "masked mean": (dataset, masked_mean),
+    "weights as a product": (dataset, lambda o, t: loss_of_each(o, t) @ CLASS_WEIGHTS[t] / CLASS_WEIGHTS[t].sum()),
     "mask as index": (dataset, lambda o, t: F.mse_loss(o[t == 1], torch.ones_like(o[t == 1]))),
     "cosine": (dataset, lambda o, t: F.cosine_embedding_loss(o, o.roll(1, 1), t.clamp(max=1) * 2 - 1)),
     "triplet": (dataset, lambda o, t: F.triplet_margin_loss(o, o.roll(1, 1), o.roll(2, 1))),
@@ -222,4 +227,21 @@ def test_a_weighted_mean_is_the_same_on_two_ranks(tmp_path: Path) -> None:
 def test_what_no_count_makes_a_sum_over_rows_is_refused(tmp_path: Path, loss: Any) -> None:
     with pytest.raises(TaskError) as caught:
         lockstep.fit(model=net(), loss=loss, train=dataset(40, 1), devices="cpu", save_dir=tmp_path / "run")
+    assert "lockstep.Loss(total" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: torch.stack([loss_of_each(o, t)[t == label].mean() for label in t.unique()]).mean(),
+        lambda o, t: F.cross_entropy(o, t, weight=len(t) / torch.bincount(t, minlength=3).clamp(min=1)),
+        lambda o, t: F.cross_entropy(o, t, weight=CLASS_WEIGHTS) + 0.1 * o.square().mean(),
+    ],
+)
+def test_a_layer_of_zeros_hides_no_loss_of_the_whole_batch(tmp_path: Path, loss: Any) -> None:
+    model = net()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(TaskError) as caught:
+        lockstep.fit(model=model, loss=loss, train=dataset(40, 1), devices="cpu", save_dir=tmp_path / "run")
     assert "lockstep.Loss(total" in caught.value.fix

@@ -186,6 +186,8 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
     factor = _constant(node)
     if name == "Div" and factor is not None and [term.kind for term in terms] == ["sum"]:
         return [Term("mean" if factor == count else "unknown", float(factor), is_weighed=True)]
+    if name == "Div" and factor is not None and isinstance(saved(node, "other"), Tensor) and terms == [Term("unknown")]:
+        return [Term("unknown", factor, is_weighed=True)]
     shrinks = factor is not None and (abs(factor) <= 1 if name == "Mul" else abs(factor) >= 1)
     if shrinks and all(term.kind != "sum" for term in terms):
         return terms

@@ -1,7 +1,7 @@
 """A sum and a count from the value of a criterion, which may be a mean over anything: ``lockstep.fit(loss=…)``.
 
 What a mean was divided by is in its graph: class weights, ignored targets and masks are counted as the criterion does.
-On its first batch the result is compared with those of parts of the batch, since ranks have parts of one.
+On its first batch the result and its gradient are compared with those of parts of the batch, which ranks have.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,8 @@ def _sum(value: Tensor, rows: int, form: _Form) -> Loss:
     if form == "rows":
         return Loss(value * rows, rows)
     items = next((term.items for term in terms_of(value, rows)[form : form + 1]), None)
+    if items is None and not value.item():  # what a criterion returns where nothing is to be counted
+        return Loss(value, 0)
     if items is None:
         raise _not_of_rows(
             "the graph of the loss does not show what its mean was divided by, as under training.compile_loss"
@@ -124,28 +127,68 @@ def _compared(criterion: Callable[..., Any], output: Any, target: Any, value: Te
     if rows < 2 or any(len(leaf) != rows for leaf in leaves):
         return None
     parts = list[tuple[Tensor, int]]()
+    outputs = list[list[Tensor]]()
     try:
         with generators_kept(), warnings.catch_warnings(action="ignore"):
             copied = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
             for part in (slice(None), *(slice(start, start + size) for start in range(0, rows, size))):
-                targets = _rows(target, part)
-                parts.append((copied(_with_gradient(_rows(output, part)), targets), rows_of(targets)))
+                targets, outputs_of_part = _rows(target, part), _with_gradient(_rows(output, part))
+                parts.append((copied(outputs_of_part, targets), rows_of(targets)))
+                leaves = [leaf for leaf in tree_leaves(outputs_of_part) if isinstance(leaf, Tensor)]
+                outputs.append([leaf for leaf in leaves if leaf.requires_grad])
     except Exception:  # it needs the whole batch: the graph decides
         return None
     terms = [terms_of(one, number) for one, number in parts]
-    has_same_terms = len({len(each) for each in terms}) == 1
-    forms: list[_Form] = [n for n, term in enumerate(terms[0]) if term.items is not None and has_same_terms]
+    divisors = _divisors(terms)
+    candidates: dict[_Form, list[float]] = {**divisors, "rows": [float(number) for _, number in parts]}
+    # A term's value may be 0 in the first batch, as of outputs that are 0: then its divisor alone shows what it adds.
+    forms = [
+        form for form, counts in candidates.items() if all(map(_is_proportional, divisors.values(), repeat(counts)))
+    ]
     tolerance = 1e-4 if value.itemsize >= 4 else 3e-2
     if not _adds_up([value.item(), parts[0][0].item()], tolerance):  # it draws random numbers, or is not finite
         return None
-    for form in (*forms, "rows", "sum"):
+    for form in (*forms, "sum"):
         losses = [_sum(one, number, form) for one, number in parts]
         totals = [loss.total.item() for loss in losses]
         if not all(map(math.isfinite, totals)):
             return None
-        if _adds_up(totals, tolerance) and _adds_up([float(loss.count) for loss in losses], tolerance):
+        is_sum_of_parts = _adds_up(totals, tolerance) and _adds_up([float(loss.count) for loss in losses], tolerance)
+        if is_sum_of_parts and _gradients_are_equal(losses, outputs, tolerance):
             return form
     raise _not_of_rows("the loss of a batch is not made of the losses of its samples")
+
+
+def _divisors(terms: Sequence[Sequence[Term]]) -> dict[_Form, list[float]]:
+    """What each term was divided by, in the whole batch and its parts, where all of them show it."""
+    divisors: dict[_Form, list[float]] = {}
+    if len({len(each) for each in terms}) == 1:
+        for number, term in enumerate(zip(*terms, strict=True)):
+            counts = [float(part.items) for part in term if part.items is not None]
+            if len(counts) == len(term):
+                divisors[number] = counts
+    return divisors
+
+
+def _is_proportional(numbers: list[float], others: list[float]) -> bool:
+    scaled = zip(numbers, others, strict=True)
+    return all(math.isclose(one * others[0], other * numbers[0], rel_tol=1e-5) for one, other in scaled)
+
+
+def _gradients_are_equal(losses: Sequence[Loss], outputs: Sequence[list[Tensor]], tolerance: float) -> bool:
+    """Whether the sum of the whole batch has the gradients of the sums of its parts."""
+    whole, *parts = map(_gradients, losses, outputs)
+    for gradient, *gradients_of_parts in zip(whole, *parts, strict=True):
+        joined = torch.cat(gradients_of_parts) if gradient.dim() else torch.stack(gradients_of_parts).sum()
+        if (joined - gradient).norm() > tolerance * gradient.norm():
+            return False
+    return True
+
+
+def _gradients(loss: Loss, outputs: list[Tensor]) -> Sequence[Tensor]:
+    if not loss.total.requires_grad:
+        return [torch.zeros_like(output) for output in outputs]
+    return torch.autograd.grad(loss.total, outputs, retain_graph=True, allow_unused=True, materialize_grads=True)
 
 
 def _adds_up(whole_and_parts: list[float], tolerance: float) -> bool:
