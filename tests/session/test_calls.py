@@ -449,6 +449,78 @@ def test_what_the_body_may_keep_between_batches(
     assert is_missed == (not how and not is_kept)
 
 
+class Pair:
+    """A batch of a class of its own."""
+
+    def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = map(torch.stack, zip(*rows, strict=True))
+
+
+def state_of_batch_objects(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    state = torch.zeros(1)
+    for pair in batches(session, accumulate=2, collate=Pair):
+        session.backward(squares(model, pair.x, pair.y) + (model(pair.x) - state).square().sum(), len(pair.y))
+        session.step(optimizer)
+        state = model(pair.x).detach().mean(0)
+
+
+def state_from_the_second_epoch_on(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    state = torch.zeros(1)
+    for epoch in session.epochs(2):
+        for x, y in session.batches(data(), accumulate=2):
+            loss = squares(model, x, y)
+            session.backward(loss + (model(x) - state).square().sum() if epoch else loss, len(y))
+            session.step(optimizer)
+            state = model(x).detach().mean(0)
+
+
+def average_in_a_dict(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    for x, y in batches(session, accumulate=2):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        average = {name: 0.9 * average[name] + 0.1 * value for name, value in model.state_dict().items()}
+
+
+def average_that_is_loaded(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    average = copy.deepcopy(model)
+    for x, y in batches(session, accumulate=2):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        values = model.state_dict()
+        average.load_state_dict(
+            {name: 0.9 * value + 0.1 * values[name] for name, value in average.state_dict().items()}
+        )
+
+
+@pytest.mark.parametrize(
+    "loop", [state_of_batch_objects, state_from_the_second_epoch_on, average_in_a_dict, average_that_is_loaded]
+)
+def test_what_a_part_leaves_for_another_is_refused(
+    loop: Callable[[lockstep.Session], None], session: lockstep.Session
+) -> None:
+    with pytest.raises(UnsupportedError, match="several micro-batches"):
+        loop(session)
+
+
+def test_functions_of_torch_func_in_a_body(tmp_path: Path) -> None:
+    weights = []
+    for accumulate in (1, 2):
+        with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / str(accumulate)) as session:
+            model, optimizer = prepared(session)
+            for x, y in batches(session, accumulate=accumulate):
+                slopes = torch.func.vmap(torch.func.jacrev(model))(x)
+                difference = torch.func.vmap(lambda row, model=model: row.clone().mul_(2) @ model.weight[0])(x)
+                session.backward(squares(model, x, y) + slopes.square().sum() + difference.square().sum(), len(y))
+                session.step(optimizer)
+            weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1])
+
+
 def test_a_loop_that_is_left_within_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"telemetry.system_metrics": False}
     for bodies in (3, 4):

@@ -1,4 +1,4 @@
-"""Which batches and which weights a loss depends on: watched in the first steps of a loop.
+"""Which batches and which weights a loss depends on: watched in the first steps of a loop, and in some later ones.
 
 A step may consist of several micro-batches, which are parts of one batch. Then a body must not use what it has
 computed from another part, nor weights that change in the last part only.
@@ -70,7 +70,10 @@ class LossOrigins(TorchFunctionMode):
         self._weights: dict[int, str] = {}
         self._buffers: set[int] = set()
         self._averages: set[int] = set()
+        self._shapes: set[tuple[int, ...]] = set()
+        self._moved: set[int] = set()
         self._body, self._is_part, self._is_last, self._is_paused = 0, False, True, False
+        self._is_averaged = False
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
         self._earlier: set[int] = set()
@@ -99,17 +102,22 @@ class LossOrigins(TorchFunctionMode):
             kept: tensors beside the modules that checkpoints keep.
             is_part: whether the batch may be one of several micro-batches of a step; ``is_last``: the last one.
         """
+        if number > self._body + 1:  # what has been written since is not known
+            self._origins.clear()
+            self._storages.clear()
+            self._moved.clear()
         self._body, self._is_part, self._is_last = number, is_part, is_last
         self._stepped.clear()
         self._reads.clear()
         self._earlier, self._kept = {*self._origins}, set(map(_key, kept))
         self._weights = {_key(p): name for name, parameters in weights.items() for p in parameters}
+        self._shapes = {tuple(p.shape) for parameters in weights.values() for p in parameters if p.numel() > 1}
         self._buffers = set(map(_key, buffers))
         self._averages = set(map(_key, averages)) - self._buffers - self._weights.keys()
         for key in self._averages & self._origins.keys():
             if not _batches(self._origins[key]):
                 del self._origins[key]  # what it was in this body's beginning is what the body may add to
-        for tensor in _tensors(batch):
+        for tensor in _batch_tensors(batch, set()):
             self._set(tensor, frozenset((number,)))
 
     def step(self, name: str) -> None:
@@ -133,6 +141,12 @@ class LossOrigins(TorchFunctionMode):
             self.carried = next((read for read in self._reads if read.key not in self._kept), self.carried)
         if not self._is_part:
             return
+        if self._is_averaged:
+            raise UnsupportedError(
+                "an average of weights is updated in the body before the step",
+                why=f"{_WHY}. It would be updated once for each of them, and not once for each step",
+                fix="update it after the step: `if session.step(optimizer): average.update_parameters(model)`",
+            )
         stepped = next((name for name in sorted(self._stepped) if name in origins), None)
         if stepped is not None:
             raise UnsupportedError(
@@ -164,26 +178,31 @@ class LossOrigins(TorchFunctionMode):
         if name in DRAWS:
             origins |= {self._body}
         written = origins
-        if name in _OVERWRITES and all(t.nbytes == t.untyped_storage().nbytes() for t in targets):
+        if name in _OVERWRITES and all(map(_is_whole, targets)):
             written = self._read((args[1:], kwargs))
-        self._refuse_average(keys, written)
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        results = _tensors(result)
+        self._note_average((args, kwargs), targets or results, written)
+        for tensor in results:
             self._set(tensor, written if _key(tensor) in keys else origins)
         for target in targets:
             self._set(target, written)
         return result
 
-    def _refuse_average(self, keys: Sequence[int], origins: _Origins) -> None:
-        """Raise :class:`UnsupportedError` where a kept tensor moves towards weights in each part of a step."""
-        if not self._is_part or self._is_last or _WEIGHTS not in origins or _batches(origins):
+    def _note_average(self, arguments: Any, results: Sequence[Tensor], origins: _Origins) -> None:
+        """Note where a kept tensor moves towards weights in each part of a step; :meth:`check` refuses it.
+
+        An error here would be one of ``load_state_dict()``, where the loop copies the average by it.
+        """
+        if not self._is_part or _WEIGHTS not in origins or _batches(origins):
             return
-        if any(key in self._averages and _Kept(key) in origins for key in keys):
-            raise UnsupportedError(
-                "an average of weights is updated in the body before the step",
-                why=f"{_WHY}. It would be updated once for each of them, and not once for each step",
-                fix="update it after the step: `if session.step(optimizer): average.update_parameters(model)`",
-            )
+        moved = [_key(result) for result in results if _key(result) in self._averages or result.shape in self._shapes]
+        if not moved:
+            return
+        self._is_averaged |= any(_key(tensor) in self._moved & self._earlier for tensor in _tensors(arguments))
+        if not self._is_last and any(type(origin) is _Kept for origin in origins):
+            self._is_averaged |= any(_Kept(key) in origins for key in moved)
+            self._moved.update(moved)
 
     def _read(self, arguments: Any) -> _Origins:
         origins = _NONE
@@ -210,11 +229,14 @@ class LossOrigins(TorchFunctionMode):
             return
         self._origins[key] = origins
         if key not in self._storages:
-            self._storages[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._forget(key))
+            memory: Any = tensor if key == id(tensor) else tensor.untyped_storage()
+            self._storages[key] = weakref.ref(memory, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
         self._storages.pop(key, None)
         self._origins.pop(key, None)
+        self._moved.discard(key)
+        self._earlier.discard(key)
 
 
 def _batches(origins: _Origins) -> _Origins:
@@ -229,8 +251,23 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether no other tensor has more of the memory of ``tensor``."""
+    return _key(tensor) == id(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _batch_tensors(batch: Any, visited: set[int]) -> Iterator[Tensor]:
+    """The tensors of ``batch``, those in the attributes of its objects too."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type) and id(leaf) not in visited:
+            visited.add(id(leaf))
+            yield from _batch_tensors([*vars(leaf).values()], visited)
+
+
 def _key(tensor: Tensor) -> int:
     try:
         return storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # a wrapper without memory
-        return 0
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory, as of torch.func
+        return id(tensor)

@@ -176,11 +176,12 @@ class Training(Saves):
         return window.requests
 
     def _follow(self, batch: Any) -> None:
-        """In the first steps, follow values through the body to its loss."""
+        """Follow values through the body to its loss: in the first steps, and in those after 2, 4, 8, ... others."""
         window, count = self.window, self._checked
         assert window is not None
-        unknown = self.has_parts and self._stepped != self.steppers.keys() and count < MAX_FOLLOWED_WINDOWS
-        if not (self.checks_losses or unknown) or self._is_compiled:
+        unknown = self._stepped != self.steppers.keys() and count < MAX_FOLLOWED_WINDOWS
+        may_have_changed = count.bit_count() == 1  # a body may do something else from an epoch or a step on
+        if not (self.checks_losses or (self.has_parts and (unknown or may_have_changed))) or self._is_compiled:
             return
         trained = {name: parameters_of(optimizer) for name, optimizer in self.prepared.optimizers.items()}
         registered = self._resumed.registered.values()

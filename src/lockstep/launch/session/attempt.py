@@ -39,7 +39,7 @@ class LoopTask(Task):
         super().__init__()
         self._models, self.dataset, self.samples, self.weights = models, dataset, length(dataset), weights
         if collate is not None:
-            self.collate = collate  # type: ignore[method-assign, assignment]
+            vars(self)["collate"] = collate  # a class or a module, too
 
     def datasets(self) -> Datasets:
         return Datasets(self.dataset, weights=self.weights)
