@@ -155,6 +155,7 @@ def test_the_best_checkpoint_is_that_of_the_metrics_own_direction(tmp_path: Path
         lambda: [CATALOGUE["top1"]()],
         lambda: None,
         lambda: scores_of.MulticlassAccuracy,
+        lambda: {"top1": scores_of.MulticlassAccuracy},
     ],
 )
 def test_metrics_that_cannot_be_used_are_refused_by_the_plan(metrics: Callable[[], Any]) -> None:

@@ -28,7 +28,14 @@ def make_metrics(task: Task) -> Metrics:
 
         # Compute groups would join metrics whose states are equal after the first rows, such as top-1 and top-2
         # accuracy of a single sample.
-        return MetricCollection(metrics, compute_groups=False)
+        try:
+            return MetricCollection(metrics, compute_groups=False)
+        except ValueError as error:
+            raise TaskError(
+                "the task's metrics() returned a dict of something else than metrics of torchmetrics",
+                why=str(error),
+                fix="make the metric, as in MulticlassAccuracy(10), or return an object with update() and compute()",
+            ) from None
     if isinstance(metrics, type) or not (hasattr(metrics, "update") and hasattr(metrics, "compute")):
         returned = f"the class {metrics.__name__}" if isinstance(metrics, type) else f"a {type(metrics).__name__}"
         raise TaskError(
