@@ -143,7 +143,7 @@ def resume(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
         from lockstep.launch.session.script import resume_session
-        from lockstep.telemetry.origin import script_of
+        from lockstep.rundir.origin import script_of
 
     fork_ranks_from_here(devices, script=script_of(found) is not None)
     code = resume_session(found, overrides, devices)

@@ -29,9 +29,9 @@ from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing, write_json
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
+from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
 from lockstep.rundir.summary import read_forecast
 from lockstep.tasks.registry import FROM_PARTS, make_task, refuse_unrecorded, section_of, task_class
-from lockstep.telemetry.origin import SCRIPT, note_named, require_code_named, require_named
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0

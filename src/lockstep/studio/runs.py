@@ -24,6 +24,7 @@ from lockstep.errors import LockstepError, RunFolderError
 from lockstep.rundir import summary as summaries
 from lockstep.rundir.files import damaged, names_in, open_regular, read_bytes, read_json
 from lockstep.rundir.folder import LIVE, RunDir, new_run_id, or_else
+from lockstep.rundir.origin import require_code_named, require_resumable
 from lockstep.studio import settings
 from lockstep.studio.commands import Identity, Jobs, Labels, Starts, is_alive, last_lines, send
 from lockstep.studio.forms import Forms
@@ -41,7 +42,6 @@ from lockstep.studio.schemas import (
     run_not_found,
 )
 from lockstep.studio.settings import REFUSED, command_of, flatten
-from lockstep.telemetry.origin import require_code_named, require_resumable
 
 _MAX_TABLES, _MAX_FILES, _MAX_REMARKS = 4 << 20, 5000, 200
 #: Settings that the page may not set, and that a copy gets in another way.

@@ -26,7 +26,7 @@ from lockstep.launch.process.rank_log import rank_output
 from lockstep.launch.process.signals import Stopped, StopRequest
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.rundir.folder import RunDir
-from lockstep.telemetry.origin import Script
+from lockstep.rundir.origin import Script
 from lockstep.telemetry.sinks import check_sinks
 
 #: Set by launchers that Lockstep does not know; each process would think that it is alone.

@@ -21,7 +21,7 @@ from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.launch.session.join import Started, close_open_session, started
 from lockstep.rundir.folder import RunDir
-from lockstep.telemetry.origin import Script, require_script_named, script_of
+from lockstep.rundir.origin import Script, require_script_named, script_of
 
 
 def run_script(
