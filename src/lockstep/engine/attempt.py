@@ -30,20 +30,17 @@ def run_attempt(
     sink: Sink,
     stop_signal: Callable[[], int | None],
     datasets: Datasets | None = None,
-    keeper: bool | None = None,
 ) -> RunResult:
     """Train until the plan is fulfilled, or a stop is agreed on. Called once per rank.
 
     Args:
         datasets: already opened ones (in the process that made the plan).
-        keeper: whether this rank writes the run folder that it sees, one rank for each folder; default: rank 0 does.
     """
-    keeper = world.is_main if keeper is None else keeper
-    sink = sink if keeper else Fanout()
+    sink = sink if world.is_main else Fanout()
     log: RunLog | None = None
     with contextlib.closing(sink), contextlib.ExitStack() as ending:
         try:
-            with joined(run_dir, world, config, plan, attempt, sink, stop_signal, ending, keeper=keeper) as rank:
+            with joined(run_dir, world, config, plan, attempt, sink, stop_signal, ending) as rank:
                 fitting = runner_of(task).fitting(rank, datasets, ending)
                 log = fitting.log
                 return fitting.run()

@@ -31,26 +31,19 @@ WRITE_TIMEOUT_S = 6 * 3600.0
 
 @contextmanager
 def writing(
-    run_dir: RunDir, world: World, config: RunConfig, plan: Plan, collectives: Collectives, keeper: bool, sink: Sink
+    run_dir: RunDir, world: World, config: RunConfig, plan: Plan, collectives: Collectives, sink: Sink
 ) -> Iterator[BackgroundWriter | None]:
     """This rank's writer, if it has anything to write. Collective.
 
-    Each rank writes its part of a checkpoint, as is planned, if all of them see one run folder. Such a writer
-    communicates with other ranks: it is closed with the body, before the process group is destroyed.
+    Rank 0 writes checkpoints, or each rank its part, as is planned. A writer of parts communicates with other ranks: it
+    is closed with the body, before the process group is destroyed.
     """
 
     def saved_to(store: CheckpointStore) -> BackgroundWriter:
         return BackgroundWriter(store, lambda step, path, best: sink.emit(CheckpointSaved(step, path, best)))
 
-    keepers = int(*collectives.sum(float(keeper))) if plan.sharded_checkpoints else 0
-    if keepers > 1:
-        text = (
-            f"Checkpoints are whole, not in shards: the nodes have {keepers} run folders, and each of them must "
-            "have all that a resume needs."
-        )
-        sink.emit(Note("checkpoints_whole", text))
-    if keepers != 1:
-        yield saved_to(CheckpointStore(run_dir.checkpoints)) if keeper else None
+    if not plan.sharded_checkpoints:
+        yield saved_to(CheckpointStore(run_dir.checkpoints)) if world.is_main else None
         return
     shards = world.local_size if config.fsdp.sharding == "hybrid" else world.size
     writer = saved_to(ShardedStore(run_dir.checkpoints, Collectives(world, timeout_s=WRITE_TIMEOUT_S), shards))
@@ -67,7 +60,7 @@ def writing(
 class RankContext:
     """Run, plan, device and process group of one rank, and where it reports to.
 
-    A keeper writes the run folder that it sees; the ``sink`` of other ranks drops events. ``heartbeat`` takes the steps
+    Rank 0 writes the run folder; the ``sink`` of other ranks drops events. ``heartbeat`` takes the steps
     done and the total, ``stop_signal`` gives the signal that asked this process to stop, if any.
     """
 
@@ -82,7 +75,6 @@ class RankContext:
     writer: BackgroundWriter | None = None
     heartbeat: Callable[[int, int], None] = lambda step, total: None
     stop_signal: Callable[[], int | None] = lambda: None
-    is_keeper: bool = False
 
     @property
     def reads_shards(self) -> bool:
@@ -108,8 +100,6 @@ def joined(
     sink: Sink,
     stop_signal: Callable[[], int | None],
     ending: ExitStack,
-    *,
-    keeper: bool,
 ) -> Iterator[RankContext]:
     """This process as a rank among the others; the first one of a node also samples its machine. Collective.
 
@@ -127,16 +117,16 @@ def joined(
         monitored(run_dir.path, plan.placement["devices"], node=world.node_rank) if watches else nullcontext(),
     ):
         collectives = Collectives(world, timeout_s=timeout_s)
-        with writing(run_dir, world, config, plan, collectives, keeper, sink) as writer:
+        with writing(run_dir, world, config, plan, collectives, sink) as writer:
             if writer is not None:
                 ending.callback(writer.close)
-            if keeper:
+            if world.is_main:
                 before = run_dir.progress()
                 heartbeat.start(run_dir.heartbeat_file, before.step if before else 0, plan.total_steps)
             # Rank 0 may have started a new attempt after the others read the number.
             attempt = collectives.broadcast(attempt)
             place = run_dir, world, config, plan, device, collectives
-            yield RankContext(*place, attempt, sink, writer, heartbeat.beat, stop_signal, keeper)
+            yield RankContext(*place, attempt, sink, writer, heartbeat.beat, stop_signal)
 
 
 def pins(device: torch.device, plan: Plan) -> dict[str, Any]:

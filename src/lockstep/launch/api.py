@@ -21,9 +21,9 @@ from lockstep.events import Note
 from lockstep.hardware import read_world
 from lockstep.launch import run_claim
 from lockstep.launch.local.start import start
-from lockstep.launch.nodes.command import train_on_nodes
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import TrainRequest
+from lockstep.launch.nodes.torchrun import train_on_nodes
 from lockstep.launch.prepare import RunInputs, overrides_of, plan_settled, settle
 from lockstep.rundir.folder import LIVE, RunDir
 from lockstep.rundir.heartbeat import works_on

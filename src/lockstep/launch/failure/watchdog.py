@@ -200,12 +200,12 @@ def main_stack() -> Stack:
 
 @contextmanager
 def watched(
-    run: RunDir, world: World, store: Store | None, *, timeout_s: float, keeps: bool, launcher: Path | None = None
+    run: RunDir, world: World, store: Store | None, *, timeout_s: float, launcher: Path | None = None
 ) -> Iterator[None]:
     """Inside, this process ends with exit code 1 when no rank has made progress for ``timeout_s``.
 
     It and its loader workers write their stacks to the rank's log on request. The run's folder gets the stacks, too,
-    and, where this rank ``keeps`` it, the failure. ``launcher``: where a launcher reads of failures, which it prints.
+    and rank 0 records the failure in it. ``launcher``: where a launcher reads of failures, which it prints.
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
     file, rank = log_file(run.logs, world.rank), world.rank
@@ -220,7 +220,7 @@ def watched(
         with contextlib.suppress(LockstepError):  # the folder may be what failed
             if launcher is not None:
                 records.record(launcher, rank, error)
-            elif keeps:
+            elif world.is_main:
                 run.update(status="failed", error=str(error))
         if launcher is None and prints:
             with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """The launcher process: it starts the ranks of one launch on this node, and watches how and when each ends.
 
 It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it, which passes it on. Its
-exit code is that of all ranks together. On one machine it starts the ranks itself: it is a fork that shares its modules
-(see :mod:`.fork_server`), and so are they. On several machines :mod:`lockstep.launch.nodes.agent` does, after a
-rendezvous. They get the variables that torchrun documents
-(https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
+exit code is that of all ranks together. It is a fork that shares its modules (see :mod:`.fork_server`), and so are the
+ranks. They get the variables that torchrun documents
+(https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables). Of several nodes, each has a launcher for
+the agent that starts its ranks (:mod:`lockstep.launch.nodes.torchrun`).
 
 ::
 
@@ -32,7 +32,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 import psutil
@@ -64,8 +63,6 @@ ABANDON_S = 30.0
 #: How long to wait for killed ranks at the end.
 _KILL_S = 5.0
 _ORDERLY = (0, *signals.STOPPED, -signal.SIGINT, -signal.SIGTERM)
-#: Runs the ranks of one of several nodes; imports torch.
-_ON_NODES = "lockstep.launch.nodes.agent:run"
 
 
 @dataclass
@@ -239,14 +236,12 @@ class Launch:
 
     Attributes:
         rank_main: what every rank runs, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
-        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for one of several nodes.
     """
 
     run_dir: RunDir
     ranks: int
     rank_main: str
     settings: LaunchConfig
-    nodes: dict[str, Any] | None
     stop: signals.StopRequest
     board: PulseBoard
     parent_pid: int = field(default_factory=os.getppid)
@@ -276,11 +271,14 @@ class Launch:
         """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
         logs, settings = self.run_dir.logs, self.settings
-        how: dict[str, Any] = {"memory": MemoryWatch(pids)}
-        if self.nodes is None:  # ranks of several nodes check each other (launch/failure/watchdog.py)
-            how["watch"] = HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s)
-            how["waited_s"] = partial(records.waited_s, logs)
-        self.supervisor = Supervisor(processes, self.stop_requested, settings.stop_grace_s, **how)
+        self.supervisor = Supervisor(
+            processes,
+            self.stop_requested,
+            settings.stop_grace_s,
+            memory=MemoryWatch(pids),
+            watch=HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s),
+            waited_s=partial(records.waited_s, logs),
+        )
         self.write()
         return self.supervisor
 
@@ -364,7 +362,7 @@ def main() -> int:
         # Before there are children, which inherit it.
         parent_death.make_lifeline()
         os.environ |= {PULSES: launch.board.path, environment.LAUNCHER_PID: str(os.getpid())}
-        code = _run_here(launch) if launch.nodes is None else resolve_name(_ON_NODES)(launch)
+        code = _run_here(launch)
     except KeyboardInterrupt:
         code = signals.exit_code(stop.requested or signal.SIGINT)
     except LockstepError as error:
@@ -392,7 +390,7 @@ def _run_here(launch: Launch) -> int:
                 # Every rank finds the store there, rank 0 too, which serves it (engine/rank_context.py).
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            supervisor = launch.supervise(start_ranks(launch, group, size=launch.ranks, server=server.fileno()))
+            supervisor = launch.supervise(start_ranks(launch, group, server.fileno()))
         supervisor.wait()
         if launch.starts > launch.settings.max_restarts or not supervisor.may_restart:
             launch.note_forced()
@@ -400,16 +398,15 @@ def _run_here(launch: Launch) -> int:
         supervisor.end()
 
 
-def start_ranks(
-    launch: Launch, group: Mapping[str, str], *, size: int, first: int = 0, server: int | None = None
-) -> dict[int, RankProcess]:
-    """Start this node's ranks, from ``first`` on of ``size``; the processes by rank.
+def start_ranks(launch: Launch, group: Mapping[str, str], server: int) -> dict[int, RankProcess]:
+    """Start the ranks; the processes by rank.
 
-    ``group``: variables that describe the nodes and the store. ``server``: its listening socket, for rank 0.
+    ``group``: variables that describe the store. ``server``: its listening socket, for rank 0.
     """
+    size = str(launch.ranks)
     common = {
         **os.environ,
-        **{"WORLD_SIZE": str(size), "ROLE_WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(launch.ranks)},
+        **{"WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
         "ROLE_NAME": "rank",
         "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
         "TORCHELASTIC_RESTART_COUNT": str(launch.starts - 1),
@@ -417,14 +414,12 @@ def start_ranks(
         **group,
     }
     processes: dict[int, RankProcess] = {}
-    for local_rank in range(launch.ranks):
-        rank = first + local_rank
-        environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        kept = (server,) if server is not None and rank == 0 else ()
+    for rank in range(launch.ranks):
+        environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank)}
+        kept = (server,) if rank == 0 else ()
         if kept:
             environ[STORE_FD] = str(server)
-        # A launcher of several nodes has threads, and has used torch.
-        if launch.nodes is not None or asked_gpu():
+        if asked_gpu():
             # -P: files in the working folder do not shadow a module.
             command = [sys.executable, "-P", "-m", worker.__name__, launch.rank_main, str(launch.run_dir.path)]
             processes[rank] = subprocess.Popen(command, env=environ, pass_fds=kept, start_new_session=True)

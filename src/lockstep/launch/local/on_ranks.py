@@ -116,7 +116,6 @@ def launch(
     rank_main: str,
     settings: LaunchConfig | None = None,
     threads: int | None = None,
-    nodes: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
 
@@ -127,7 +126,6 @@ def launch(
         rank_main: what every rank runs, as ``module:function``; it takes a :class:`Rank` and returns an exit code.
         settings: of which restarts and time limits count; ``None``: the defaults.
         threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
-        nodes: fields of :class:`lockstep.launch.nodes.command.Nodes`, for a run on several nodes.
 
     Returns:
         0: done; 1: failed; 2: wrong usage; 130, 143: stopped after a checkpoint (130: without, if interrupted twice).
@@ -138,7 +136,7 @@ def launch(
         fix = "change its permissions, or choose another --save-dir"
         raise RunFolderError(f"cannot write in {run_dir.logs}", why=str(error), fix=fix) from error
     limits = (settings or LaunchConfig()).model_dump()
-    wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits, "nodes": nodes}
+    wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits}
     environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
     with StopRequest() as stop:
         code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop)
@@ -158,7 +156,7 @@ def launch(
 def _run_launcher(folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
     """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
     launch_id = uuid.uuid4().hex
-    variables = for_launcher(environ, launch_id, sys.path, several=wanted["nodes"] is not None)
+    variables = for_launcher(environ, launch_id, sys.path)
     content = {"folder": folder, "environ": variables, "launch": wanted}
     with contextlib.suppress(FileNotFoundError):  # it was removed
         content["cwd"] = str(Path.cwd())  # the server has that of its start

@@ -1,24 +1,42 @@
-"""What the ranks of several processes decide together before they train: the run, its folders, devices and plan."""
+"""What the ranks of several processes decide together before they train: the run, its folder, devices and plan.
+
+Rank 0 writes the run folder, and all nodes see it: they share a file system.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
+from lockstep.errors import ConfigError
+from lockstep.events import Restarted
 from lockstep.hardware import Placement, World
 from lockstep.launch import run_claim
 from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
-from lockstep.launch.nodes.run_owner import Keeping, agree, lowest_sharing, share_run
 from lockstep.launch.prepare import place, plan_for
 from lockstep.planning import Plan
-from lockstep.rundir.folder import RunDir
+from lockstep.rundir.files import absolute, storing
+from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.telemetry.sinks import check_sinks
+
+
+class Begun(NamedTuple):
+    """What the ranks of this node trained before the agent started them again.
+
+    ``restarts``: how many failures it has restarted them after. ``reason``: of the last one in one line, if known.
+    """
+
+    run: str
+    restarts: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -27,14 +45,14 @@ class TrainRequest:
 
     ``resume``: the unfinished run in ``save_dir``, if there is one. ``given``: the settings that differ from the
     defaults. ``as_given``: the task is the caller's object, not made from a name or class. ``accept_data``: resume on
-    other training data of the same length, too. ``begun``: the run that the ranks of this node trained before.
+    other training data of the same length, too. ``begun``: of ranks that were started again.
     """
 
     resume: bool
     given: Mapping[str, Any]
     as_given: bool
     accept_data: bool = False
-    begun: str | None = None
+    begun: Begun | None = None
 
 
 class Planned(NamedTuple):
@@ -49,53 +67,63 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank trains: the same on all of them, except the folder, the devices and where the data are.
+    """What a rank trains: the same on all of them, except the devices and where the data are.
 
-    ``step``: of the checkpoint that the attempt resumes; 0 without one. ``keeps``: whether this rank writes its folder.
+    ``restarted``: what rank 0 reports, where the ranks were started again.
     """
 
-    keeping: Keeping
     run: RunDir
     what: Planned
     plan: Plan
     attempt: int
+    restarted: Restarted | None
+
+
+class Found(NamedTuple):
+    """A run that a node has found. ``step``: the last one that it had finished."""
+
+    run_id: str
     step: int
-    keeps: bool
+    begun: Begun | None
 
 
 def prepare_together(
     team: Team, world: World, task: Task, config: RunConfig, request: TrainRequest, claim: contextlib.ExitStack
 ) -> Start:
     """Agree on the run and its plan, which rank 0 makes. Collective. ``claim`` holds that on a run that is resumed."""
-    keeping, run, keeps = _agreed(team, config, request.resume, request.begun)
-    found = bool(keeping.found)
+    run, run_id, found = _agree(team, config, request.resume, request.begun)
     if found:
-        whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.me.rank == 0)
+        whole = team.together(lambda: run_claim.changed_config(run, request.given), here=world.is_main)
         shared, own = team.collectives.broadcast(whole), config
         assert shared is not None
         config = shared if team.me.node_rank == team.members[0].node_rank else with_own_settings(shared, own)
         task = run_claim.task_of_run(task, config, as_given=request.as_given)
-        team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=keeps)
+        team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=world.is_main)
     placement = place_together(team, config, world)
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
-    team.together(lambda: check_sinks(config, keeping.path), here=world.is_main)
+    team.together(lambda: check_sinks(config, run.path), here=world.is_main)
 
     def begin(plan: Plan, step: int) -> int:
         if not found:
-            run_claim.create_folder(config, keeping.run_id)
+            run_claim.create_folder(config, run_id)
         return record_attempt(run, config, plan, step)
 
     what = Planned(task, config, placement, datasets, request.accept_data)
-    return Start(keeping, run, what, *plan_together(team, run, what, begin, found=found, keeps=keeps), keeps)
+    plan, attempt, step = plan_together(team, run, what, begin, found=bool(found))
+    restarted = _restarted(found, config.launch.max_restarts, attempt, step)
+    return Start(run, what, plan, attempt, restarted if world.is_main else None)
 
 
-def _agreed(team: Team, config: RunConfig, resume: bool, begun: str | None = None) -> tuple[Keeping, RunDir, bool]:
-    """Which run all ranks train, its folder here, and whether this rank writes it. Collective."""
-    keeping = agree(team, config, resume=resume, begun=begun)
-    share_run(team, keeping, config)
-    return keeping, RunDir(keeping.path), team.me.rank in keeping.keepers
+def _restarted(found: Sequence[Found], allowed: int, attempt: int, step: int) -> Restarted | None:
+    """The event of a restart, after which ``attempt`` resumes from the checkpoint of ``step``."""
+    before = [one.begun for one in found if one.begun is not None]
+    if not before:
+        return None
+    reason = next(filter(None, (one.reason for one in before)), "a node was lost, or joined")
+    lost_steps = max(0, max(one.step for one in found) - step)
+    return Restarted(max(1, *(one.restarts for one in before)), allowed, attempt, step, lost_steps, reason)
 
 
 def agreed_folder(
@@ -105,16 +133,82 @@ def agreed_folder(
     *,
     resume: bool,
     claim: contextlib.ExitStack,
-) -> tuple[RunDir, bool, bool]:
-    """The folder of a run before its plan is made; whether it was found, and whether this rank writes it. Collective.
+) -> tuple[RunDir, bool]:
+    """The folder of a run before its plan is made, and whether it was found. Collective.
 
     ``create`` makes the folder of a new run with this id.
     """
-    keeping, run, keeps = _agreed(team, config, resume)
-    found = bool(keeping.found)
-    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=found and keeps)
-    team.together(lambda: create(config, keeping.run_id), here=keeps and not found)
-    return run, found, keeps
+    run, run_id, found = _agree(team, config, resume)
+    is_main = team.me.rank == 0
+    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=bool(found) and is_main)
+    team.together(lambda: create(config, run_id), here=is_main and not found)
+    return run, bool(found)
+
+
+def _agree(team: Team, config: RunConfig, resume: bool, begun: Begun | None = None) -> tuple[RunDir, str, list[Found]]:
+    """Find the run to resume, or name a new one; its folder, its id, and what the nodes have found. Collective.
+
+    Raises :class:`UsageError`: the nodes found different runs, one that is still running, or see different folders.
+    """
+    begins = not any(team.collectives.all_gather(begun is not None))
+
+    def look() -> Found | None:
+        run = run_claim.existing_run(config, resume) if begins else begun and RunDir.open(Path(begun.run))
+        if run is None:
+            return None
+        beat = run.progress()
+        return Found(run.read().id, beat.step if beat else 0, begun)
+
+    everywhere = team.collectives.all_gather(team.together(look, here=team.is_lead))
+    found = {rank: one for rank, one in enumerate(everywhere) if one is not None}
+    team.refuse_different(
+        {rank: one.run_id for rank, one in found.items()},
+        "have different runs",
+        why="the ranks can resume only one",
+        fix="name a --save-dir on storage that all nodes share",
+    )
+    new_id = team.collectives.broadcast(new_run_id(config.save_dir))
+    run_id = next((one.run_id for one in found.values()), new_id)
+    path = absolute(config.save_dir or config.runs_dir / run_id)
+    for rank, sharing in enumerate(team.collectives.all_gather(lowest_sharing(team, path))):
+        if sharing != 0:
+            error = ConfigError(
+                f"this node sees another folder as {path} than node {team.node_of(0)}",
+                why="rank 0 writes the run folder, and every node reads it when it resumes",
+                fix="name a --save-dir on storage that all nodes share",
+            )
+            team.end_if([*[None] * rank, error])
+    return RunDir(path), run_id, list(found.values())
+
+
+def lowest_sharing(team: Team, path: Path) -> int:
+    """The lowest of the nodes' first ranks that has the same ``path`` as this rank's node. Collective.
+
+    Each of them leaves a file beside ``path``, and looks whose files it finds there. The name is a new one, so that no
+    network file system remembers that there is no such file.
+    """
+    if len(team.leads) == 1:
+        return team.leads[0]
+    token = team.collectives.broadcast(uuid.uuid4().hex)
+    probes = {rank: path.with_name(f".{path.name}.{token}.{rank}") for rank in team.leads}
+
+    def touch() -> None:
+        probe = probes[team.me.rank]
+        with storing(probe):
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+
+    try:
+        team.together(touch, here=team.is_lead)
+        visible = next(rank for rank in team.leads if probes[rank].exists()) if team.is_lead else None
+        lowest = team.collectives.all_gather(visible)
+    finally:
+        if team.is_lead:
+            with contextlib.suppress(OSError):
+                probes[team.me.rank].unlink()
+    of_node = lowest[next(lead for lead in team.leads if team.members[lead].node_rank == team.me.node_rank)]
+    assert of_node is not None, "the first rank of a node sees its own file"
+    return of_node
 
 
 def plan_together(
@@ -125,12 +219,11 @@ def plan_together(
     change: Callable[[Plan], Plan] = lambda plan: plan,
     *,
     found: bool,
-    keeps: bool,
 ) -> tuple[Plan, int, int]:
     """The plan, which rank 0 makes, the number of the attempt, and the step that it resumes. Collective.
 
-    ``begin`` records the attempt in this rank's run folder, where it ``keeps`` one; returns its number. ``found``:
-    whether the run has been trained before.
+    ``begin`` records the attempt in the run folder; returns its number. ``found``: whether the run has been trained
+    before.
     """
 
     def plan_it() -> tuple[Plan, int, int]:
@@ -144,7 +237,6 @@ def plan_together(
     assert made is not None
     plan, attempt, step = made
     own = plan.model_copy(update={"placement": {**plan.placement, "devices": list(what.placement.devices)}})
-    team.together(lambda: begin(own, step), here=keeps and team.me.rank != 0)
     return own, attempt, step
 
 

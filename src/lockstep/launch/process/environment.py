@@ -34,23 +34,21 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def for_launcher(
-    base: Mapping[str, str], launch_id: str, caller_path: list[str], *, several: bool = False
-) -> dict[str, str]:
-    """The environment of a launcher and, through it, of its ranks, which may be some of those of ``several`` nodes.
+def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]) -> dict[str, str]:
+    """The environment of a launcher and, through it, of its ranks.
 
     ``base``, ``caller_path``: environment and ``sys.path`` of the caller: ranks import what it can import.
     """
     import socket
 
     from lockstep.hardware.network import GLOO_INTERFACE
-    from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
+    from lockstep.hardware.world import RANK_VARIABLES
 
     # What an outer launcher set for the caller does not apply to the caller's ranks.
     outer = {*RANK_VARIABLES, LAUNCHER_PID, *(key for key in base if key.startswith("TORCHELASTIC_"))}
     environ = {key: value for key, value in base.items() if key not in outer}
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
-    environ |= {LAUNCHER: SEVERAL_NODES if several else "1", LAUNCH_ID: launch_id, SYS_PATH: json.dumps(path)}
+    environ |= {LAUNCHER: "1", LAUNCH_ID: launch_id, SYS_PATH: json.dumps(path)}
     # PYTHONPATH stands before Python's own folders, so it gets what was before them; it has no form for a folder with
     # a colon, of which ranks learn from SYS_PATH.
     first = [entry for entry in takewhile(str(Path(os.__file__).parent).__ne__, path) if os.pathsep not in entry]
@@ -60,7 +58,7 @@ def for_launcher(
     environ[NAMED_THREADS] = base.get("OMP_NUM_THREADS", "")
     environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
     set_defaults(environ)
-    if not several and "lo" in (name for _, name in socket.if_nameindex()):
+    if "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are here: gloo need not find out under which address others would see this machine.
         environ.setdefault(GLOO_INTERFACE, "lo")
     return environ

@@ -24,7 +24,7 @@ from lockstep.events import Fanout, Sink
 from lockstep.launch.nodes.preparation import Planned, plan_together, record_attempt
 from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import of_session
-from lockstep.telemetry.sinks import RunFolderSink, standard_sinks
+from lockstep.telemetry.sinks import standard_sinks
 
 
 class LoopTask(Task):
@@ -73,7 +73,6 @@ def begin_attempt(
         partial(record_attempt, run, config),
         partial(of_session, schedule=prepared.schedule()),
         found=joined.found,
-        keeps=joined.keeps,
     )
     if several:
         check_alike(own or plan.task.fingerprint, joined.collectives)
@@ -81,12 +80,10 @@ def begin_attempt(
     if snapshot is not None:
         remedy = "; if the loop makes its data in each epoch, as rollouts, make them with session.once(make, ...)"
         check_fits(snapshot.manifest, plan, makes_data=resumed.made.replaces_data, remedy=remedy)
-    sink: Sink = RunFolderSink(run) if joined.keeps else Fanout()
-    if joined.world.is_main:
-        sink = standard_sinks(run, config, sys.stdout)
+    sink: Sink = standard_sinks(run, config, sys.stdout) if joined.world.is_main else Fanout()
     ending.callback(sink.close)
     where = run, joined.world, config, plan, number, sink
-    rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending, keeper=joined.keeps))
+    rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending))
     ending.callback(end_data, datasets)
     training, saved = Training(rank, prepared, resumed, beside), None
     if snapshot is not None:

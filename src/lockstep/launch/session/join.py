@@ -102,10 +102,7 @@ def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank of a session before its plan is made. ``found``: the run has been trained before, and is resumed.
-
-    ``keeps``: this rank writes the run folder that it sees.
-    """
+    """A rank of a session before its plan is made. ``found``: the run has been trained before, and is resumed."""
 
     run_dir: RunDir
     world: World
@@ -113,7 +110,6 @@ class Joined:
     team: Team
     stop: StopRequest
     found: bool
-    keeps: bool
 
     @property
     def collectives(self) -> Any:
@@ -141,9 +137,9 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     stop = started[0].stop if started else ending.enter_context(StopRequest())
     if world.from_outside:
         placement = place_together(team, config, world)
-        run, found, keeps = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
+        run, found = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
     else:
-        placement, keeps = place(config, World()), world.is_main
+        placement = place(config, World())
         if placement.world_size != world.size:
             devices = ",".join(placement.devices)
             raise ConfigError(
@@ -159,9 +155,9 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     if not started and world.size == 1:
         ending.enter_context(stops_within(stop, config.launch.stop_grace_s))
     if world.from_outside:  # elsewhere the launcher detects hangs and keeps the output
-        ending.enter_context(watched(run, world, store, timeout_s=config.launch.hang_timeout_s, keeps=keeps))
+        ending.enter_context(watched(run, world, store, timeout_s=config.launch.hang_timeout_s))
         ending.enter_context(rank_output(run.logs, world.rank))
-    return Joined(run, world, placement, team, stop, found, keeps)
+    return Joined(run, world, placement, team, stop, found)
 
 
 def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir, bool]:

@@ -364,7 +364,7 @@ class Loop:
         if training is None:
             run = self.joined.run_dir
             is_changed = not self.joined.found or ((error or self._over) and run.read().status != "completed")
-            if self.joined.keeps and is_changed:
+            if self.joined.world.is_main and is_changed:
                 run.update(status="failed" if error else "completed", error=error and str(error))
             return
         try:

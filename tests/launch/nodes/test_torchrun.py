@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from lockstep.config import RunConfig
 from lockstep.config.load import parse_set
 from lockstep.errors import ConfigError
-from lockstep.launch.nodes.command import Nodes
 from lockstep.launch.nodes.membership import compared_settings
 from lockstep.launch.nodes.preparation import with_own_settings
+from lockstep.launch.nodes.torchrun import Nodes
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY, finish, start
 
