@@ -52,8 +52,7 @@ def samples_by_step(run: RunDir) -> dict[int, tuple[int, Counter[int]]]:
 
 
 def _rows(run: RunDir) -> Iterator[dict[str, Any]]:
-    # Nodes without a common file system have had theirs gathered.
-    files = [file for folder in (".", "nodes/*") for file in sorted(run.path.glob(f"{folder}/samples-rank*.jsonl"))]
+    files = sorted(run.path.glob("samples-rank*.jsonl"))
     if not files:
         raise RunFolderError(
             f"{run.path} holds no record of samples",

@@ -241,23 +241,6 @@ class CheckpointStore:
         self._stage("begun")
         return temporary
 
-    def adopt(self, folder: Path, pointers: Collection[Pointer]) -> Path:
-        """Take over a copy of another store's checkpoint from ``folder``, inside this store's; returns where it is now.
-
-        Raises:
-            CheckpointError: it is not whole; nothing has changed.
-            StorageError: it could not be moved.
-        """
-        manifest = read_manifest(folder)
-        verify_files(folder, manifest)
-        target = self.path_of(manifest.step)
-        with storing(target):
-            fsync_folder(folder)
-            self._put(folder, target)
-            for pointer in pointers:
-                self._point(pointer, manifest.step)
-        return target
-
     def _write_weights(
         self, folder: Path, snapshot: Snapshot, model: str, frozen: str
     ) -> tuple[dict[str, Digest], dict[str, str]]:

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 
 Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
 
-#: The value of LOCKSTEP_LAUNCHER with which ranks of several nodes are started.
+#: The value of LOCKSTEP_LAUNCHER in ranks that the agent of `lockstep train --nodes` starts.
 SEVERAL_NODES = "nodes"
 #: The socket at ``MASTER_PORT``, for the rank that serves the store there.
 STORE_FD = "LOCKSTEP_STORE_FD"
