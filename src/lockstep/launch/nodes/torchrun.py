@@ -36,7 +36,7 @@ from lockstep.launch.nodes.agent import (
     run_of,
 )
 from lockstep.launch.nodes.external import train_as_rank
-from lockstep.launch.nodes.preparation import Begun, Request, Start
+from lockstep.launch.nodes.preparation import Begun, Start, TrainRequest
 from lockstep.launch.prepare import place
 from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
 from lockstep.tasks.registry import load_task, pack_task
@@ -46,7 +46,7 @@ MAKE_ROOM_S = 3.0
 _REQUEST, _RESULT = "request.json", "result.json"
 
 
-def train_on_nodes(task: Task, config: RunConfig, request: Request) -> RunResult:
+def train_on_nodes(task: Task, config: RunConfig, request: TrainRequest) -> RunResult:
     """Train on this node's devices, together with the other nodes on which this is called.
 
     Raises:
@@ -92,7 +92,7 @@ def train_as_node_rank(rank: Rank) -> int:
     That is 0 where another start would end the same: also after a stop and for wrong usage.
     """
     folder, config, world, runs = rank.folder, rank.folder.config(), rank.world, [run_of(rank.folder)]
-    request = Request(**read_json(folder.path / _REQUEST))
+    request = TrainRequest(**read_json(folder.path / _REQUEST))
     if runs[0] is not folder:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         request = replace(request, begun=Begun(str(runs[0].path), restarts, first_line(runs[0])))
