@@ -214,6 +214,7 @@ def test_what_the_engine_refuses_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_cache_is_where_the_user_keeps_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert synthesised_folder(SMALL).parent == cache_folder() == tmp_path / "lockstep"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

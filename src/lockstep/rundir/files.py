@@ -408,7 +408,7 @@ def sparse_rows(path: Path, most: int, *, links: bool = True) -> list[dict[str, 
             return rows_of(lines)
         lines, room = [], _SPARSE_BYTES
         most = max(2, min(most, room // max(1, len(file.readline(_MAX_SPARSE_LINE)))))
-        for position in range(0, size, size // most):
+        for position in range(0, size, math.ceil(size / most)):
             file.seek(_next_data(file.fileno(), position))
             file.readline(_MAX_SPARSE_LINE)  # rest of a line
             line = file.readline(_MAX_SPARSE_LINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,7 @@ def thinned(rows: Sequence[Row]) -> Sequence[Row]:
     """At most :data:`MAX_POINTS` rows, evenly spaced, the last one among them."""
     if len(rows) <= MAX_POINTS:
         return rows
-    stride = -(-len(rows) // MAX_POINTS)
+    stride = math.ceil((len(rows) - 1) / (MAX_POINTS - 1))
     return [*rows[:-1:stride], rows[-1]]
 
 
