@@ -35,7 +35,7 @@ from lockstep.rundir.heartbeat import PULSES
 
 #: The port of the rendezvous when --rdzv names none; torch's default.
 DEFAULT_PORT = 29400
-#: The interval of keep-alives, and how many may be missing before a node is left out of the next rendezvous.
+#: The interval of keep-alive messages, and how many may be missing before a node is left out of the next rendezvous.
 KEEP_ALIVE_INTERVAL_S, KEEP_ALIVES = 2, 3
 #: With fewer nodes than the maximum, how long a start waits for one more.
 LAST_CALL_S = 3
