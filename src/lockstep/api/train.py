@@ -152,7 +152,8 @@ def fit(
     returns a mean (as torch's losses do), one value per sample, or a :class:`lockstep.Loss`: a sum and a count. Class
     weights, ignored targets, masks and other numbers that a mean of ``(output, target)`` is divided by are counted. A
     loss that is not made of the losses of samples, or calls the model and divides by something else than samples, is
-    refused: state sum and count.
+    refused: state sum and count. Of a loss of ``(model, batch)`` only its autograd graph is looked at, which does not
+    show a loss of the whole batch (Dice, a root of a mean): return a :class:`lockstep.Loss` for these.
 
     All parts are sent to the ranks by value; functions may be local or lambdas. For data sets that do not fit into
     memory several times, or for anything that has no argument here, write a :class:`lockstep.Task`.
