@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def cache_of_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the copies of these tests' files out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
