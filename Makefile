@@ -29,7 +29,7 @@ help: ## show this list
 	@echo "make check    lint, and the tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions, and the tools of its tests"
-	@echo "make lint     ruff (rules and format), mypy, words and spelling"
+	@echo "make lint     ruff (rules and format), mypy, words, names and spelling"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make drills   the long repetitions of fault drills and fuzzing"
 	@echo "make smoke-oldest  tests/compat on the oldest supported torch and Lightning, in $(OLDEST)"
@@ -74,11 +74,12 @@ check: lint ## lint, and the tests without ranks, commands or a browser
 coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest $(PARALLEL) -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
-lint: setup ## ruff, mypy, words and spelling of the documentation
+lint: setup ## ruff, mypy, words, names and spelling of the documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) scripts/words.py
+	$(RUN) scripts/names.py --check
 	$(RUN) -m codespell_lib README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs examples src/lockstep
 
 docs: setup ## the site, in build/site

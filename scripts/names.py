@@ -1,0 +1,152 @@
+"""Count vague names and roundabout sentences: ``python scripts/names.py [--check] [PATH...]``.
+
+Prints one row for each package of ``src/lockstep`` and one for all files. ``--check`` fails above the limits below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
+
+#: Vague names, packed lines and splats for each thousand lines of code, functions with too many parameters, and "what
+#: it …", "where it …" and "own" for each ten thousand words of comments, docstrings and messages.
+MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
+#: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
+LIMITS: dict[str, tuple[float, ...]] = {
+    "all": (97, 23, 2.5, 34, 45, 10, 23),
+}
+
+VAGUE_NAMES = {
+    *("asked", "begun", "came", "found", "given", "held", "how", "kept", "known", "least", "middle", "most", "one"),
+    *("others", "own", "place", "said", "seen", "these", "those", "told", "wanted", "what", "where", "why"),
+}
+MAX_PARAMETERS = 6
+PHRASES = {
+    "what": r"\bwhat (it|they|this|that|these|those|is|are|was|were|has|have|had|does|do|did|a|an|the|each|every)\b",
+    "where": r"\bwhere (it|they|this|that|these|those|there)\b",
+    "own": r"\bown\b",
+}
+
+
+def count(source: str) -> Counter[str]:
+    """Count measures, ``lines`` of code and ``words`` of prose in the text of a module."""
+    tree = ast.parse(source)
+    counts = Counter(_names(tree))
+    docstrings = {
+        row
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for row in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    comments: list[str] = []
+    code_rows: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.append(token.string.lstrip("#: "))
+        elif token.string.strip():
+            code_rows.update(range(token.start[0], token.end[0] + 1))
+    counts["lines"] = len(code_rows - docstrings)
+    # Joined, since a line break may be inside a phrase.
+    prose = " ".join(comments) + "\n" + "\n".join(_texts(tree))
+    prose = re.sub(r"`[^`]*`", "code", prose)
+    counts["words"] = len(re.findall(r"[^\W\d_][\w'’-]*", prose))
+    for measure, pattern in PHRASES.items():
+        counts[measure] = len(re.findall(pattern.replace(" ", r"\s+"), prose, re.IGNORECASE))
+    return counts
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Yield the measure of each finding in names, assignments, calls and signatures."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    forwarded = {
+        id(keyword)
+        for function in functions
+        for keyword in ast.walk(function)
+        if isinstance(keyword, ast.keyword) and isinstance(keyword.value, ast.Name)
+        if function.args.kwarg and keyword.value.id == function.args.kwarg.arg
+    }
+    for function in functions:
+        parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        if len([p for p in parameters if p.arg not in ("self", "cls")]) > MAX_PARAMETERS:
+            yield "long"
+    for node in ast.walk(tree):
+        name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else None
+        if name in VAGUE_NAMES:
+            yield "vague"
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            if any(isinstance(target, ast.Tuple) for target in node.targets):
+                yield "packed"
+        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Name | ast.Attribute):
+            if node.arg is None and id(node) not in forwarded:
+                yield "splat"
+
+
+def _texts(tree: ast.Module) -> Iterator[str]:
+    """Yield docstrings and messages: string literals of two words or more."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            literals = [part.value if isinstance(part, ast.Constant) else "value" for part in node.values]
+            text = "".join(map(str, literals))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            text = node.value
+        else:
+            continue
+        if re.search(r"\w\s+\w", text):
+            yield text
+
+
+def rates(counts: Counter[str]) -> dict[str, float]:
+    """Convert counts to the figures of the table."""
+    thousand_lines = max(1, counts["lines"]) / 1_000
+    ten_thousand_words = max(1, counts["words"]) / 10_000
+    units = dict.fromkeys(PHRASES, ten_thousand_words) | dict.fromkeys(("vague", "packed", "splat"), thousand_lines)
+    return {measure: counts[measure] / units.get(measure, 1) for measure in MEASURES}
+
+
+def package_of(path: Path) -> str:
+    """Return the package of ``src/lockstep`` that contains ``path``, or the file's name."""
+    resolved = path.resolve()
+    return resolved.relative_to(SOURCE).parts[0] if resolved.is_relative_to(SOURCE) else resolved.name
+
+
+def table(files: Iterable[Path]) -> dict[str, Counter[str]]:
+    """Count by package, with ``all`` as the last row."""
+    rows: dict[str, Counter[str]] = {}
+    for file in sorted(files):
+        rows.setdefault(package_of(file), Counter()).update(count(file.read_text(encoding="utf-8")))
+    return {**rows, "all": sum(rows.values(), Counter())}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", nargs="*", type=Path, default=[SOURCE])
+    parser.add_argument("--check", action="store_true", help="fail above the limits of this script")
+    arguments = parser.parse_args()
+    files = [file for path in arguments.paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    failures = []
+    header = "".join(f"{measure:>8}" for measure in MEASURES)
+    print(f"{'':16}{header}{'lines':>8}{'words':>8}")
+    for name, counts in table(files).items():
+        figures = rates(counts)
+        cells = "".join(f"{figures[measure]:8.1f}" for measure in MEASURES)
+        print(f"{name:16}{cells}{counts['lines']:8}{counts['words']:8}")
+        for measure, limit in zip(MEASURES, LIMITS.get(name, ()), strict=False):
+            if figures[measure] > limit:
+                failures.append(f"{name}: {measure} is {figures[measure]:.1f}, limit {limit:g}")
+    if arguments.check:
+        print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
+    return int(arguments.check and bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
