@@ -85,9 +85,8 @@ def _names(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             if any(isinstance(target, ast.Tuple) for target in node.targets):
                 yield "packed"
-        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Name | ast.Attribute):
-            if node.arg is None and id(node) not in forwarded:
-                yield "splat"
+        elif isinstance(node, ast.keyword) and node.arg is None and id(node) not in forwarded:
+            yield from ["splat"] * isinstance(node.value, ast.Name | ast.Attribute)
 
 
 def _texts(tree: ast.Module) -> Iterator[str]:
@@ -127,7 +126,7 @@ def table(files: Iterable[Path]) -> dict[str, Counter[str]]:
     return {**rows, "all": sum(rows.values(), Counter())}
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, default=[SOURCE])
     parser.add_argument("--check", action="store_true", help="fail above the limits of this script")
@@ -143,10 +142,9 @@ def main() -> int:
         for measure, limit in zip(MEASURES, LIMITS.get(name, ()), strict=False):
             if figures[measure] > limit:
                 failures.append(f"{name}: {measure} is {figures[measure]:.1f}, limit {limit:g}")
-    if arguments.check:
-        print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
-    return int(arguments.check and bool(failures))
+    if arguments.check and failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
