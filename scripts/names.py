@@ -22,7 +22,11 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (97, 23, 2.5, 34, 45, 10, 23),
+    "all": (89, 22, 2.5, 34, 42, 9, 20),
+    "config": (0, 0, 0, 0, 4, 0, 0),
+    "events.py": (0, 0, 0, 0, 0, 0, 0),
+    "hardware": (0, 0, 0, 0, 0, 3, 0),
+    "planning": (1, 0, 0, 1, 0, 0, 3),
 }
 
 VAGUE_NAMES = {
@@ -93,14 +97,10 @@ def _texts(tree: ast.Module) -> Iterator[str]:
     """Yield docstrings and messages: string literals of two words or more."""
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in parts else None
         if isinstance(node, ast.JoinedStr):
-            literals = [part.value if isinstance(part, ast.Constant) else "value" for part in node.values]
-            text = "".join(map(str, literals))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-            text = node.value
-        else:
-            continue
-        if re.search(r"\w\s+\w", text):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "value" for part in node.values)
+        if isinstance(text, str) and re.search(r"\w\s+\w", text):
             yield text
 
 
@@ -133,8 +133,7 @@ def main() -> None:
     arguments = parser.parse_args()
     files = [file for path in arguments.paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
     failures = []
-    header = "".join(f"{measure:>8}" for measure in MEASURES)
-    print(f"{'':16}{header}{'lines':>8}{'words':>8}")
+    print(f"{'':16}" + "".join(f"{title:>8}" for title in (*MEASURES, "lines", "words")))
     for name, counts in table(files).items():
         figures = rates(counts)
         cells = "".join(f"{figures[measure]:8.1f}" for measure in MEASURES)

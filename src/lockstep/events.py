@@ -26,7 +26,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """An attempt begins. ``step`` is where it resumes (0 for a new run).
+    """An attempt begins after ``step`` steps (0 for a new run).
 
     ``position`` returns the current step between events; any thread may call it.
     """
@@ -43,11 +43,11 @@ class RunStarted(Event):
 class StepLogged(Event):
     """The latest values after a log interval.
 
-    ``loss`` is the mean over the items of all steps since the last row, also of an earlier epoch; ``None`` where a
-    ``LightningModule`` neither returns nor logs one.
-    ``samples_per_s`` counts all ranks; ``data_wait_share`` is the share of wall time that rank 0
-    waited for input. ``scalars`` holds what the task's own hooks logged. ``items_per_s``: what the loss
-    counts, where that is more than samples, say, tokens. ``mfu``: the share of the GPUs' peak arithmetic, where known.
+    ``loss`` is the mean over the items of all steps since the last row, also of an earlier epoch; ``None`` if a
+    ``LightningModule`` neither returns nor logs a loss. ``samples_per_s`` counts all ranks. ``data_wait_share`` is the
+    share of wall time in which rank 0 waited for input. ``scalars`` has the values logged by hooks of the task.
+    ``items_per_s`` counts the items of the loss, such as tokens, if they are not samples. ``mfu`` is the share of the
+    GPUs' peak arithmetic, if that is known.
     """
 
     attempt: int
@@ -67,12 +67,12 @@ class StepLogged(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank since the last row. ``None``: not known here.
+    """One rank since the last row. ``None``: unknown.
 
     Attributes:
         step_s: mean seconds of a step, evaluation left out; the same on all ranks but for noise.
         wait_s: of these, seconds that the rank waited for input.
-        own_s: seconds of one step until the rank's own gradients were there, before it waits for others.
+        own_s: seconds of one step until the rank's gradients are computed, before it waits for others.
         memory_gb: in use now, 1e9 bytes: allocated tensors on a GPU, the process's resident memory on a CPU.
         reserved_gb: held by torch's allocator on a GPU.
         peak_gb: highest ``memory_gb``: of this epoch on a GPU, of the process on a CPU.
@@ -89,7 +89,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class RanksLogged(Event):
-    """Every rank at a log interval or an epoch's end. ``slow_rank`` is the one that the others wait for, if any."""
+    """State of every rank at a log interval or the end of an epoch. The other ranks wait for ``slow_rank``, if any."""
 
     attempt: int
     step: int
@@ -100,7 +100,7 @@ class RanksLogged(Event):
 
 @dataclass(frozen=True, slots=True)
 class OfEpoch(Event):
-    """What happens after ``step`` steps, in epoch ``epoch`` (from 1)."""
+    """An event after ``step`` steps, in epoch ``epoch`` (from 1)."""
 
     attempt: int
     epoch: int
@@ -151,7 +151,7 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class Remarked(OfEpoch):
-    """A task's remarks about an evaluation: samples of text, recordings with what was heard in them."""
+    """A task's remarks about an evaluation, such as samples of text or recordings with their transcripts."""
 
     remarks: Sequence[str | Sound]
 
@@ -187,7 +187,7 @@ class Restarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Note(Event):
-    """A remark for the user. ``key``: its stable name, by which code finds it; ``level``: ``info`` or ``warning``."""
+    """A remark for the user. ``key``: its stable name for code; ``level``: ``info`` or ``warning``."""
 
     key: str
     text: str
@@ -241,7 +241,7 @@ class Fanout:
                 self._switch_off(sink, error)
 
     def close(self) -> None:
-        """Close every sink. The last optional one first, so that the console, the first, can show their failures."""
+        """Close every sink; the console, the first optional one, is closed last to show failures of the others."""
         for sink in reversed(self._optional[:]):
             try:
                 sink.close()

@@ -79,7 +79,7 @@ def test_a_cycle_is_an_error_that_shows_it(tmp_path: Path) -> None:
         ("3: {a: 1}\n", "does not hold settings"),
         ("defaults: base\n", "must be a list"),
         ("defaults: [1]\n", "must be a list"),
-        ("defaults: [nowhere]\n", "no configuration file"),
+        ("defaults: [nowhere]\n", "configuration file not found"),
         ("x: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("d: 2024-99-99\n", "not valid YAML"),
         ("a: " + "[" * 3000, "not valid YAML"),

@@ -191,7 +191,7 @@ def test_own_optimizer_hooks_and_state_survive_a_resume(tmp_path: Path) -> None:
     assert rows[-1]["scalars"] == {"seen": 9.0}
     plan = RunDir.open(tmp_path / "run").plan()
     rate = plan["decisions"]["lr"]
-    assert (rate["value"], "the task's own optimizer" in rate["reason"]) == (0.2, True)
+    assert (rate["value"], "the task's optimizer" in rate["reason"]) == (0.2, True)
     assert rows[-1]["lr"] == pytest.approx(0.2), "the first group's, warmed up"
     assert any("optimizer.lr has no effect" in note["text"] for note in plan["notes"])
 

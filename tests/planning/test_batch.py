@@ -231,7 +231,7 @@ BUCKETED = OrderPlan(window=1024, block=128, lanes=8)
 
 
 def ordered(*, samples=10_000, lengths=True, lanes=8, held=None, **settings):
-    return resolve_order(DataConfig(**settings), samples=samples, lengths=lengths, lanes=lanes, held=held)
+    return resolve_order(DataConfig(**settings), samples=samples, lengths=lengths, lanes=lanes, saved_order=held)
 
 
 def test_lengths_turn_bucketing_on_and_their_absence_leaves_a_shuffle():
@@ -283,7 +283,7 @@ def test_a_resume_holds_a_shuffle(settings):
     [
         (BUCKETED, {"bucket_window": 2048}, ["windows of 1024 samples", "windows of 2048 samples"]),
         (BUCKETED, {"bucket_block": 64}, ["blocks of 128", "blocks of 64"]),
-        (BUCKETED, {"bucketing": "off"}, ["windows of 1024 samples", "asked for is shuffled"]),
+        (BUCKETED, {"bucketing": "off"}, ["windows of 1024 samples", "the configured order is shuffled"]),
         (OrderPlan(), {"bucketing": "on"}, ["the run's order is shuffled", "windows of 2048 samples"]),
     ],
 )

@@ -67,7 +67,7 @@ def test_settings_beside_a_tasks_own_optimizer_are_named() -> None:
     config = resolve({"optimizer": {"lr": 0.5, "weight_decay": 0.1, "lr_scaling": "linear", "base_batch_size": 8}})
     own = TaskFacts(name="toy", train_samples=100, optimizer_lr=0.1)
     assert [note.text for note in optimizer_notes(config, own)] == [
-        "optimizer.lr, optimizer.weight_decay has no effect: the task makes its own optimizer."
+        "optimizer.lr, optimizer.weight_decay has no effect: the task makes its optimizer."
     ]
     assert not list(optimizer_notes(resolve({}), own))
     assert not list(optimizer_notes(config, own.model_copy(update={"optimizer_lr": None})))

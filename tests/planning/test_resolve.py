@@ -64,7 +64,7 @@ def test_scores_are_better_the_higher_they_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "value", "reason"),
     [
-        ({}, "val_bleu (max)", "the task's own"),
+        ({}, "val_bleu (max)", "the task's metric"),
         ({"monitor": "val_bleu"}, "val_bleu (max)", "as configured"),
         ({"mode": "min"}, "val_bleu (min)", "as configured"),
         ({"monitor": "val_nll"}, "val_nll (min)", "by its name, lower is better"),

@@ -102,8 +102,8 @@ def test_wsd_is_constant_and_then_falls_to_the_floor():
 BATCH = BatchPlan(samples=640, global_batch=64, batch_size=32, accumulate=1, ranks=2)
 
 
-def course(own_lr: float | None, **optimizer: Any) -> Course:
-    return resolve_course(resolve({"optimizer": optimizer}), BATCH, own_lr=own_lr)
+def course(task_lr: float | None, **optimizer: Any) -> Course:
+    return resolve_course(resolve({"optimizer": optimizer}), BATCH, task_lr=task_lr)
 
 
 def rate(course: Course) -> tuple[object, str]:
@@ -112,16 +112,16 @@ def rate(course: Course) -> tuple[object, str]:
 
 
 def test_the_rate_of_a_tasks_own_optimizer_is_shown_and_scaled() -> None:
-    assert rate(course(0.1, lr=0.5)) == (0.1, "the task's own optimizer (its first parameter group)")
+    assert rate(course(0.1, lr=0.5)) == (0.1, "the task's optimizer (its first parameter group)")
     value, reason = rate(course(0.1, lr=0.5, lr_scaling="linear"))
-    assert (value, "the task's own optimizer" in reason) == (0.2, True)
+    assert (value, "the task's optimizer" in reason) == (0.2, True)
     assert "0.1 × 64/32 (linear scaling)" in reason
 
 
-@pytest.mark.parametrize("own_lr", [None, 0.5])
+@pytest.mark.parametrize("task_lr", [None, 0.5])
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
-def test_a_schedule_knows_the_rate_before_scaling(own_lr: float | None, scaling: str) -> None:
-    schedule = course(own_lr, lr=0.5, lr_scaling=scaling).schedule
+def test_a_schedule_knows_the_rate_before_scaling(task_lr: float | None, scaling: str) -> None:
+    schedule = course(task_lr, lr=0.5, lr_scaling=scaling).schedule
     assert schedule.base_lr == pytest.approx(0.5)
     assert schedule.lr == pytest.approx({"none": 0.5, "linear": 1.0, "sqrt": 0.5 * 2**0.5}[scaling])
 

@@ -1,4 +1,4 @@
-"""From YAML files, ``--set`` pairs and flags to one frozen :class:`RunConfig`, and back."""
+"""Load YAML files, ``--set`` pairs and flags into one frozen :class:`RunConfig`, and dump it again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from lockstep.config.sections import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.strategies import strategies
 
-#: Of a user's file as of a run's.
+#: Maximum size of a configuration file, a user's or a run's.
 MAX_CONFIG_BYTES = 1 << 20
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-#: Of the core schema (YAML 1.2, section 10.3.2); in YAML 1.1, which PyYAML reads and writes, ``1e-5`` is text, 010 8.
+_INT = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
+#: Numbers of the core schema (YAML 1.2, section 10.3.2). In YAML 1.1, PyYAML's version, ``1e-5`` is text and 010 is 8.
 _CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
 
-#: Settings of earlier versions, and what replaces each. Removed at the next minor version.
+#: Settings of earlier versions and their replacements. Removed at the next minor version.
 REMOVED = {
     "telemetry.monitor": "use telemetry.system_metrics",
     "training.engine": "leave it out; `lockstep lightning fit` trains a LightningModule",
@@ -31,7 +32,7 @@ REMOVED = {
     "training.cuda_graphs": "use training.compile=true with training.compile_mode=reduce-overhead",
 }
 
-#: Of each short name, the key. ``skip_bad`` and ``mode`` are settings of built-in tasks: flags only.
+#: Keys by short name. ``skip_bad`` and ``mode`` are settings of built-in tasks: flags only.
 SHORT_NAMES = {
     "devices": "hardware.selected_devices",
     "strategy": "hardware.strategy",
@@ -65,7 +66,7 @@ SHORT_NAMES = {
     "mode": "task.mode",
 }
 
-#: What other trainers call a setting or a section.
+#: Names of settings and sections in other trainers, by key.
 _PEER_NAMES = {
     "training": "trainer",
     "training.max_grad_norm": "grad_clip gradient_clip_val clip_grad_norm gradient_clipping",
@@ -98,16 +99,16 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         raise explain(error, RunConfig) from None
 
 
-def one_micro_batch(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """Let a device's share of a global batch be one micro-batch, where ``given`` sets no other size for it.
+def one_micro_batch(settings: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """Make a device's share of a global batch one micro-batch, unless ``settings`` has another size for it.
 
     A pipeline keeps its micro-batches: they follow one another through its stages.
 
     Args:
-        given: the settings that somebody chose, without defaults.
-        config: the complete configuration. What else depends on its ``training.batch_size`` stays as it is.
+        settings: settings of the user, without defaults.
+        config: the complete configuration. Settings that default to its ``training.batch_size`` keep their value.
     """
-    training = given.get("training") or {}
+    training = settings.get("training") or {}
     size = training.get("global_batch_size")
     spec = strategies().get(config.hardware.strategy)
     is_pipeline = spec is not None and spec.state == "staged"
@@ -136,33 +137,33 @@ def _refuse_removed(settings: Mapping[str, Any]) -> None:
 def load(
     files: Iterable[Path] = (), sets: Iterable[str] = (), overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Files in order (each with its ``defaults:`` first), then ``a.b=c`` pairs, then flags, merged.
+    """Merge files in order (each with its ``defaults:`` first), then ``a.b=c`` pairs, then flags.
 
-    Not yet validated, so that a task's own defaults can go under it.
+    The result is not validated, so that the defaults of a task can be merged beneath it.
     """
     layers = [*(read_file(Path(file)) for file in files), *map(parse_set, sets), overrides or {}]
     return functools.reduce(merge, layers, {})
 
 
 def read_file(path: Path, _trail: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """One YAML (or JSON) file with the files named under ``defaults:`` merged beneath it.
+    """Read a YAML (or JSON) file, and merge the files named under ``defaults:`` beneath it.
 
-    Names are relative to the file that gives them; the ending ``.yaml`` may be left out.
+    Names are relative to the file that contains them; the suffix ``.yaml`` may be left out.
     """
     try:
         if path.suffix not in {".yaml", ".yml", ".json"} and not path.is_file():
             path = path.with_name(path.name + ".yaml")
         path = path.resolve()
         if not path.exists():
-            raise ConfigError(f"there is no configuration file {path}", fix="check the path given to --config")
-        if not path.is_file():  # a named pipe would be waited for, a device read for ever
-            raise ConfigError(f"{path} is not a regular file", fix="check the path given to --config")
+            raise ConfigError(f"configuration file not found: {path}", fix="check the path of --config")
+        if not path.is_file():  # a pipe would block, and a device could be read forever
+            raise ConfigError(f"{path} is not a regular file", fix="check the path of --config")
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(
                 f"{path} is larger than 1 MiB", why="a configuration is a short text", fix="check the path"
             )
         text = path.read_text(encoding="utf-8")
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL in it, not a text
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, loop of links, NUL in a name, not a text
         fix = "check that it is a readable text file"
         raise ConfigError(f"cannot read {str(path)[:200]}", why=str(error)[:300], fix=fix) from None
     if path in _trail:
@@ -180,14 +181,14 @@ _Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class _Loader(yaml.composer.Composer, _Parser):  # type: ignore[misc]
-    """With the numbers of YAML 1.2, and without YAML 1.1's numbers to base 60, in which ``1:4.5`` is 64.5.
+    """Reads numbers as in YAML 1.2, without YAML 1.1's numbers to base 60, in which ``1:4.5`` is 64.5.
 
-    A key that is twice in a mapping is refused, as YAML demands; PyYAML would forget the first one's value.
+    Refuses duplicate keys in a mapping, as YAML demands; PyYAML would drop the first value.
     """
 
     def __init__(self, text: str | bytes) -> None:
         _Parser.__init__(self, text)
-        yaml.composer.Composer.__init__(self)  # libyaml's own ends the process where values are nested very deeply
+        yaml.composer.Composer.__init__(self)  # libyaml's composer ends the process if values are nested very deeply
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         tag: str = super().resolve(kind, value, implicit)
@@ -198,14 +199,15 @@ class _Loader(yaml.composer.Composer, _Parser):  # type: ignore[misc]
         node = super().compose_mapping_node(anchor)
         keys: dict[tuple[str, str], yaml.Node] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (known := keys.setdefault((key.tag, key.value), key)) is not key:
-                problem = f"the key {key.value[:100]!r} is there already, in line {known.start_mark.line + 1}"
+            first = keys.setdefault((key.tag, key.value), key)
+            if first is not key:
+                problem = f"duplicate key {key.value[:100]!r}, first in line {first.start_mark.line + 1}"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
         return node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that the loader would take for a number, and escapes U+0085, which it would take for a space."""
+    """Quotes text that the loader would read as a number, and escapes U+0085, which it would read as a space."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar(self.DEFAULT_SCALAR_TAG, text, style='"' if "\x85" in text else None)
@@ -215,7 +217,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _core_int(loader: Any, node: yaml.ScalarNode) -> int:
-    """``010`` is ten; octal numbers begin with ``0o``."""
+    """Read an integer: ``010`` is ten, and octal numbers begin with ``0o``."""
     text = loader.construct_scalar(node)
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
@@ -231,21 +233,22 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """``text`` as plain values; no tag makes an object of a class. Raises ``yaml.YAMLError``."""
+    """Parse ``text`` into plain values; no tag constructs an object of a class. Raises ``yaml.YAMLError``."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        mark, began = error.problem_mark, error.context_mark
-        where = "" if mark is None else f"line {mark.line + 1}: "
-        during = f" ({error.context} from line {began.line + 1})" if error.context and began is not None else ""
-        raise yaml.YAMLError(f"{where}{error.problem}{during}") from None
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
+        context = ""
+        if error.context and error.context_mark is not None:
+            context = f" ({error.context} from line {error.context_mark.line + 1})"
+        raise yaml.YAMLError(f"{line}{error.problem}{context}") from None
     except (AttributeError, LookupError, RecursionError, ValueError) as error:
-        # What PyYAML raises for `!!bool maybe`, `!!int ''`, `!!timestamp soon`, the 31st of February, deep nesting.
+        # PyYAML raises these for `!!bool maybe`, `!!int ''`, `!!timestamp soon`, the 31st of February, deep nesting.
         raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from None
 
 
 def parse_settings(text: str, name: str) -> dict[str, Any]:
-    """The sections in the text of a configuration file. Raises :class:`ConfigError`, which calls it ``name``."""
+    """Parse the text of a configuration file. Raises :class:`ConfigError` with the ``name`` of the file."""
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -260,7 +263,7 @@ def parse_settings(text: str, name: str) -> dict[str, Any]:
 
 
 def parse_set(pair: str) -> dict[str, Any]:
-    """``training.batch_size=64`` → ``{"training": {"batch_size": 64}}``; the value is read as YAML."""
+    """Parse ``training.batch_size=64`` to ``{"training": {"batch_size": 64}}``; the value is YAML."""
     key, equals, text = pair.partition("=")
     if not equals or not all(part.isidentifier() for part in key.strip().split(".")):
         fix = "for example --set training.epochs=5"
@@ -272,14 +275,14 @@ def parse_set(pair: str) -> dict[str, Any]:
 
 
 def parse_path(key: str, value: Any) -> dict[str, Any]:
-    """``training.epochs``, 3 → ``{"training": {"epochs": 3}}``."""
+    """Nest a value under its key: ``training.epochs``, 3 → ``{"training": {"epochs": 3}}``."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return cast(dict[str, Any], value)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested merge; anything that is not a mapping is replaced whole."""
+    """Merge nested mappings; any other value of ``base`` is replaced by that of ``over``."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -288,60 +291,62 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings whose keys may have dots, as nested mappings: ``{"optimizer.lr": 1}`` → ``{"optimizer": {"lr": 1}}``."""
+    """Nest settings whose keys may have dots: ``{"optimizer.lr": 1}`` → ``{"optimizer": {"lr": 1}}``."""
     return functools.reduce(merge, (parse_path(key, value) for key, value in settings.items()), {})
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML; ``load`` of it gives the same configuration."""
+    """Write the whole configuration as YAML; loading it results in the same configuration."""
     return to_yaml(config.model_dump(mode="json"))
 
 
 def to_yaml(settings: Mapping[str, Any]) -> str:
-    """Nested settings as a configuration file, which is read as the same."""
+    """Write nested settings as a configuration file; reading it results in the same settings."""
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
-    """One :class:`ConfigError` for all that pydantic found wrong with ``model``'s input."""
-    problems, fixes = [], []
+    """Convert all errors of pydantic in the input of ``model`` to one :class:`ConfigError`."""
+    problems = []
+    fixes = []
     for item in error.errors():
-        place = prefix + ".".join(str(part) for part in item["loc"])
+        key = prefix + ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            near = _nearest(item["loc"], model)
-            problems.append(f"unknown key {place}")
-            fixes.append(f"did you mean {prefix}{near}?" if near else "docs/configuration.md lists every key")
+            nearest = _nearest(item["loc"], model)
+            problems.append(f"unknown key {key}")
+            fixes.append(f"did you mean {prefix}{nearest}?" if nearest else "docs/configuration.md lists every key")
         elif item["type"] == "missing":
-            problems.append(f"{place} is required")
-            fixes.append(f"set it: --set {place}=…")
-        elif place:
-            given = item.get("input")
-            if item["type"] == "string_type" and isinstance(given, bool | int | float):
-                fixes.append(f"a text that looks like another value needs quotes: --set {place}='\"…\"'")
-            shown = "" if isinstance(given, dict) else f" (given: {repr(given)[:200]})"
-            problems.append(f"{place}: {message[:1].lower() + message[1:]}{shown}")
+            problems.append(f"{key} is required")
+            fixes.append(f"set it: --set {key}=…")
+        elif key:
+            value = item.get("input")
+            if item["type"] == "string_type" and isinstance(value, bool | int | float):
+                fixes.append(f"a text that looks like another value needs quotes: --set {key}='\"…\"'")
+            shown = "" if isinstance(value, dict) else f" (given: {repr(value)[:200]})"
+            problems.append(f"{key}: {message[:1].lower() + message[1:]}{shown}")
         else:
             problems.append(message)
     return ConfigError("; ".join(problems), fix="; ".join(dict.fromkeys(fixes)) or "change the value named above")
 
 
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
-    """The known key most like the unknown one: what a peer calls so, else in its section, else anywhere."""
-    *parents, wrong = (str(part) for part in location)
-    if model is RunConfig and wrong in _BY_PEER_NAME:
-        return _BY_PEER_NAME[wrong]
-    keys, section = all_keys(model), "".join(f"{part}." for part in parents)
-    inside = [key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section)]
-    if close := difflib.get_close_matches(wrong, inside, n=1, cutoff=0.6):
-        return section + close[0]
-    leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    close = difflib.get_close_matches(wrong, leaves, n=1, cutoff=0.75)
-    return leaves[close[0]] if close else None
+    """Find the key most similar to an unknown one: by name in other trainers, in its section, then anywhere."""
+    *parents, unknown = (str(part) for part in location)
+    if model is RunConfig and unknown in _BY_PEER_NAME:
+        return _BY_PEER_NAME[unknown]
+    keys = all_keys(model)
+    section = "".join(f"{part}." for part in parents)
+    section_names = [key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section)]
+    if matches := difflib.get_close_matches(unknown, section_names, n=1, cutoff=0.6):
+        return section + matches[0]
+    keys_by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    matches = difflib.get_close_matches(unknown, keys_by_leaf, n=1, cutoff=0.75)
+    return keys_by_leaf[matches[0]] if matches else None
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a settings model, sections excluded."""
+    """List every dotted key of a settings model, without its sections."""
     keys = []
     for name, field in model.model_fields.items():
         section: Any = field.annotation
@@ -351,14 +356,14 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def key_for(option: str) -> str | None:
-    """The setting that an unknown command-line option most likely means: by its own name, or by a peer's."""
+    """Find the setting for an unknown command-line option, by its last part or by its name in other trainers."""
     name = option.lstrip("-").replace("-", "_")
-    leaves = {key.rpartition(".")[2]: key for key in reversed(all_keys(RunConfig))}
-    return _BY_PEER_NAME.get(name) or leaves.get(name)
+    keys_by_leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys(RunConfig))}
+    return _BY_PEER_NAME.get(name) or keys_by_leaf.get(name)
 
 
 def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by short name, key or top-level name as nested mappings. Raises :class:`ConfigError`."""
+    """Nest settings by short name, key or top-level name. Raises :class:`ConfigError` for an unknown one."""
     for name in settings:
         if name not in SHORT_NAMES and "." not in name and name not in RunConfig.model_fields:
             raise ConfigError(f"unknown setting {name!r}", fix=_suggestion(name))
@@ -367,7 +372,8 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _suggestion(name: str) -> str:
     key = key_for(name)
-    close = [short for short, of in SHORT_NAMES.items() if of == key] or difflib.get_close_matches(name, SHORT_NAMES, 1)
     if key is not None and key not in SHORT_NAMES.values():
         return f'it has no short name: pass it by its key, in config={{"{key}": …}}'
-    return f"did you mean {close[0]}?" if close else "docs/configuration.md lists every setting"
+    short_names = [short_name for short_name, target in SHORT_NAMES.items() if target == key]
+    matches = short_names or difflib.get_close_matches(name, SHORT_NAMES, n=1)
+    return f"did you mean {matches[0]}?" if matches else "docs/configuration.md lists every setting"

@@ -1,8 +1,8 @@
-"""What the user has named on this machine: the one answer for every reader of a run folder or a configuration file.
+"""Code and targets that the user has named on this machine; checked by all readers of run folders and configurations.
 
-A run folder is data. Its files may name classes and scripts, which importing or starting runs, and addresses and
-folders, which a run writes to. Each of these is used only where the user has named it: on this command line, in this
-program, or before; a list is kept in the user's state folder (XDG Base Directory Specification).
+A run folder is data. Its files may name classes and scripts, whose import or start runs code, and addresses and
+folders, which a run writes to. Each of these is used only if the user has named it: on this command line, in this
+program, or before. The list is in the user's state folder (XDG Base Directory Specification).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from lockstep.errors import TaskError
 class Reference:
     """Code, or an address or folder to write to, outside a run folder.
 
-    ``setting``: the setting or file that names it; ``value``: its value there; ``entry``: its line in the list.
+    Attributes:
+        setting: the setting or file that names it.
+        value: value of the setting.
+        entry: line in the list.
     """
 
     setting: str
@@ -39,12 +42,12 @@ class Reference:
 
     @property
     def words(self) -> list[str]:
-        """Words of a command line that name it."""
+        """Arguments of a command line that name it."""
         return ["--set", f"{self.setting}={_yaml_word(self.value)}"]
 
 
 def code_in(config: Mapping[str, Any]) -> list[Reference]:
-    """The classes and files that a configuration, nested settings, would import."""
+    """List the classes and files that a configuration (nested settings) would import."""
     return list(_code_in(config))
 
 
@@ -68,8 +71,9 @@ def _code_in(config: Mapping[str, Any]) -> Iterator[Reference]:
 
 
 def targets_in(config: Mapping[str, Any]) -> list[Reference]:
-    """The addresses and folders that a training with a configuration, nested settings, would write to."""
-    telemetry, data = (_section(config, name) for name in ("telemetry", "data"))
+    """List the addresses and folders that a training with a configuration (nested settings) would write to."""
+    telemetry = _section(config, "telemetry")
+    data = _section(config, "data")
     settings: dict[str, Any] = {
         "telemetry.upload_to": telemetry.get("upload_to"),
         "telemetry.mlflow_uri": telemetry.get("mlflow_uri"),
@@ -88,17 +92,17 @@ def targets_in(config: Mapping[str, Any]) -> list[Reference]:
 
 
 def references_in(config: Mapping[str, Any]) -> list[Reference]:
-    """All that a training with a configuration, nested settings, would import or write to."""
+    """List all that a training with a configuration (nested settings) would import or write to."""
     return [*code_in(config), *targets_in(config)]
 
 
 def script_reference(path: str, arguments: Sequence[str], folder: str) -> Reference:
-    """A script as ``lockstep run`` starts it: with these arguments in this working folder."""
+    """Return the reference of a script that ``lockstep run`` starts with ``arguments`` in the working ``folder``."""
     return Reference("script.json", path, f"script={json.dumps([path, *arguments, folder])}")
 
 
 class Named:
-    """Answers whether the user has named something on this machine."""
+    """The list of references that the user has named on this machine."""
 
     @property
     def file(self) -> Path:
@@ -113,7 +117,7 @@ class Named:
             return set()
 
     def add(self, references: Iterable[Reference]) -> None:
-        """Note that the user has named these. Where the list cannot be written, they must be named each time."""
+        """Add references that the user has named. If the list cannot be written, they must be named each time."""
         new = sorted({reference.entry for reference in references} - self.entries())
         if not new:
             return
@@ -124,27 +128,27 @@ class Named:
         except (OSError, RuntimeError) as error:
             _warn_unwritable(str(error), new[0])
 
-    def missing(self, references: Iterable[Reference], given: Collection[Reference] = ()) -> list[Reference]:
-        """The references that the user has neither named before nor ``given`` now."""
-        entries = self.entries() | {reference.entry for reference in given}
+    def missing(self, references: Iterable[Reference], current: Collection[Reference] = ()) -> list[Reference]:
+        """Return the references that the user has named neither before nor now (``current``)."""
+        entries = self.entries() | {reference.entry for reference in current}
         return [reference for reference in references if reference.entry not in entries]
 
     def require(
         self,
         references: Iterable[Reference],
         source: str,
-        given: Collection[Reference] = (),
+        current: Collection[Reference] = (),
         *,
         command: Callable[[Sequence[Reference]], str] | None = None,
     ) -> None:
-        """Raise :class:`TaskError` unless the user has named all ``references``, before or as ``given``.
+        """Raise :class:`TaskError` unless the user has named all ``references``, before or now (``current``).
 
         Args:
-            source: what has the references, for the message.
-            command: the command that names what is missing; default: ``lockstep plan``, for code.
+            source: run or configuration that contains the references, for the message.
+            command: returns the command that names missing references; default: ``lockstep plan``, for code.
         """
         references = list(references)
-        missing = self.missing(references, given)
+        missing = self.missing(references, current)
         if missing:
             first = missing[0]
             value = f" {first.value[:300]}" if isinstance(first.value, str) else ""
@@ -155,13 +159,13 @@ class Named:
             )
 
     def _plan_command(self, references: Sequence[Reference], missing: Sequence[Reference]) -> str:
-        """The command that names what is ``missing``, and starts nothing."""
+        """Return a command that names the ``missing`` references and starts nothing."""
         if any(reference.setting == "task.cli" for reference in missing):
             return "lockstep lightning fit, with the sections that task.cli has in its config.yaml"
         task = [reference.entry for reference in references if reference.setting == "task.name"]
-        words = [word for one in missing if one.setting != "task.name" for word in one.words]
-        text = shlex.join(["lockstep", "plan", *(task or ["har"]), *words])  # any task names an optimizer
-        return text if self._is_writable() else f"XDG_STATE_HOME=DIR {text} (DIR: a folder that you can write)"
+        words = [word for reference in missing if reference.setting != "task.name" for word in reference.words]
+        command = shlex.join(["lockstep", "plan", *(task or ["har"]), *words])  # any task names an optimizer
+        return command if self._is_writable() else f"XDG_STATE_HOME=DIR {command} (DIR: a folder that you can write)"
 
     def _is_writable(self) -> bool:
         with contextlib.suppress(OSError, RuntimeError):
@@ -182,7 +186,7 @@ def _warn_unwritable(problem: str, entry: str) -> None:
 
 
 def whole_name(name: str) -> str:
-    """The name of a class or a file of code, with the whole path of the file."""
+    """Return the name of a class or a file of code, with the absolute path of the file."""
     path, colon, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     return f"{Path(path).resolve()}{colon}{attribute}" if path.endswith(".py") else name
 
@@ -193,7 +197,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _line(text: str) -> str:
-    """``text`` in one line of the list."""
+    """Escape ``text`` for one line of the list."""
     return text if text.isprintable() else json.dumps(text)
 
 
@@ -202,7 +206,7 @@ def _hash(content: Any) -> str:
 
 
 def _yaml_word(value: Any) -> str:
-    """The shortest text that ``--set`` reads back as ``value``."""
+    """Return the shortest text that ``--set`` reads as ``value``."""
     with contextlib.suppress(yaml.YAMLError):
         if isinstance(value, str) and parse_yaml(value) == value:
             return value

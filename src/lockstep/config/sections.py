@@ -25,30 +25,36 @@ from lockstep.strategies import strategies
 
 
 def setting(default: Any, description: str, *, of: str = "", **limits: Any) -> Any:
-    """A field. ``of``: the values of ``name`` (optimizers, schedules) that alone use it; the studio shows it then."""
-    applies: dict[str, Any] = {"json_schema_extra": {"applies_to": of.split()}} if of else {}
-    return Field(default=default, description=description, **applies, **limits)
+    """Make a field of a section.
+
+    Args:
+        of: values of ``name`` (optimizers, schedules) that use the setting; the studio shows it for these only.
+        limits: constraints of the value, and other arguments of pydantic's ``Field``.
+    """
+    if of:
+        limits["json_schema_extra"] = {"applies_to": of.split()}
+    return Field(default=default, description=description, **limits)
 
 
 def _word(value: object) -> object:
-    """YAML reads a bare ``on`` or ``off`` as a boolean; the setting means the word."""
+    """Convert booleans to ``on`` and ``off``: YAML reads the bare words as booleans."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _text_of_number(value: object) -> object:
-    """YAML reads a bare ``2`` as a number; the setting is a text that may be one."""
+    """Convert integers to text: YAML reads a bare ``2`` as a number."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _listed(value: object) -> object:
-    """``a, b`` as a list, on the command line; a number alone as a list of it."""
+    """Split ``a, b`` of the command line, and put a single number into a list."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return (value,) if isinstance(value, int) else value
 
 
 def expanded(value: object) -> object:
-    """A path that begins with ``~`` or ``~user`` in that home folder; any other value as it is."""
+    """Replace ``~`` or ``~user`` at the beginning of a path by the home folder; return other values unchanged."""
     try:
         return value.expanduser() if isinstance(value, Path) else value
     except RuntimeError as error:
@@ -76,18 +82,18 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adafactor", "lion")
 
 
 def _optimizer(value: str) -> str:
-    place, _, name = value.rpartition("." if value.startswith("torch.optim.") else ":")
-    if value not in OPTIMIZERS and not (place and name.isidentifier()):
+    module, _, name = value.rpartition("." if value.startswith("torch.optim.") else ":")
+    if value not in OPTIMIZERS and not (module and name.isidentifier()):
         raise ValueError(f"input should be {', '.join(OPTIMIZERS)}, or a class as package.module:Class")
     return value
 
 
-#: Loader processes of a rank: more than any machine has use for, and few enough to be started.
+#: Maximum loader processes of a rank; more are a typing error.
 MAX_WORKERS = 1024
 
 
 def _workers(value: object) -> object:
-    """One message for a value that is neither."""
+    """Accept ``auto`` or a number, with one message for any other value."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number is None or number == "auto" or (type(number) is int and 0 <= number <= MAX_WORKERS):
         return number
@@ -120,7 +126,7 @@ class Section(BaseModel):
 
 
 class TaskSection(Section):
-    """Which task, and its own settings beside the name (``task.<setting>``)."""
+    """The task by its name, and its settings (``task.<setting>``)."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
@@ -267,8 +273,8 @@ class SchedulerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        others = {None: "constant", "none": "constant", "polynomial": "poly", "one-cycle": "onecycle"}
-        return others.get(value, value) if isinstance(value, str | None) else value
+        aliases = {None: "constant", "none": "constant", "polynomial": "poly", "one-cycle": "onecycle"}
+        return aliases.get(value, value) if isinstance(value, str | None) else value
 
 
 class AveragingConfig(Section):
@@ -440,7 +446,7 @@ class DebugConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything that makes a run, resolved and frozen; ``config.yaml`` of a run is this object."""
+    """All settings of a run, resolved and frozen; ``config.yaml`` of a run is this object."""
 
     name: str | None = setting(None, "a label; Lockstep chooses the run's id", max_length=200)
     save_dir: Path | None = setting(None, "the run folder itself; unset: runs_dir/<run id>")

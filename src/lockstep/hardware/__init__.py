@@ -1,4 +1,4 @@
-"""What is here, what a selection of it resolves to, and who this process is. Imports no torch."""
+"""Devices of this machine, placement of ranks on them, and the rank of this process. Imports no torch."""
 
 from lockstep.hardware.detect import Device as Device
 from lockstep.hardware.detect import detect_devices as detect_devices

@@ -1,10 +1,10 @@
-"""What this machine has to train on: its devices, and the cores and memory that this process may really use.
+"""Detect the devices of this machine, and the cores and memory that this process may use.
 
-NVIDIA's GPUs are described by NVML, anything else by a short-lived process that asks torch; the calling
-process imports no torch and holds no context on any GPU. ``gpu:i`` is what torch here calls ``cuda:i``.
+NVML describes NVIDIA GPUs; a short-lived process with torch describes other devices. The calling process does not
+import torch and opens no context on a GPU. ``gpu:i`` is torch's ``cuda:i``.
 
-Cores and memory are those within the process's affinity and its control groups, version 2 (``cpu.max``, ``memory.max``)
-and version 1 (``cpu.cfs_quota_us``, ``memory.limit_in_bytes``), as the kernel's documentation has them.
+Cores and memory are limited by the process's affinity and its control groups, version 2 (``cpu.max``, ``memory.max``)
+and version 1 (``cpu.cfs_quota_us``, ``memory.limit_in_bytes``); see the kernel's documentation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lockstep.hardware.nvml import GpuUser, Nvml, NvmlGpu
 
 ROOT = Path("/")
 TIMEOUT_S = 120.0
-#: In the order in which generations of GPUs learned them.
+#: In the order in which generations of GPUs introduced them.
 PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
-# Runs in a separate process, so that what torch opens is closed again at once.
+# Runs in a separate process, so that torch's contexts on GPUs are closed at once.
 _SCRIPT = """
 import json, torch
 accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -52,14 +52,15 @@ print(json.dumps(devices))
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One entry of ``lockstep devices``. Memory in 1e9 bytes, one decimal; ``None`` where free memory is unknown.
+    """One entry of ``lockstep devices``. Memory in 1e9 bytes, one decimal; ``None`` if free memory is unknown.
 
     Attributes:
         id: ``"cpu"``, ``"gpu:<index>"`` (torch's ``cuda:<index>``), or, not supported yet, ``"mps:0"`` and the like.
         kind: ``"cpu"``, ``"gpu"``, or torch's name of another accelerator.
-        precisions: what training can use here, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
-        supported: whether Lockstep can train here; ``note``: why not, or what else people should know.
-        cores: of a CPU, the logical cores that this process may use.
+        precisions: supported precisions, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
+        supported: Lockstep can train on this device.
+        note: the reason if it is not supported, or another remark for users.
+        cores: logical cores of the CPU that this process may use; ``None`` for other devices.
     """
 
     id: str
@@ -84,7 +85,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """What the installed torch was built for: versions, or ``None``."""
+    """Versions of the platforms that the installed torch was built for, or ``None``."""
 
     cuda: str | None = None
     hip: str | None = None
@@ -96,9 +97,9 @@ class TorchBuild:
 
 
 def detect_devices(*, refresh: bool = False) -> list[Device]:
-    """The CPU, then every GPU, then accelerators that are not supported yet.
+    """Return the CPU, then every GPU, then accelerators that are not supported yet.
 
-    Looks once a process; ``refresh`` looks again (free memory and users change).
+    The result is cached in this process; ``refresh`` detects again (free memory and users change).
     """
     if refresh:
         _detected.cache_clear()
@@ -106,7 +107,7 @@ def detect_devices(*, refresh: bool = False) -> list[Device]:
 
 
 def get_available_gpus() -> list[dict[str, Any]]:
-    """The GPUs that Lockstep can train on: ``index``, ``name`` and ``memory_gb`` (1e9 bytes) of each."""
+    """Return ``index``, ``name`` and ``memory_gb`` (1e9 bytes) of each GPU that Lockstep can train on."""
     gpus = usable_gpus(detect_devices())
     return [{"index": gpu.index, "name": gpu.name, "memory_gb": gpu.memory_gb} for gpu in gpus]
 
@@ -125,7 +126,7 @@ def _detected() -> tuple[Device, ...]:
 
 
 def open_nvml() -> Nvml | None:
-    """The driver's NVML, started; ``None`` where there is no NVIDIA driver."""
+    """Initialize the driver's NVML; ``None`` without an NVIDIA driver."""
     import pynvml
 
     try:
@@ -146,7 +147,7 @@ def read_torch_build() -> TorchBuild:
 
 
 def worth_probing(build: TorchBuild) -> bool:
-    """Whether torch could find an accelerator at all: a probe takes seconds, so not without a reason."""
+    """Check whether torch could find an accelerator; saves the seconds of a probe if not."""
     import ctypes
     from importlib.metadata import entry_points
 
@@ -158,19 +159,19 @@ def worth_probing(build: TorchBuild) -> bool:
 
 
 def probe() -> list[NvmlGpu]:
-    """What ``torch.accelerator`` finds, asked in a separate process. Raises ``OSError``, with the reason."""
+    """List the devices of ``torch.accelerator`` in a separate process. Raises ``OSError`` with the reason."""
     command = [sys.executable, "-P", "-c", _SCRIPT]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise OSError(f"torch did not answer within {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return read_answer(done.stdout)
+    if process.returncode:
+        raise OSError((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return read_answer(process.stdout)
 
 
 def read_answer(text: str) -> list[NvmlGpu]:
-    """The devices in the probe's output; its last line, since libraries may print before it. Raises ``OSError``."""
+    """Parse the last line of the probe's output; libraries may print before it. Raises ``OSError``."""
     try:
         entries = json.loads(text.strip().splitlines()[-1])
         return [NvmlGpu(**{**entry, "capability": tuple(entry["capability"])}) for entry in entries]
@@ -181,28 +182,28 @@ def read_answer(text: str) -> list[NvmlGpu]:
 def find_devices(
     environ: Mapping[str, str], build: TorchBuild, nvml: Nvml | None, ask_torch: Callable[[], list[NvmlGpu]]
 ) -> list[Device]:
-    """Put together what the sources say.
+    """Combine the answers of NVML and torch.
 
-    ``build``: what torch was built for. ``ask_torch``: called only when NVML does not know; raises ``OSError`` when it
-    cannot answer either.
+    Args:
+        ask_torch: called only if NVML cannot answer; raises ``OSError`` on failure.
     """
     gpus = nvml.gpus() if nvml else []
     problem = _driver_problem(build, nvml) if nvml and gpus else ""
     order = _nvml_order(gpus, environ) if gpus else None
     if problem or order is not None:
-        chosen = gpus if order is None else [gpus[position] for position in order]
-        return [_cpu(), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(chosen))]
+        visible = gpus if order is None else [gpus[position] for position in order]
+        return [_cpu(), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(visible))]
     try:
-        found = ask_torch()
+        torch_devices = ask_torch()
     except OSError as error:
         problem = f"torch cannot use it: {error}"
         note = "" if gpus else f"the search for accelerators failed: {error}"
         return [_cpu(note), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(gpus))]
-    return [_cpu(), *(_probed(index, device, build, nvml, gpus) for index, device in enumerate(found))]
+    return [_cpu(), *(_probed(index, device, build, nvml, gpus) for index, device in enumerate(torch_devices))]
 
 
 def _nvml_order(gpus: Sequence[NvmlGpu], environ: Mapping[str, str]) -> list[int] | None:
-    """CUDA's order of the visible GPUs as positions in NVML's; ``None`` where only CUDA knows.
+    """Return the visible GPUs in CUDA's order as positions in NVML's; ``None`` if only CUDA knows the order.
 
     CUDA puts the fastest GPU first unless it is set to follow the bus; among equal GPUs that is the bus order too.
     """
@@ -213,7 +214,7 @@ def _nvml_order(gpus: Sequence[NvmlGpu], environ: Mapping[str, str]) -> list[int
 
 
 def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None:
-    """Positions in ``uuids`` of the GPUs that ``CUDA_VISIBLE_DEVICES`` names, by numbers or by UUIDs.
+    """Return the positions in ``uuids`` of the GPUs that ``CUDA_VISIBLE_DEVICES`` names, by numbers or by UUIDs.
 
     ``None`` for any other value, such as MIG slices, which only the CUDA runtime itself can number.
     """
@@ -223,13 +224,13 @@ def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None
         return []
     positions = {name: position for position, uuid in enumerate(uuids) for name in (str(position), uuid)}
     entries = [entry.strip() for entry in variable.split(",")]
-    found = [positions[entry] for entry in entries if entry in positions]
-    alike = len({entry.isdecimal() for entry in entries}) == 1
-    return found if alike and len(found) == len(entries) == len(set(found)) else None
+    visible = [positions[entry] for entry in entries if entry in positions]
+    has_one_form = len({entry.isdecimal() for entry in entries}) == 1
+    return visible if has_one_form and len(visible) == len(entries) == len(set(visible)) else None
 
 
 def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
-    """Why this torch cannot use NVIDIA GPUs with this driver; empty when it can."""
+    """Return the reason if this torch cannot use NVIDIA GPUs with this driver, else an empty text."""
     if build.cuda is None:
         kind = "ROCm" if build.hip else "XPU" if build.xpu else "CPU"
         return f"the installed torch is a {kind} build: install the CUDA build"
@@ -241,9 +242,9 @@ def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
 
 
 def _gpu(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
-    """A GPU as torch numbers it; ``problem``: why it cannot be used, if that is known."""
+    """Describe a GPU with torch's ``index``; ``problem``: the reason if it cannot be used."""
     capability = "compute capability {}.{}".format(*gpu.capability)
-    # CUDA 13 dropped what came before Turing (its release notes, "Deprecated Architectures").
+    # CUDA 13 dropped the architectures before Turing (its release notes, "Deprecated Architectures").
     if not problem and build.cuda_major >= 13 and (0, 0) < gpu.capability < (7, 5):
         problem = f"{capability} is older than CUDA {build.cuda} supports: install torch for CUDA 12"
     note = "" if gpu.capability >= (8, 0) else f"{capability}: bf16-mixed needs 8.0, 16-mixed 7.0"
@@ -262,7 +263,7 @@ def _gpu(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
 
 
 def _probed(index: int, device: NvmlGpu, build: TorchBuild, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> Device:
-    """A device that torch numbered, with what NVML knows about it."""
+    """Describe a device that torch listed, with NVML's UUID and users."""
     if device.kind != "cuda":
         return Device(
             id=f"{device.kind}:{index}",
@@ -273,23 +274,25 @@ def _probed(index: int, device: NvmlGpu, build: TorchBuild, nvml: Nvml | None, g
             supported=False,
             note=f"{device.kind} is not supported yet: Lockstep trains on CUDA and ROCm GPUs and on CPUs",
         )
-    known = nvml and next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == device.uuid), None)
-    if nvml and device.uuid and known is None:
-        known = nvml.by_uuid(f"MIG-{device.uuid}")
-    return _gpu(index, replace(device, uuid=known.uuid, users=known.users) if known else device, build, "")
+    nvml_gpu = nvml and next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == device.uuid), None)
+    if nvml and device.uuid and nvml_gpu is None:
+        nvml_gpu = nvml.by_uuid(f"MIG-{device.uuid}")
+    if nvml_gpu:
+        device = replace(device, uuid=nvml_gpu.uuid, users=nvml_gpu.users)
+    return _gpu(index, device, build, problem="")
 
 
 def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
-    """What an NVIDIA GPU of a compute capability computes at full speed ("Compute Capabilities" in CUDA's guide).
+    """Return the precisions of an NVIDIA GPU at full speed ("Compute Capabilities" in CUDA's guide).
 
-    Half precision has tensor cores since 7.0, bfloat16 since 8.0; torch emulates bfloat16 before that. The numbers that
-    torch gives ROCm's GPUs are above both, as these compute in both formats.
+    Half precision has tensor cores since 7.0, bfloat16 since 8.0; torch emulates bfloat16 before that. ROCm GPUs
+    compute in both formats, and torch's capabilities of them are above 8.0.
     """
     return PRECISIONS[: 1 + (capability >= (7, 0)) + 2 * (capability >= (8, 0))]
 
 
 def _cpu(note: str = "") -> Device:
-    """The CPU: it computes in every precision, in half precision only slowly (torch emulates it)."""
+    """Describe the CPU, which supports every precision (half precision is slow, as torch emulates it)."""
     total, free = usable_memory()
     return Device(
         id="cpu",
@@ -304,12 +307,12 @@ def _cpu(note: str = "") -> Device:
 
 
 def visible_cores() -> int:
-    """Logical cores on which this process may run."""
+    """Count the logical cores on which this process may run."""
     return len(os.sched_getaffinity(0))
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Logical cores: the process's affinity, cut to its cgroup's quota; at least 1."""
+    """Count the logical cores of the process's affinity, limited by its cgroup's quota; at least 1."""
     cores = visible_cores()
     for folder in _cgroup_folders(root, "cpu"):
         quota, period = _cpu_quota(folder)
@@ -320,27 +323,29 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def usable_memory(root: Path = ROOT) -> tuple[int, int]:
-    """Total and free memory in bytes, cut to the cgroup's limit, whose file cache the kernel would give back."""
+    """Return total and free memory in bytes, limited by the cgroup; its file cache counts as free."""
     import psutil
 
     memory = psutil.virtual_memory()
-    total, free = int(memory.total), int(memory.available)
+    total = int(memory.total)
+    free = int(memory.available)
     for folder in _cgroup_folders(root, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         if limit is not None and limit < total:
             used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
             counts = _counts(folder / "memory.stat")
             cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
-            total, free = limit, min(free, max(0, limit - max(0, used - cached)))
+            total = limit
+            free = min(free, max(0, limit - max(0, used - cached)))
     return total, free
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """How many processes the kernel has killed for want of memory: in this cgroup, or on the machine; 0: not known."""
+    """Count the processes that the kernel has killed out of memory, in this cgroup or on the machine; 0 if unknown."""
     names = ("memory.events", "memory.oom_control")
     files = [folder / name for folder in _cgroup_folders(root, "memory") for name in names]
-    found = (_counts(file).get("oom_kill") for file in (*files, root / "proc/vmstat"))
-    return next((count for count in found if count is not None), 0)
+    kills = (_counts(file).get("oom_kill") for file in (*files, root / "proc/vmstat"))
+    return next((count for count in kills if count is not None), 0)
 
 
 def cpu_name(root: Path = ROOT) -> str:
@@ -354,7 +359,7 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders whose limits hold for this process: its own cgroup and all above it."""
+    """Yield the folders whose limits apply to this process: its cgroup and all above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -367,12 +372,13 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         names = [name for name in (controllers, controller) if controllers and (base / name).is_dir()]
         top = base / names[-1] if names else base
         folder = top / path.strip("/")
-        # In a container the path is often the host's, and the limits lie at the top.
-        yield from (place for place in (folder, *folder.parents) if place.is_dir() and place.is_relative_to(top))
+        # In a container the path is often the host's, and the limits are in the top folder.
+        ancestors = (folder, *folder.parents)
+        yield from (ancestor for ancestor in ancestors if ancestor.is_dir() and ancestor.is_relative_to(top))
 
 
 def _cpu_quota(folder: Path) -> tuple[int, int]:
-    """(time, period) in µs; (0, 0) without a limit."""
+    """Return quota and period in µs; (0, 0) without a limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return (0, 0) if quota == "max" else (int(quota), int(period))
@@ -381,7 +387,7 @@ def _cpu_quota(folder: Path) -> tuple[int, int]:
 
 
 def _counts(file: Path) -> dict[str, int]:
-    """Lines of a name and a number; empty where there are none."""
+    """Parse lines of a name and a number; empty if the file cannot be read or parsed."""
     try:
         return {name: int(count) for name, count in (line.split() for line in file.read_text().splitlines())}
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""How busy a machine is, sampled once a second by a daemon thread: GPUs through NVML, the host through psutil.
+"""Load of a machine, sampled once a second by a daemon thread: GPUs through NVML, the host through psutil.
 
-One monitor a node. GPUs are asked by UUID, so ``gpu:0`` is the right one under ``CUDA_VISIBLE_DEVICES``; no context is
-opened on any of them. A sample is a plain dictionary of ``time``, ``host`` and ``devices`` (shares are from 0 to 1,
-memory in 1e9 bytes, ``None``: the driver does not say); ``users`` stands in every tenth one, and ``note`` in the first
-when there is no GPU to ask.
+Each node has one monitor. GPUs are addressed by UUID, so ``gpu:0`` is correct under ``CUDA_VISIBLE_DEVICES``; no
+context is opened on any of them. A sample is a plain dictionary of ``time``, ``host`` and ``devices`` (shares from 0
+to 1, memory in 1e9 bytes, ``None`` if the driver does not report a value). Every tenth sample has ``users``; the first
+has ``note`` if there is no GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from lockstep.hardware.detect import Device, detect_devices, open_nvml, usable_m
 from lockstep.hardware.nvml import Nvml
 
 INTERVAL_S = 1.0
-#: Samples in a row that may fail before the monitor gives up, and how long its end is waited for.
-_MAX_FAILURES, _PATIENCE_S = 10, 5.0
-#: Samples from one look at the processes on the GPUs to the next: it is the slowest question.
+#: Consecutive failed samples after which the monitor ends.
+_MAX_FAILURES = 10
+#: Maximum time to wait for the end of the thread.
+_JOIN_TIMEOUT_S = 5.0
+#: Interval, in samples, of listing the processes on the GPUs, which is the slowest query.
 USERS_EVERY = 10
 NO_GPU = "no NVIDIA GPU is monitored: these samples are of the host alone"
 
@@ -32,9 +34,9 @@ Sample = dict[str, Any]
 
 
 class SystemSource:
-    """Where samples of this machine come from; use it as a context manager, in one thread.
+    """Source of samples of this machine; use it as a context manager, in one thread.
 
-    ``devices``: ids of the GPUs to ask (other ids are passed over); ``None``: all that are here.
+    ``devices``: ids of the GPUs to sample, default: all. Ids of other devices are ignored.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class SystemSource:
         detect: Callable[[], Sequence[Device]] = detect_devices,
         open_driver: Callable[[], Nvml | None] = open_nvml,
     ) -> None:
-        self._wanted = None if devices is None else set(devices)
-        self._detect, self._open_driver = detect, open_driver
+        self._device_ids = None if devices is None else set(devices)
+        self._detect = detect
+        self._open_driver = open_driver
         self._nvml: Nvml | None = None
         self._gpus: list[Device] = []
         self._samples = 0
@@ -55,7 +58,7 @@ class SystemSource:
         self._nvml = self._open_driver()
         if self._nvml is not None:
             gpus = [device for device in self._detect() if device.kind == "gpu" and device.uuid is not None]
-            self._gpus = [gpu for gpu in gpus if self._wanted is None or gpu.id in self._wanted]
+            self._gpus = [gpu for gpu in gpus if self._device_ids is None or gpu.id in self._device_ids]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -64,7 +67,7 @@ class SystemSource:
         self._nvml = None
 
     def sample(self) -> Sample:
-        """What the machine does now; CPU use is the mean since the last sample."""
+        """Take a sample; CPU use is the mean since the last one."""
         total, free = usable_memory()
         host = {
             "name": socket.gethostname(),
@@ -89,14 +92,20 @@ class SystemSource:
 class Monitor:
     """Takes a sample every ``interval_s`` seconds in a daemon thread, and a last one when it is stopped.
 
-    ``source`` is entered and left in the thread, so that opening a driver does not delay the caller. What ``write``
-    raises there ends the monitor and nothing else: ``error``. ``cpu_s``: CPU seconds that the thread has used.
+    ``source`` is entered and left in the thread, so that opening a driver does not delay the caller. An exception of
+    ``write`` ends the monitor only.
+
+    Attributes:
+        cpu_s: CPU seconds of the thread.
+        error: the exception that ended the monitor.
     """
 
     def __init__(
         self, source: SystemSource, write: Callable[[Mapping[str, Any]], None], *, interval_s: float = INTERVAL_S
     ) -> None:
-        self._source, self._write, self._interval_s = source, write, interval_s
+        self._source = source
+        self._write = write
+        self._interval_s = interval_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-monitor", daemon=True)
         self.cpu_s = 0.0
@@ -108,24 +117,26 @@ class Monitor:
 
     def __exit__(self, *exception: object) -> None:
         self._end.set()
-        self._thread.join(_PATIENCE_S)  # a GPU that has fallen off the bus may never answer
+        self._thread.join(_JOIN_TIMEOUT_S)  # a GPU that has fallen off the bus may never answer
 
     def _run(self) -> None:
-        failures, ended = 0, False
+        failures = 0
+        is_last = False
         try:
             with self._source as source:
-                while not ended:
-                    ended = self._end.wait(self._interval_s)
+                while not is_last:
+                    is_last = self._end.wait(self._interval_s)
                     try:
-                        sample, failures = source.sample(), 0
-                    except Exception as error:  # one that fails is left out, until too many have failed in a row
+                        sample = source.sample()
+                    except Exception as error:  # skip the sample, unless too many have failed in a row
                         failures += 1
                         if failures >= _MAX_FAILURES:
                             text = f"the monitor has ended: {error}"
                             self._write({"time": time.time(), "host": {}, "devices": [], "note": text})
                             raise
                     else:
+                        failures = 0
                         self._write(sample)
                     self.cpu_s = time.thread_time()
-        except Exception as error:  # drivers and disks fail in many ways, and none of them may end a run
+        except Exception as error:  # no failure of a driver or disk may end a run
             self.error = error

@@ -1,4 +1,4 @@
-"""Which of this machine's network addresses and interfaces other machines can reach it by."""
+"""Network addresses and interfaces by which other machines can reach this one."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import psutil
 #: Gloo listens on the address of this interface.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 #: An address for documentation (RFC 5737), which no host has: its route is the default route.
-_ELSEWHERE = "192.0.2.1"
+_REMOTE_ADDRESS = "192.0.2.1"
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address under which ``host``, and others beside it, can reach it; ``None`` if there is none.
+    """Return this machine's address for connections from ``host`` and its neighbours; ``None`` if there is none.
 
-    Where ``host`` is this machine and its name means a loopback address, that is the address of the way out.
+    If ``host`` resolves to a loopback address of this machine, return the address of the default route.
     """
-    address = _source(host)
-    if address is not None and is_loopback(address):
+    source = _source(host)
+    if source is not None and is_loopback(source):
         entries = chain.from_iterable(psutil.net_if_addrs().values())
-        own = (entry.address for entry in entries if entry.family == socket.AF_INET)
-        address = _source(_ELSEWHERE) or next((one for one in own if not is_loopback(one)), address)
-    return address
+        addresses = (entry.address for entry in entries if entry.family == socket.AF_INET)
+        return _source(_REMOTE_ADDRESS) or next((item for item in addresses if not is_loopback(item)), source)
+    return source
 
 
 def _source(host: str) -> str | None:
-    """The address from which this machine would send to ``host``.
+    """Return the address from which this machine would send to ``host``.
 
     A datagram socket that is connected sends nothing, but the kernel has chosen the route (``man 7 ip``).
     """
@@ -54,15 +54,15 @@ def interface_of(address: str) -> str | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` (a name or an address) means an address of this machine. Raises ``OSError`` for no address."""
-    found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return any(is_loopback(address) or interface_of(address) for address in found)
+    """Check whether ``host`` (a name or an address) is this machine. Raises ``OSError`` if it has no address."""
+    addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return any(is_loopback(address) or interface_of(address) for address in addresses)
 
 
 def choose_interface(environ: MutableMapping[str, str], towards: str) -> None:
-    """Let gloo use the interface on the route to ``towards``, unless the user has named one.
+    """Let gloo use the interface on the route to ``towards``, unless the user has set one.
 
-    Left alone it takes the address of the host's name, which many systems map to 127.0.1.1: out of others' reach.
+    By default gloo uses the address of the host's name, which many systems map to 127.0.1.1: not reachable by others.
     """
     address = None if GLOO_INTERFACE in environ else address_towards(towards)
     if address is not None and (interface := interface_of(address)) is not None:

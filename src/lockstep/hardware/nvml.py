@@ -1,4 +1,4 @@
-"""NVIDIA's management library behind a small seam: facts about GPUs without a CUDA context."""
+"""Facts about NVIDIA GPUs through NVML, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import gigabytes
 
-#: nvmlClocksThrottleReasons that mean trouble (nvml.h); a power cap under load is normal.
+#: nvmlClocksThrottleReasons of faults (nvml.h); a power cap under load is normal.
 _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
 _POWER_CAP = {"power cap": 0x4}
 #: nvmlGpuTopologyLevel_t (nvml.h).
@@ -27,7 +27,7 @@ _P2P_READ = 0
 
 @dataclass(frozen=True, slots=True)
 class GpuUser:
-    """A process that holds memory on a GPU. ``memory_gb`` in 1e9 bytes, ``None`` where the driver does not say."""
+    """A process with memory on a GPU. ``memory_gb`` in 1e9 bytes, ``None`` if the driver does not report it."""
 
     pid: int
     name: str
@@ -36,7 +36,7 @@ class GpuUser:
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """One GPU (or MIG slice), or another accelerator of ``kind``. Memory in bytes, ``None`` where it is not known."""
+    """One GPU (or MIG slice), or another accelerator of ``kind``. Memory in bytes, ``None`` if unknown."""
 
     uuid: str
     name: str
@@ -50,11 +50,13 @@ class NvmlGpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuHealth:
-    """How a GPU is doing; ``None`` where the driver does not say.
+    """Health of a GPU; ``None`` if the driver does not report a value.
 
-    ``ecc``: whether error correction is on; ``ecc_errors``: uncorrectable ones since the driver was loaded. ``repair``:
-    of broken memory rows: ``"pending"`` (at the next reset), ``"failed"``, or empty. ``slowdowns``: why its clocks are
-    held back now: ``"hot"``, ``"power brake"``, ``"hardware"``.
+    Attributes:
+        ecc: error correction is on.
+        ecc_errors: uncorrectable errors since the driver was loaded.
+        repair: repair of broken memory rows: ``"pending"`` (at the next reset), ``"failed"``, or empty.
+        slowdowns: reasons for reduced clocks now: ``"hot"``, ``"power brake"``, ``"hardware"``.
     """
 
     temperature_c: int | None = None
@@ -66,7 +68,7 @@ class GpuHealth:
 
 @dataclass(frozen=True, slots=True)
 class GpuLink:
-    """How two GPUs reach each other: peer access, NVLink, and the nearest part of the machine that both hang on."""
+    """Connection of two GPUs: peer access, NVLink, and their nearest common part of the machine."""
 
     peer: bool | None
     nvlink: bool
@@ -81,7 +83,7 @@ class Nvml:
         self._handles: dict[str, Any] = {}
 
     def gpus(self) -> list[NvmlGpu]:
-        """Every GPU in the order of the PCI bus, whatever ``CUDA_VISIBLE_DEVICES`` says."""
+        """List every GPU in the order of the PCI bus, regardless of ``CUDA_VISIBLE_DEVICES``."""
         count = self._lib.nvmlDeviceGetCount()
         return [self._describe(self._lib.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
 
@@ -90,16 +92,18 @@ class Nvml:
         return None if handle is None else self._describe(handle)
 
     def driver_cuda(self) -> tuple[int, int]:
-        """The newest CUDA version that the driver supports."""
+        """Return the newest CUDA version that the driver supports, as (major, minor)."""
         version = self._lib.nvmlSystemGetCudaDriverVersion_v2()  # 1000 × major + 10 × minor
         return version // 1000, version % 1000 // 10
 
     def driver_version(self) -> str:
-        """The driver's own version; empty where it does not say."""
+        """Return the version of the driver; empty if it does not report one."""
         return _text(self._ask(self._lib.nvmlSystemGetDriverVersion))
 
     def health(self, uuid: str) -> GpuHealth:
-        lib, ask, handle = self._lib, self._ask, self._handle(uuid)
+        lib = self._lib
+        ask = self._ask
+        handle = self._handle(uuid)
         ecc = ask(lib.nvmlDeviceGetEccMode, handle)
         kinds = (lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC)
         rows = ask(lib.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
@@ -112,16 +116,19 @@ class Nvml:
         )
 
     def reading(self, uuid: str) -> dict[str, Any]:
-        """What a GPU does now; cheap enough for once a second. ``None`` where the driver does not say.
+        """Return the load of a GPU; cheap enough for once a second. ``None`` if the driver does not report a value.
 
         ``utilisation``: share of the last sample period (up to a second) in which a kernel ran; a MIG slice has none.
         ``memory_gb``: in use by all processes. ``throttled``: the slowdowns of :class:`GpuHealth`, and ``"power cap"``,
         which is usual under load.
         """
-        lib, ask, handle = self._lib, self._ask, self._handle(uuid)
+        lib = self._lib
+        ask = self._ask
+        handle = self._handle(uuid)
         rates = ask(lib.nvmlDeviceGetUtilizationRates, handle)  # percent
         memory = ask(lib.nvmlDeviceGetMemoryInfo, handle)
-        power, limit = ask(lib.nvmlDeviceGetPowerUsage, handle), ask(lib.nvmlDeviceGetEnforcedPowerLimit, handle)  # mW
+        power = ask(lib.nvmlDeviceGetPowerUsage, handle)  # mW
+        limit = ask(lib.nvmlDeviceGetEnforcedPowerLimit, handle)  # mW
         return {
             "utilisation": None if rates is None else rates.gpu / 100,
             "memory_gb": None if memory is None else gigabytes(int(memory.total) - int(memory.free)),
@@ -137,9 +144,10 @@ class Nvml:
     def users(self, uuid: str) -> tuple[GpuUser, ...]:
         return self._users(self._handle(uuid))
 
-    def link(self, one: str, other: str) -> GpuLink:
-        lib, ask = self._lib, self._ask
-        pair = [self._handle(uuid) for uuid in (one, other)]
+    def link(self, first_uuid: str, second_uuid: str) -> GpuLink:
+        lib = self._lib
+        ask = self._ask
+        pair = [self._handle(first_uuid), self._handle(second_uuid)]
         reads = ask(lib.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
         return GpuLink(
             peer=None if reads is None else reads == lib.NVML_P2P_STATUS_OK,
@@ -154,14 +162,14 @@ class Nvml:
         self._ask(self._lib.nvmlShutdown)
 
     def _ask(self, function: Any, *args: Any) -> Any:
-        """The answer, or ``None`` where this driver or device has none, or there is no such device (``None``)."""
+        """Call NVML; ``None`` if the driver or device does not support the call, or if a handle is ``None``."""
         try:
             return None if None in args else function(*args)
         except self._lib.NVMLError:
             return None
 
     def _handle(self, uuid: str) -> Any:
-        """The driver's handle of a GPU, which it takes milliseconds to find, kept for the next question."""
+        """Return the driver's handle of a GPU, cached because finding it takes milliseconds."""
         if self._handles.get(uuid) is None:
             self._handles[uuid] = self._ask(self._lib.nvmlDeviceGetHandleByUUID, uuid.encode())
         return self._handles[uuid]
@@ -171,8 +179,10 @@ class Nvml:
         return tuple(name for name, bits in kinds.items() if reasons & bits)
 
     def _describe(self, handle: Any) -> NvmlGpu:
-        lib, ask = self._lib, self._ask
-        memory, mig = ask(lib.nvmlDeviceGetMemoryInfo, handle), ask(lib.nvmlDeviceGetMigMode, handle)
+        lib = self._lib
+        ask = self._ask
+        memory = ask(lib.nvmlDeviceGetMemoryInfo, handle)
+        mig = ask(lib.nvmlDeviceGetMigMode, handle)
         parent = ask(lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
         capability = ask(lib.nvmlDeviceGetCudaComputeCapability, handle if parent is None else parent)
         return NvmlGpu(
@@ -188,7 +198,7 @@ class Nvml:
     def _users(self, handle: Any) -> tuple[GpuUser, ...]:
         users = []
         for process in self._ask(self._lib.nvmlDeviceGetComputeRunningProcesses, handle) or ():
-            # The driver knows the name even where the process lives in another container.
+            # The driver knows the name even if the process runs in another container.
             name = PurePath(_text(self._ask(self._lib.nvmlSystemGetProcessName, process.pid))).name
             memory = None if process.usedGpuMemory is None else gigabytes(process.usedGpuMemory)
             users.append(GpuUser(pid=int(process.pid), name=name or "unknown", memory_gb=memory))
@@ -196,5 +206,5 @@ class Nvml:
 
 
 def _text(value: Any) -> str:
-    """Old drivers' bindings return bytes."""
+    """Convert to text; bindings of old drivers return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

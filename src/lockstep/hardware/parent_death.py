@@ -1,9 +1,8 @@
-"""Processes that end when the process that needs them ends, however it ends.
+"""End child processes when their parent ends for any reason.
 
-Two means, each with a gap that the other one covers: the parent-death signal (Linux, ``man 2 prctl``,
-PR_SET_PDEATHSIG) cannot be missed, but fires when the *thread* that started the process ends, so it is for processes
-started from a main thread; a pipe whose write end only the parent has follows the process, but needs a thread of the
-child that still gets to run.
+Two mechanisms complement each other. The parent-death signal (Linux, ``man 2 prctl``, PR_SET_PDEATHSIG) cannot be
+missed, but it is sent when the *thread* that started the process ends, so it is for processes started from a main
+thread. A pipe whose write end only the parent has is closed with the process, but needs a running thread of the child.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_now() -> NoReturn:
-    """End this process at once, with all its process group if it leads one (as every rank does)."""
+    """Kill this process, and its process group if it leads one (as every rank does)."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -31,12 +30,12 @@ def end_now() -> NoReturn:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when ``parent_pid`` ends; end now if that has happened already.
+    """Let the kernel kill this process when ``parent_pid`` ends; end now if it has already ended.
 
-    Call it early, in the child. The signal follows the thread that started this process: see above.
+    Call it early, in the child. The signal depends on the thread that started this process: see above.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before prctl could see it
+    if os.getppid() != parent_pid:  # the parent ended before prctl
         end_now()
 
 
@@ -66,10 +65,10 @@ def make_lifeline() -> int:
 
 def take_lifeline() -> int:
     """The pipe of :func:`make_lifeline`, taken from standard input, which becomes empty."""
-    lifeline = os.dup(0)  # not inheritable: this process's own children get the empty one
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    lifeline = os.dup(0)  # not inheritable: children of this process get the empty one
+    null_device = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_device, 0)
+    os.close(null_device)
     return lifeline
 
 

@@ -1,7 +1,7 @@
 """Peak arithmetic and memory speed of GPUs, from their makers' data sheets; dense figures.
 
-GPUs are known by the exact name that the driver gives, since variants (PCIe, NVL, laptop, MIG slice) differ by more
-than a rounding: an unknown name gives no number rather than a wrong one.
+GPUs are identified by the driver's exact name, since variants (PCIe, NVL, laptop, MIG slice) differ by more than a
+rounding. An unknown name has no figure rather than a wrong one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """TFLOP/s by format (``half``: fp16, and bf16 where the tensor cores know it), memory in GB/s, and who says so."""
+    """TFLOP/s by format (``half``: fp16, and bf16 if the tensor cores support it), memory in GB/s, and the source."""
 
     half: float
     tf32: float | None
@@ -68,9 +68,9 @@ PEAKS: dict[str, Peaks] = {
 
 
 def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float | None, str]:
-    """FLOP/s that the GPU of that (driver's) name can do at most, or ``None``; and where the figure comes from.
+    """Return the peak FLOP/s of a GPU by the driver's name, or ``None``, and the source of the figure.
 
-    ``tf32``: with precision ``32``, whether matrix products may use TF32.
+    ``tf32``: matrix products in precision ``32`` may use TF32.
     """
     peaks = PEAKS.get(name)
     if peaks is None:

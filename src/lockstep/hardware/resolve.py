@@ -1,4 +1,4 @@
-"""From a selection of devices, such as ``gpu:0,gpu:1`` or ``all``, to a placement: who computes where, how, and why."""
+"""Resolve a selection of devices, such as ``gpu:0,gpu:1`` or ``all``, to a placement of ranks with its reasons."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ MAX_DEVICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a selection of devices resolves to. Every choice has its reason.
+    """Devices, strategy and precision of a run, with the reason of each choice.
 
     Attributes:
-        devices: the devices of this node: one per rank, repeats included; where one rank uses several, all of them.
-        strategy: the name of a :class:`~lockstep.strategies.StrategySpec`.
-        backend: how ranks talk; ``None`` with one rank. world_size: ranks on all nodes.
-        reasons: why, for accelerator, devices, strategy, backend, world_size and precision.
-        by_node: the devices of each node by its name, where there are several nodes.
-        gpu: what its driver calls the first GPU; empty on a CPU. tf32: whether all of its GPUs have TF32.
+        devices: devices of this node, one per rank (repeats included), or all devices of its only rank.
+        strategy: name of a :class:`~lockstep.strategies.StrategySpec`.
+        backend: collective backend of the ranks; ``None`` with one rank.
+        world_size: ranks on all nodes.
+        reasons: reasons for accelerator, devices, strategy, backend, world_size and precision.
+        by_node: devices of each node by the node's name; empty with one node.
+        gpu: the driver's name of the first GPU; empty on a CPU.
+        tf32: all GPUs support TF32.
     """
 
     accelerator: Accelerator
@@ -53,7 +55,7 @@ class Placement:
         return find_strategy(self.strategy)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``placement.json`` keeps them."""
+        """Return plain values, the content of ``placement.json``."""
         values = asdict(self)
         by_node = {name: list(devices) for name, devices in self.by_node.items()}
         return {**values, "devices": list(self.devices), "notes": list(values["notes"]), "by_node": by_node}
@@ -65,20 +67,22 @@ def resolve_placement(
     world: World,
     detected: Sequence[Device],
 ) -> Placement:
-    """Decide where a run computes.
+    """Decide devices, strategy, backend and precision of a run.
 
-    ``world``: whether somebody else started the ranks already, and how many. ``detected``: what this machine has.
+    Args:
+        world: rank and world size of this process, if a launcher has started the ranks.
+        detected: devices of this machine.
 
     Raises:
-        DeviceError: a selection that does not fit the machine or the ranks; a precision that a chosen device lacks.
+        DeviceError: a selection that does not match the machine or the ranks; a precision that a device lacks.
         ConfigError, UnsupportedError: settings that contradict each other.
     """
-    wanted = None if config.strategy == "auto" else find_strategy(config.strategy)
+    configured_strategy = None if config.strategy == "auto" else find_strategy(config.strategy)
     # One process under a launcher may still use several GPUs; otherwise the launcher's world decides.
-    scatters = wanted is not None and wanted.scatters
-    given = world if world.from_outside and (world.size > 1 or not scatters) else None
-    if given:
-        selection = _for_ranks(config, given, detected)
+    scatters = configured_strategy is not None and configured_strategy.scatters
+    launched = world if world.from_outside and (world.size > 1 or not scatters) else None
+    if launched:
+        selection = _for_ranks(config, launched, detected)
     elif config.selected_devices is None:
         selection = choose_default(detected)
     else:
@@ -86,43 +90,44 @@ def resolve_placement(
     devices = selection.devices
     accelerator: Accelerator = "cpu" if devices[0] == "cpu" else "gpu"
     notes = list(selection.notes)
-    strategy, strategy_reason = _strategy(wanted, devices, given, notes)
-    alone = strategy.one_process
-    backend, backend_reason = _backend(distributed.backend, alone, devices, notes)
-    chosen = [find(device, detected) for device in dict.fromkeys(devices)]
-    precision, precision_reason = _precision(config.precision, chosen)
-    gpus = chosen if accelerator == "gpu" else []
-    occupied = [gpu for gpu in gpus if gpu.users and not given]
-    notes += [Note("device_in_use", f"{gpu.id} is in use: {describe_users(gpu)}") for gpu in occupied]
+    strategy, strategy_reason = _strategy(configured_strategy, devices, launched, notes)
+    is_single_process = strategy.one_process
+    backend, backend_reason = _backend(distributed.backend, is_single_process, devices, notes)
+    unique_devices = [find(device, detected) for device in dict.fromkeys(devices)]
+    precision, precision_reason = _precision(config.precision, unique_devices)
+    gpus = unique_devices if accelerator == "gpu" else []
+    if not launched:
+        occupied = [gpu for gpu in gpus if gpu.users]
+        notes += [Note("device_in_use", f"{gpu.id} is in use: {describe_users(gpu)}") for gpu in occupied]
     return Placement(
         accelerator=accelerator,
         devices=devices,
         strategy=strategy.name,
         backend=backend,
-        world_size=1 if alone else given.size if given else len(devices),
-        nodes=given.nodes if given else 1,
+        world_size=1 if is_single_process else launched.size if launched else len(devices),
+        nodes=launched.nodes if launched else 1,
         precision=precision,
         reasons={
             "accelerator": _accelerator_reason(accelerator, selection, detected),
             "devices": selection.reason,
             "strategy": strategy_reason,
             "backend": backend_reason,
-            "world_size": _world_reason(strategy, alone, devices, given),
+            "world_size": _world_reason(strategy, is_single_process, devices, launched),
             "precision": precision_reason,
         },
         notes=tuple(notes),
         gpu=gpus[0].name if gpus else "",
-        # Both came with compute capability 8.0.
+        # TF32 and bfloat16 both need compute capability 8.0.
         tf32=bool(gpus) and all("bf16-mixed" in gpu.precisions for gpu in gpus),
     )
 
 
 def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | None = None) -> dict[str, Any]:
-    """A selection as arguments of a Lightning ``Trainer``.
+    """Convert a selection to arguments of a Lightning ``Trainer``.
 
     Args:
-        selected_devices: ``"cpu"`` and ``"gpu:<index>"``; the CPU is dropped beside a GPU.
-        detected: what the machine has; ``None`` looks.
+        selected_devices: ``"cpu"`` and ``"gpu:<index>"``; the CPU is ignored if there is a GPU.
+        detected: devices of the machine; ``None`` detects them.
 
     Returns:
         ``accelerator`` (``"gpu"`` or ``"cpu"``), ``devices`` (the indices of the GPUs; 1 for the CPU, which is
@@ -140,7 +145,7 @@ def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | N
         raise DeviceError(
             f"{repeated[0]} is named twice",
             why="a Lightning Trainer takes each device once",
-            fix="name each device once, or train with Lockstep's own engine, where a repeated device carries two ranks",
+            fix="name each device once, or train with Lockstep's engine, where a repeated device has two ranks",
         )
     if devices == ("cpu",):
         return {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
@@ -149,24 +154,25 @@ def resolve_hardware(selected_devices: list[str], detected: Sequence[Device] | N
 
 
 def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device]) -> Selection:
-    """One device for each rank of this node, where a launcher has started the ranks already.
+    """Select one device for each rank of this node that a launcher has started.
 
-    When none were named: the first GPUs, else the CPU.
+    Default: the first GPUs, else the CPU.
     """
-    ranks, processes = world.local_size, many(world.local_size, "process")
+    ranks = world.local_size
+    processes = many(ranks, "process")
     if config.selected_devices is not None:
         selection = select(parse(config.selected_devices), detected)
-        number = len(selection.devices)
-        if number == ranks:
+        device_count = len(selection.devices)
+        if device_count == ranks:
             reason = f"{selection.reason}: one for each of the node's {processes}, in order"
             return Selection(selection.devices, reason, selection.notes)
         if selection.devices == ("cpu",):
             reason = f"cpu is selected, for each of the node's {processes}"
             return Selection(("cpu",) * ranks, reason, selection.notes)
         raise DeviceError(
-            f"{many(number, 'device')} selected, but {world.launcher} started {processes} on this node",
-            why="each process is one rank already, with one device",
-            fix=f"start {many(number, 'process')} per node, name {many(ranks, 'device')}, or leave --devices out",
+            f"{many(device_count, 'device')} selected, but {world.launcher} started {processes} on this node",
+            why="each process is one rank, with one device",
+            fix=f"start {many(device_count, 'process')} per node, name {many(ranks, 'device')}, or leave --devices out",
         )
     gpus = [gpu.id for gpu in usable_gpus(detected)]
     if len(gpus) >= ranks:
@@ -186,17 +192,27 @@ def _for_ranks(config: HardwareConfig, world: World, detected: Sequence[Device])
 
 
 def _strategy(
-    wanted: StrategySpec | None, devices: tuple[str, ...], world: World | None, notes: list[Note]
+    configured: StrategySpec | None, devices: tuple[str, ...], world: World | None, notes: list[Note]
 ) -> tuple[StrategySpec, str]:
-    """The strategy and its reason; ``wanted``: ``None`` for ``auto``; ``world``: where a launcher started the ranks."""
+    """Decide the strategy and its reason.
+
+    Args:
+        configured: ``None`` for ``auto``.
+        world: ``None`` unless a launcher has started the ranks.
+        notes: extended with notes on the strategy.
+    """
     ranks = world.size if world else len(devices)
-    spec = wanted or find_strategy(auto_strategy(ranks))
+    spec = configured or find_strategy(auto_strategy(ranks))
     if spec.one_process and world and ranks > 1:
-        what = f"strategy {spec.name} is one process, but {world.launcher} started {ranks}"
-        raise ConfigError(what, fix=f"use --strategy auto, or start without {world.launcher}")
+        raise ConfigError(
+            f"strategy {spec.name} is one process, but {world.launcher} started {ranks}",
+            fix=f"use --strategy auto, or start without {world.launcher}",
+        )
     if spec.devices == "one" and ranks > 1:
-        what = f"strategy {spec.name} takes one device, but {ranks} devices are selected"
-        raise ConfigError(what, fix="use --strategy auto, or select one device")
+        raise ConfigError(
+            f"strategy {spec.name} takes one device, but {ranks} devices are selected",
+            fix="use --strategy auto, or select one device",
+        )
     if spec.refuses is not None:
         spec.refuses(devices)
     if ranks == 1:
@@ -206,64 +222,69 @@ def _strategy(
         return single if spec.devices == "many" else spec, "one device: this process alone"
     if spec.note:
         notes.append(Note("strategy_slow", spec.note))
-    reason = f"{'as set' if wanted else 'several devices'}: {spec.summary}"
+    reason = f"{'as set' if configured else 'several devices'}: {spec.summary}"
     return spec, reason if not world else f"{reason}; {world.launcher} started {many(ranks, 'process')}"
 
 
-def _backend(wanted: str, alone: bool, devices: tuple[str, ...], notes: list[Note]) -> tuple[Backend | None, str]:
-    if alone:
-        if wanted != "auto":
-            notes.append(Note("backend_unused", f"distributed.backend={wanted} is ignored: there is one rank"))
+def _backend(
+    configured: str, is_single_process: bool, devices: tuple[str, ...], notes: list[Note]
+) -> tuple[Backend | None, str]:
+    """Decide the collective backend and its reason; ``notes`` is extended."""
+    if is_single_process:
+        if configured != "auto":
+            notes.append(Note("backend_unused", f"distributed.backend={configured} is ignored: there is one rank"))
         return None, "single process: no communication needed"
-    on_cpu, repeated = devices[0] == "cpu", len(set(devices)) < len(devices)
-    if wanted == "nccl" and (on_cpu or repeated):
+    on_cpu = devices[0] == "cpu"
+    has_repeats = len(set(devices)) < len(devices)
+    if configured == "nccl" and (on_cpu or has_repeats):
         raise ConfigError(
             f"backend nccl cannot connect {'ranks on a CPU' if on_cpu else 'two ranks on one GPU'}",
-            why="nccl talks between distinct GPUs",
-            fix="leave distributed.backend at auto, which takes gloo here",
+            why="nccl connects distinct GPUs",
+            fix="leave distributed.backend at auto, which uses gloo here",
         )
-    if wanted != "auto":
-        if wanted == "gloo" and not on_cpu and not repeated:
+    if configured != "auto":
+        if configured == "gloo" and not on_cpu and not has_repeats:
             text = "gloo stages GPU tensors through the host; nccl would be faster between distinct GPUs"
             notes.append(Note("backend_slow", text))
-        return cast(Backend, wanted), "as set"
+        return cast(Backend, configured), "as set"
     if on_cpu:
         return "gloo", "ranks on a CPU talk over gloo"
-    if repeated:
+    if has_repeats:
         return "gloo", "nccl refuses two ranks on one GPU, so gloo, staged through the host"
     return "nccl", "distinct GPUs: nccl is the fastest between them"
 
 
-def _precision(wanted: str, chosen: Sequence[Device]) -> tuple[str, str]:
-    """The precision and its reason; refused when a chosen device lacks it."""
-    on_gpu, first = chosen[0].kind != "cpu", chosen[0]
-    faster = on_gpu and all("bf16-mixed" in device.precisions for device in chosen)
-    if wanted == "auto" and faster:
+def _precision(configured: str, devices: Sequence[Device]) -> tuple[str, str]:
+    """Decide the precision and its reason. Raises :class:`PrecisionError` if a device does not support it."""
+    first = devices[0]
+    on_gpu = first.kind != "cpu"
+    has_fast_bfloat16 = on_gpu and all("bf16-mixed" in device.precisions for device in devices)
+    if configured == "auto" and has_fast_bfloat16:
         return "bf16-mixed", "auto: the GPU computes in bfloat16, which has the range of single precision"
-    if wanted == "auto":
+    if configured == "auto":
         return "32", "auto: " + ("a GPU without bfloat16" if on_gpu else "no format is faster on every CPU")
-    if wanted == "tf32" and not faster:
+    if configured == "tf32" and not has_fast_bfloat16:
         raise PrecisionError(
             f"precision tf32 is not supported on {first.id} ({first.name})",
             why="TF32 is a format of GPUs of compute capability 8.0 and newer",
             fix="use --precision 32, or select another device",
         )
-    for device in chosen:
-        if wanted != "tf32" and wanted not in device.precisions:
+    for device in devices:
+        if configured != "tf32" and configured not in device.precisions:
             raise PrecisionError(
-                f"precision {wanted} is not supported on {device.id} ({device.name})",
+                f"precision {configured} is not supported on {device.id} ({device.name})",
                 why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
-    return wanted.replace("tf32", "32"), {
+    return configured.replace("tf32", "32"), {
         "tf32": "as set: single precision, with products in TF32",
-        "32": "the model's own types: single precision unless it sets another"
-        + (f"; bf16-mixed would be faster on {first.name}" if faster else ""),
+        "32": "the types of the model: single precision unless it sets another"
+        + (f"; bf16-mixed would be faster on {first.name}" if has_fast_bfloat16 else ""),
         "16-mixed": "as set: half precision with loss scaling"
         + ("" if on_gpu else "; slow on a CPU, good for a dry run"),
         "bf16-mixed": "as set: bfloat16 where it is safe, single precision elsewhere",
         "bf16-true": "as set: bfloat16 for weights, gradients and optimizer too, which halves their memory and rounds",
-    }[wanted]
+    }[configured]
 
 
 def describe_users(device: Device) -> str:
@@ -283,35 +304,41 @@ def _accelerator_reason(accelerator: Accelerator, selection: Selection, detected
     return f"no GPU that Lockstep can use ({describe(unusable)})" if unusable else "there is no GPU"
 
 
-def _world_reason(strategy: StrategySpec, alone: bool, devices: tuple[str, ...], world: World | None) -> str:
+def _world_reason(
+    strategy: StrategySpec, is_single_process: bool, devices: tuple[str, ...], world: World | None
+) -> str:
     if world:
         nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
         return f"{world.launcher} started {many(world.size, 'process')}{nodes}"
-    if alone and strategy.devices == "many":
+    if is_single_process and strategy.devices == "many":
         return f"{strategy.name} is one process" + ("" if strategy.one_process else ", as set")
     return "one device" if len(devices) == 1 else "one rank for each selected device, repeats included"
 
 
-#: Bytes of a GPU that are not for tensors: its context and the workspaces of libraries (an allowance).
+#: Bytes of a GPU for its context and the workspaces of libraries (an allowance).
 CONTEXT = 0.8e9
 
 
-def divide_if_needed(placement: Placement, state: float, detected: Sequence[Device]) -> Placement:
-    """A strategy that shards the state where its bytes alone are more than a GPU of this node has; else as it was.
+def divide_if_needed(placement: Placement, state_bytes: float, detected: Sequence[Device]) -> Placement:
+    """Choose a sharded strategy if the state of training does not fit in a GPU of this node.
 
-    ``placement`` is what ``strategy: auto`` resolved to. Activations do not count: a smaller batch makes room for them.
+    Activations do not count, since a smaller batch reduces them.
+
+    Args:
+        placement: resolved from ``strategy: auto``.
+        state_bytes: size of parameters, gradients and optimizer state.
     """
     devices = placement.devices
-    several = placement.world_size > 1 and placement.nodes == 1 and len(set(devices)) == len(devices)
-    if placement.spec.divides or placement.accelerator != "gpu" or not several:
+    has_distinct_gpus = placement.world_size > 1 and placement.nodes == 1 and len(set(devices)) == len(devices)
+    if placement.spec.divides or placement.accelerator != "gpu" or not has_distinct_gpus:
         return placement
     smallest = min((find(name, detected) for name in devices), key=lambda device: device.memory_gb)
-    if smallest.memory_gb <= 0 or state <= smallest.memory_gb * 1e9 - CONTEXT:
+    if smallest.memory_gb <= 0 or state_bytes <= smallest.memory_gb * 1e9 - CONTEXT:
         return placement
     sharded = auto_strategy(len(devices), fits=False)
     reason = (
-        f"auto: parameters, gradients and optimizer take {state / 1e9:.1f} GB, and {smallest.id} has "
-        f"{smallest.memory_gb} GB; {sharded} divides them, {state / 1e9 / len(devices):.1f} GB each"
+        f"auto: parameters, gradients and optimizer take {state_bytes / 1e9:.1f} GB, and {smallest.id} has "
+        f"{smallest.memory_gb} GB; {sharded} divides them, {state_bytes / 1e9 / len(devices):.1f} GB each"
     )
     return replace(placement, strategy=sharded, reasons={**placement.reasons, "strategy": reason})
 
@@ -328,35 +355,40 @@ class Selection:
 
 def parse(names: Iterable[str]) -> tuple[str, ...]:
     """Check the form of each name: ``cpu``, ``gpu:<index>``, or ``all`` alone. Raises :class:`DeviceError`."""
-    given = tuple(names)
-    if not given:
+    devices = tuple(names)
+    if not devices:
         raise DeviceError("no device is selected", fix="name at least one, for example --devices cpu")
-    if len(given) > MAX_DEVICES:
-        raise DeviceError(f"{len(given)} devices are selected", why=f"at most {MAX_DEVICES} are", fix="name fewer")
-    if given == ("all",):
-        return given
-    if "all" in given:
-        why = "it means every GPU, or the CPU on a machine without one"
-        raise DeviceError("`all` cannot be combined with other devices", why=why, fix="use --devices all")
-    for name in given:
+    if len(devices) > MAX_DEVICES:
+        raise DeviceError(
+            f"{len(devices)} devices are selected", why=f"the maximum is {MAX_DEVICES}", fix="select fewer"
+        )
+    if devices == ("all",):
+        return devices
+    if "all" in devices:
+        raise DeviceError(
+            "`all` cannot be combined with other devices",
+            why="it means every GPU, or the CPU on a machine without one",
+            fix="use --devices all",
+        )
+    for name in devices:
         if not isinstance(name, str) or not _FORM.fullmatch(name):
             fix = _nearest_form(str(name).strip().lower())
             raise DeviceError(f"{name!r} is not a device", why="a device is cpu or gpu:<index>", fix=fix)
-    return given
+    return devices
 
 
 def _nearest_form(name: str) -> str:
-    """A hint for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
+    """Suggest a fix for common mistakes: ``cuda:1``, ``GPU0``, ``0``, ``gpu``."""
     number = re.fullmatch(r"(?:cuda|gpu|nvidia)[\s:_]*(\d{0,4})", name)
     if name.isdecimal():
         return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
     if number:
         return f"write gpu:{int(number[1] or 0)}"
-    return "write cpu" if name == "cpu" else "`lockstep devices` lists what is here"
+    return "write cpu" if name == "cpu" else "`lockstep devices` lists the devices of this machine"
 
 
 def choose_default(detected: Sequence[Device]) -> Selection:
-    """``gpu:0`` if there is one, else the CPU."""
+    """Select the first GPU, else the CPU."""
     gpus = usable_gpus(detected)
     if gpus:
         return Selection((gpus[0].id,), "default: the first GPU")
@@ -364,9 +396,9 @@ def choose_default(detected: Sequence[Device]) -> Selection:
 
 
 def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
-    """Match parsed names with what is here; ``all`` becomes every GPU, and the CPU is dropped beside a GPU.
+    """Select detected devices by name; ``all`` means every GPU, and the CPU is ignored if there is a GPU.
 
-    Raises :class:`DeviceError` for a device that is not here, or that Lockstep cannot use.
+    Raises :class:`DeviceError` for a device that this machine lacks or that Lockstep cannot use.
     """
     if names == ("all",):
         gpus = tuple(gpu.id for gpu in usable_gpus(detected))
@@ -383,7 +415,7 @@ def select(names: tuple[str, ...], detected: Sequence[Device]) -> Selection:
 
 
 def find(name: str, detected: Sequence[Device]) -> Device:
-    """The detected device of that name. Raises :class:`DeviceError` where there is none that Lockstep can use."""
+    """Return the device ``name``. Raises :class:`DeviceError` if it is absent or Lockstep cannot use it."""
     device = next((device for device in detected if device.id == name), None)
     fix = f"choose from: {describe([device for device in detected if device.supported])}"
     if device is None:

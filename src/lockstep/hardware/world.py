@@ -1,6 +1,6 @@
-"""Who am I among the processes: rank and world size, read from the environment that a launcher left.
+"""Rank and world size of this process, read from the environment that a launcher set.
 
-torchrun and Lockstep's own launcher set the same variables, SLURM's ``srun`` others:
+torchrun and Lockstep's launcher set the same variables, SLURM's ``srun`` sets others:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables and ``man srun``.
 """
 
@@ -20,7 +20,7 @@ Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
 SEVERAL_NODES = "nodes"
 #: The socket at ``MASTER_PORT``, for the rank that serves the store there.
 STORE_FD = "LOCKSTEP_STORE_FD"
-#: What a launcher sets for each rank.
+#: Environment variables that a launcher sets for each rank.
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -45,7 +45,7 @@ def world_kept(environ: MutableMapping[str, str]) -> Iterator[None]:
 class World:
     """One process among ``size``; node ``node_rank`` holds ``local_size`` of them.
 
-    ``node_count``: how many nodes there are, where the launcher says so; nodes may hold different numbers of ranks.
+    ``node_count``: number of nodes, if the launcher sets it; nodes may have different numbers of ranks.
     """
 
     rank: int = 0
@@ -66,17 +66,17 @@ class World:
 
     @property
     def from_outside(self) -> bool:
-        """True when their number is given: somebody else started the ranks, or several nodes have met."""
+        """True if another launcher started the ranks, or if there are several nodes."""
         return self.launcher in {"torchrun", "--nodes", "slurm"}
 
 
-#: More are a mistake: a rank waits for all others.
+#: Larger world sizes are refused as mistakes, since a rank waits for all others.
 MAX_RANKS = 100_000
 _NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """The world that ``environ`` describes; a single process when it describes none. Raises :class:`ConfigError`."""
+    """Read the world from ``environ``; default: a single process. Raises :class:`ConfigError` for invalid values."""
 
     def number(name: str, default: str | None = None) -> int:
         text = environ.get(name, default)
@@ -89,7 +89,7 @@ def read_world(environ: Mapping[str, str]) -> World:
         return int(text)
 
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        mark = environ.get("LOCKSTEP_LAUNCHER")  # of Lockstep's own launcher, which sets torchrun's variables
+        mark = environ.get("LOCKSTEP_LAUNCHER")  # set by Lockstep's launcher besides torchrun's variables
         world = World(
             rank=number("RANK"),
             size=number("WORLD_SIZE"),
@@ -101,7 +101,8 @@ def read_world(environ: Mapping[str, str]) -> World:
         )
     # An interactive `salloc` or `sbatch` shell sets SLURM_JOB_ID too; only `srun` sets the step's rank.
     elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        size, nodes = number("SLURM_STEP_NUM_TASKS"), max(1, number("SLURM_STEP_NUM_NODES", "1"))
+        size = number("SLURM_STEP_NUM_TASKS")
+        nodes = max(1, number("SLURM_STEP_NUM_NODES", "1"))
         world = World(
             rank=number("SLURM_PROCID"),
             size=size,
@@ -115,7 +116,7 @@ def read_world(environ: Mapping[str, str]) -> World:
         return World()
     if not (0 <= world.rank < world.size <= MAX_RANKS and 0 <= world.local_rank < world.local_size):
         raise ConfigError(
-            f"rank {world.rank} of {world.size} (local {world.local_rank} of {world.local_size}) cannot be",
+            f"rank {world.rank} of {world.size} (local {world.local_rank} of {world.local_size}) is out of range",
             why=f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE contradict each other, or exceed {MAX_RANKS:,}",
             fix="start the ranks with torchrun, srun or `lockstep train --devices …`",
         )
@@ -123,7 +124,7 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
-    """``MASTER_ADDR`` and ``MASTER_PORT`` where the launcher gave none (SLURM); empty where it did.
+    """Return ``MASTER_ADDR`` and ``MASTER_PORT`` if the launcher has not set them (SLURM), else an empty mapping.
 
     All ranks derive the same port from the job's number, in the range that is free for private use.
     """
@@ -138,7 +139,7 @@ def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: ``n[03-05,9],m1`` → ``n03`` (format: ``man scontrol``, hostlist)."""
+    """Return the first name of a SLURM node list: ``n[03-05,9],m1`` → ``n03`` (format: ``man scontrol``, hostlist)."""
     head, bracket, rest = nodes.partition("[")
     if not bracket or "," in head:
         return head.split(",")[0]

@@ -1,10 +1,10 @@
-"""Which samples of an epoch make a step, in which order, and who puts which of them through the model.
+"""Batch sizes and the order of samples: the split of an epoch into steps, ranks and micro-batches.
 
-Pure arithmetic on positions. An epoch is a line of ``samples`` positions; a step takes a *window* of it;
-a window falls into contiguous *parts* (ranks, or lanes in exact mode), a part into *micro-batches*; with
-synchronised BatchNorm a window falls into micro-batches, and each of them into ranks. Item j of n goes to
-part ⌊jP/n⌋, so the split over P·Q parts refines the split over P parts. Samples are shuffled, or bucketed by length,
-over the positions: the same on any devices.
+Pure arithmetic on positions. An epoch has ``samples`` positions. A step takes a *window*, a slice of the epoch. A
+window is split into contiguous *parts* (ranks, or lanes in exact mode), and each part into *micro-batches*. With
+synchronised BatchNorm a window is split into micro-batches first, and each of them into ranks. Item j of n goes to
+part ⌊jP/n⌋, so the split over P·Q parts refines the split over P parts. The order of samples over the positions
+(shuffled or bucketed by length) is the same on any devices.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Tail = Literal["spread", "merge", "drop"]
 
 
 class BatchPlan(Frozen):
-    """Sizes in samples. ``batch_size`` is the largest micro-batch of one device, before samples that are merged.
+    """Sizes in samples.
 
-    ``ranks`` processes share every window; each holds ``devices_per_rank`` devices (more than one
-    under ``dp`` only). ``least_window`` and ``least_part`` are 2 where BatchNorm needs two samples.
+    ``batch_size`` is the largest micro-batch of one device, before a short tail is merged. ``ranks`` processes share
+    every window; each has ``devices_per_rank`` devices (more than one under ``dp`` only). ``least_window`` and
+    ``least_part`` are the minimum sizes of a window and of a part: 2 if BatchNorm needs two samples.
     """
 
     samples: int
@@ -50,81 +51,91 @@ class BatchPlan(Frozen):
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(self.samples, self.global_batch)
-        if rest == 0 or self.tail == "drop":
-            return full
-        merged = self.tail == "merge" or rest < self.least_window
-        return max(1, full) if merged else full + 1
+        full_steps, remainder = divmod(self.samples, self.global_batch)
+        if remainder == 0 or self.tail == "drop":
+            return full_steps
+        is_merged = self.tail == "merge" or remainder < self.least_window
+        return max(1, full_steps) if is_merged else full_steps + 1
 
     def steps_left(self, position: int) -> int:
-        """Steps of an epoch of which ``position`` samples are used."""
+        """Count the steps that follow after ``position`` samples of an epoch."""
         if position >= self.samples:
             return 0
         return self.model_copy(update={"samples": self.samples - position}).steps_per_epoch
 
     def window(self, position: int) -> Span | None:
-        """The slice of the epoch that the step at ``position`` takes; ``None`` when the epoch is over."""
-        rest = self.samples - position
-        if rest <= 0 or (self.tail == "drop" and rest < self.global_batch):
+        """Return the slice of the epoch for the step at ``position``; ``None`` at the end of the epoch."""
+        remaining = self.samples - position
+        if remaining <= 0 or (self.tail == "drop" and remaining < self.global_batch):
             return None
-        left_over = rest - self.global_batch
-        swallow = left_over < self.global_batch if self.tail == "merge" else left_over < self.least_window
-        if self.tail != "drop" and swallow:
+        next_size = remaining - self.global_batch
+        min_next_size = self.global_batch if self.tail == "merge" else self.least_window
+        if self.tail != "drop" and next_size < min_next_size:
             return position, self.samples
         return position, position + self.global_batch
 
     def split(self, size: int) -> tuple[tuple[Span, ...], ...]:
-        """Micro-batches of each rank, as spans within a window of ``size`` items.
+        """Return the micro-batches of each rank, as spans within a window of ``size`` items.
 
         An empty span is an empty lane, or a rank without samples in a micro-batch of all ranks; () is an empty rank.
         """
         if self.lanes is not None:
             return _split_lanes(size, self.ranks, self.lanes, self.least_part)
-        # Samples that would be too few for a step make its micro-batches larger, not more of them.
-        merged = 0 < size - self.global_batch < self.least_window
+        # A merged tail makes the micro-batches larger and does not add one.
+        is_merged = 0 < size - self.global_batch < self.least_window
         if self.least_part < self.least_window:
-            limit = -(-self.global_batch // self.accumulate)
-            number = -(-(self.global_batch if merged else size) // limit)
-            return _split_micro_batches(size, self.ranks, number, self.least_window, self.least_part)
-        most = self.accumulate if merged else size
-        return _split_ranks(size, self.ranks, self.batch_size * self.devices_per_rank, self.least_part, most)
+            max_size = -(-self.global_batch // self.accumulate)
+            micro_batches = -(-(self.global_batch if is_merged else size) // max_size)
+            return _split_micro_batches(size, self.ranks, micro_batches, self.least_window, self.least_part)
+        return _split_ranks(
+            size,
+            self.ranks,
+            max_size=self.batch_size * self.devices_per_rank,
+            min_size=self.least_part,
+            max_micro_batches=self.accumulate if is_merged else size,
+        )
 
 
 @lru_cache(maxsize=256)
 def _split_micro_batches(
-    size: int, ranks: int, number: int, least_window: int, least_part: int
+    size: int, ranks: int, micro_batches: int, min_micro_batch: int, min_part: int
 ) -> tuple[tuple[Span, ...], ...]:
-    """Micro-batches first, and each of them into ranks: synchronised BatchNorm sees the same ones on any ranks."""
-    spans = [(start, stop) for start, stop in parts(size, number, least_window) if stop > start]
-    shares = [[(start + a, start + b) for a, b in parts(stop - start, ranks, least_part)] for start, stop in spans]
+    """Split into micro-batches, then each into ranks: synchronised BatchNorm sees the same ones on any ranks."""
+    spans = [(start, stop) for start, stop in parts(size, micro_batches, min_micro_batch) if stop > start]
+    shares = [[(start + a, start + b) for a, b in parts(stop - start, ranks, min_part)] for start, stop in spans]
     return tuple(zip(*shares, strict=True))
 
 
 @lru_cache(maxsize=256)
-def _split_ranks(size: int, ranks: int, limit: int, least: int, most: int) -> tuple[tuple[Span, ...], ...]:
-    """Ranks first; each cuts its share into micro-batches of at most ``limit``, but no more than ``most``."""
-    shares = parts(size, ranks, least)
-    longest = max(stop - start for start, stop in shares)
-    micro_batches = min(most, -(-longest // limit))
+def _split_ranks(
+    size: int, ranks: int, *, max_size: int, min_size: int, max_micro_batches: int
+) -> tuple[tuple[Span, ...], ...]:
+    """Split into ranks, then each into micro-batches of ``min_size`` to ``max_size`` items.
+
+    ``max_micro_batches`` per rank take precedence over ``max_size``.
+    """
+    shares = parts(size, ranks, min_size)
+    largest_share = max(stop - start for start, stop in shares)
+    micro_batches = min(max_micro_batches, -(-largest_share // max_size))
     return tuple(
-        tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, least) if b > a)
+        tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, min_size) if b > a)
         for start, stop in shares
     )
 
 
 @lru_cache(maxsize=256)
-def _split_lanes(size: int, ranks: int, lanes: int, least: int) -> tuple[tuple[Span, ...], ...]:
-    # Empty lanes keep their place: the summation tree has a leaf for each.
-    spans = parts(size, lanes, least)
-    per_rank = lanes // ranks
-    return tuple(spans[r * per_rank : (r + 1) * per_rank] for r in range(ranks))
+def _split_lanes(size: int, ranks: int, lanes: int, min_size: int) -> tuple[tuple[Span, ...], ...]:
+    # Empty lanes keep their position: the summation tree has a leaf for each.
+    spans = parts(size, lanes, min_size)
+    lanes_per_rank = lanes // ranks
+    return tuple(spans[rank * lanes_per_rank : (rank + 1) * lanes_per_rank] for rank in range(ranks))
 
 
-def parts(size: int, count: int, least: int = 1) -> tuple[Span, ...]:
-    """``count`` contiguous spans; each holds at least ``least`` items or none (the last ones stay empty)."""
-    used = max(1, min(count, size // least))
-    bounds = [-(-index * size // used) for index in range(used + 1)]
-    return tuple(pairwise(bounds)) + ((size, size),) * (count - used)
+def parts(size: int, count: int, min_size: int = 1) -> tuple[Span, ...]:
+    """Split ``size`` items into ``count`` contiguous spans; the last ones are empty if ``min_size`` does not fit."""
+    filled = max(1, min(count, size // min_size))
+    bounds = [-(-index * size // filled) for index in range(filled + 1)]
+    return tuple(pairwise(bounds)) + ((size, size),) * (count - filled)
 
 
 def resolve_batch(
@@ -141,36 +152,41 @@ def resolve_batch(
     sync_batchnorm: bool,
     even: bool = False,
 ) -> tuple[BatchPlan, Decisions]:
-    """Sizes of a run, and the decisions on them.
+    """Decide the batch sizes of a run.
 
-    ``even``: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer); a shorter tail
-    joins the step before.
+    Args:
+        samples: positions of an epoch.
+        batch_size: samples of a micro-batch of one device; an upper limit if ``global_batch_size`` is set.
+        has_batchnorm: the model has BatchNorm, so a single sample cannot be a batch.
+        even: every rank must have ``accumulate`` micro-batches in every step (Lightning's Trainer). A shorter tail
+            is merged with the step before.
 
     Raises:
-        ConfigError, DataError: a global batch that the ranks cannot share, or fewer samples than one step needs.
+        ConfigError: a global batch that cannot be shared by the ranks.
+        DataError: fewer samples than one step needs.
     """
     devices = ranks * devices_per_rank
-    reasons = dict.fromkeys(("batch_size", "accumulate"), "as configured")
-    per_device, global_batch = f"{batch_size} per device × {many(devices, 'device')}", global_batch_size
-    reasons["global_batch"] = f"{per_device} × {many(accumulate, 'micro-batch')}"
-    if global_batch is None:
+    if global_batch_size is None:
         global_batch = batch_size * devices * accumulate
-    elif global_batch < devices:
+        factors = f"{batch_size} per device × {many(devices, 'device')} × {many(accumulate, 'micro-batch')}"
+        reasons = {"global_batch": factors, "batch_size": "as configured", "accumulate": "as configured"}
+    elif global_batch_size < devices:
         raise ConfigError(
-            f"global batch {global_batch} cannot be shared by {devices} devices",
+            f"global batch {global_batch_size} cannot be shared by {devices} devices",
             why="each device needs at least one sample of every full step",
-            fix=f"use at most {global_batch} devices or set training.global_batch_size to at least {devices}",
+            fix=f"use at most {global_batch_size} devices or set training.global_batch_size to at least {devices}",
         )
-    else:  # in micro-batches of at most ``batch_size`` samples, as few and as even as can be
+    else:  # as few and as even micro-batches as possible
+        global_batch = global_batch_size
         share = -(-global_batch // devices)
         accumulate = -(-share // batch_size)
+        limit = f"at most {batch_size} samples"
         batch_size = -(-share // accumulate)
         uneven = f", unevenly ({global_batch // devices} or {share} each)" if global_batch % devices else ""
-        in_parts = f"{share} in {many(accumulate, 'micro-batch')}"
         reasons = {
             "global_batch": f"held at {global_batch} and shared by {many(devices, 'device')}{uneven}",
-            "batch_size": f"a device's share of {in_parts} of no more than the set size",
-            "accumulate": f"the fewest micro-batches that a device's share of {share} fits in",
+            "batch_size": f"{share} samples per device, divided into {many(accumulate, 'micro-batch')} of {limit}",
+            "accumulate": f"the fewest micro-batches of {limit} for {share} samples per device",
         }
     plan = BatchPlan(
         samples=samples,
@@ -192,38 +208,43 @@ def resolve_batch(
 
 
 def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
-    """``plan`` with a part for every micro-batch of every rank in each step, the last one of an epoch included."""
-    fits, accumulate = plan.global_batch // (plan.ranks * plan.least_part), plan.accumulate
-    if fits == 0:
+    """Give every rank the same number of micro-batches in each step, including the last one of an epoch.
+
+    Replaces the ``reasons`` of sizes that it changes.
+    """
+    max_accumulate = plan.global_batch // (plan.ranks * plan.least_part)
+    if max_accumulate == 0:
         raise ConfigError(
             f"a global batch of {plan.global_batch} cannot be shared by {plan.ranks} ranks",
             why=f"a module sees a batch on every rank in every step, and BatchNorm needs {plan.least_part} samples",
             fix=f"use at most {many(plan.global_batch // plan.least_part, 'device')}, "
             f"or a global batch (batch size × devices × accumulation) of at least {plan.ranks * plan.least_part}",
         )
-    if fits < accumulate:
+    if max_accumulate < plan.accumulate:
         share = -(-plan.global_batch // plan.ranks)
+        smallest_share = plan.global_batch // plan.ranks
         reasons["accumulate"] = (
-            f"{fits} instead of {accumulate}: every micro-batch of every rank must have at least "
-            f"{many(plan.least_part, 'sample')}, and of a step's some rank has only {plan.global_batch // plan.ranks}"
+            f"{max_accumulate} instead of {plan.accumulate}: every micro-batch of every rank must have at least "
+            f"{many(plan.least_part, 'sample')}, and a rank may have only {smallest_share} in a step"
         )
-        reasons["batch_size"] = f"a rank's share of {share} in {many(fits, 'micro-batch')}"
-        size = -(-share // (fits * plan.devices_per_rank))
-        plan = plan.model_copy(update={"accumulate": fits, "batch_size": size})
-    least = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
-    rest = plan.samples % plan.global_batch
-    if plan.samples < least:
+        reasons["batch_size"] = f"{share} samples per rank, divided into {many(max_accumulate, 'micro-batch')}"
+        batch_size = -(-share // (max_accumulate * plan.devices_per_rank))
+        plan = plan.model_copy(update={"accumulate": max_accumulate, "batch_size": batch_size})
+    min_window = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
+    tail = plan.samples % plan.global_batch
+    if plan.samples < min_window:
         raise DataError(
             f"the training set has {many(plan.samples, 'sample')}",
-            why=f"one step of {many(plan.ranks, 'rank')} × {many(plan.accumulate, 'micro-batch')} needs {least}",
+            why=f"one step of {many(plan.ranks, 'rank')} × {many(plan.accumulate, 'micro-batch')} needs {min_window}",
             fix="use fewer devices or less accumulation",
         )
-    if plan.tail == "spread" and 0 < rest < least:
-        reasons["tail"] = f"the last {rest} samples join the step before: they are too few for all ranks"
-    return plan.model_copy(update={"least_window": least})
+    if plan.tail == "spread" and 0 < tail < min_window:
+        reasons["tail"] = f"the last {tail} samples join the step before: they are too few for all ranks"
+    return plan.model_copy(update={"least_window": min_window})
 
 
 def _check_tail(plan: BatchPlan) -> str:
+    """Check the sizes for a last, short batch, and return the reason for its treatment."""
     if plan.global_batch < plan.least_window:
         raise ConfigError(
             f"a global batch of {plan.global_batch} is too small for a model with BatchNorm",
@@ -236,40 +257,45 @@ def _check_tail(plan: BatchPlan) -> str:
             why="BatchNorm needs at least 2 samples in a batch" if plan.samples else "there is nothing to train on",
             fix="check data.data_dir and the split",
         )
-    rest = plan.samples % plan.global_batch
+    tail = plan.samples % plan.global_batch
     if plan.tail == "drop" and plan.samples < plan.global_batch:
         raise ConfigError(
             f"tail: drop leaves no step: {plan.samples} samples are fewer than the global batch {plan.global_batch}",
             why="drop leaves out the last, short batch of an epoch",
             fix="use tail: spread, or a smaller batch",
         )
-    if rest == 0:
+    if tail == 0:
         return f"{plan.samples} samples fill every step of {plan.global_batch}; there is no short batch"
-    if plan.tail == "spread" and rest < plan.least_window:
-        return f"the last {rest} sample joins the step before: BatchNorm cannot take one sample alone"
+    if plan.tail == "spread" and tail < plan.least_window:
+        return f"the last {tail} sample joins the step before: BatchNorm cannot take one sample alone"
     return {
-        "drop": f"the last {rest} samples of each epoch are left out, as configured",
-        "merge": f"the last {rest} samples join the step before, as configured",
-        "spread": f"the last {rest} samples form a smaller batch, split across ranks; nothing is dropped",
+        "drop": f"the last {tail} samples of each epoch are left out, as configured",
+        "merge": f"the last {tail} samples join the step before, as configured",
+        "spread": f"the last {tail} samples form a smaller batch, split across ranks; nothing is dropped",
     }[plan.tail]
 
 
 #: Samples of a default window: wide enough for little padding, narrow enough to mix a large data set.
 WINDOW = 4096
-#: Windows in an epoch of a smaller data set, at least: with fewer, its batches have the same samples in each.
+#: Minimum number of windows in an epoch: with fewer, each epoch would have nearly the same batches.
 MIN_WINDOWS = 4
 MIN_WINDOW_SAMPLES = 512
 BLOCKS = 8
-#: Of a stream whose items draw from generators that training draws from, too.
+#: Reason and fix for a stream whose items draw from generators that training also draws from.
 DRAWS = "items draw from the global generators: they differ with the number of ranks"
 OWN = "let the data set draw from a random.Random, numpy or torch generator that it seeds itself"
 
 
 class SamplingFacts(Frozen):
-    """How samples are chosen, where that is not each of them once an epoch of ``positions`` (at most ``most``).
+    """A sampling other than one pass over all samples in each epoch.
 
-    ``digest``: a hash of the weights. ``stream``: they are read in order, by one process; ``draws``: from the global
-    generators.
+    Attributes:
+        kind: its name, for users.
+        digest: hash of the weights.
+        positions: samples drawn in an epoch.
+        most: highest possible ``positions`` when drawing without replacement.
+        stream: samples are read in order, by one process.
+        draws: items of the stream draw from the global random generators.
     """
 
     kind: str
@@ -281,11 +307,11 @@ class SamplingFacts(Frozen):
 
 
 class OrderPlan(Frozen):
-    """Sizes in samples; all ``None`` when the order is a plain shuffle. A resume keeps all of it.
+    """Order of samples; sizes in samples, all ``None`` for a plain shuffle. A resume keeps all of it.
 
     ``window`` samples are sorted by length together, in blocks of ``block``. The items of a step are split into
     ``lanes`` strided parts (virtual ranks), so that parts that run at the same time have equal work.
-    ``sampling``: how samples are chosen, with a ``digest`` of the weights; ``positions``: of an epoch.
+    ``sampling``, ``digest`` and ``positions`` are those of :class:`SamplingFacts`.
     """
 
     window: int | None = None
@@ -315,43 +341,51 @@ def resolve_order(
     samples: int,
     lengths: bool,
     lanes: int,
-    held: OrderPlan | None,
+    saved_order: OrderPlan | None,
     sampling: SamplingFacts | None = None,
 ) -> tuple[OrderPlan, Decision]:
-    """The order of a run of ``samples``, and the decision.
+    """Decide the order of the training samples.
 
-    ``lengths``: whether the task gives the length of each. ``held``: the order of the run, on resume.
+    Args:
+        samples: size of the training set.
+        lengths: the task returns the length of each sample.
+        lanes: strided parts of a step that is bucketed by length.
+        saved_order: order of the run, on resume.
 
     Raises:
         ConfigError: sizes that do not fit, lengths that are missing, or a change of the order on resume.
     """
-    chosen, given = _sampled(config, samples, sampling)
-    bucketing, positions = config.bucketing, chosen.positions or samples
-    if bucketing == "on" and not lengths and held is None:
+    sampled_order, sampling_reason = _sampled(config, samples, sampling)
+    bucketing = config.bucketing
+    positions = sampled_order.positions or samples
+    if bucketing == "on" and not lengths and saved_order is None:
         raise ConfigError(
             "data.bucketing is on, but the task gives no lengths",
             why="an order by length needs one number per training sample",
             fix="return them from Task.lengths(), or set data.bucketing=auto",
         )
-    if held is not None:
-        _check_held(config, positions, chosen, held)
-        order, reason = held, "as the run began: another order would repeat some samples and leave others out"
+    if saved_order is not None:
+        _check_order_unchanged(config, positions, sampled_order, saved_order)
+        order = saved_order
+        reason = "as the run began: another order would repeat some samples and leave others out"
     elif bucketing == "off" or not lengths:
-        order = chosen
+        order = sampled_order
         reason = "data.bucketing is off" if bucketing == "off" else "auto: the task gives no lengths of its samples"
     else:
         window, block = _sizes(config, positions)
-        order = chosen.model_copy(update={"window": window, "block": block, "lanes": lanes})
-        asked = "data.bucketing is on" if bucketing == "on" else "auto: the task gives the lengths of its samples"
-        is_set = config.bucket_window or config.bucket_block
-        reason = f"{asked}; {'sizes as configured' if is_set else f'the default sizes for {positions} samples'}"
-        reason += ", on any devices"
+        order = sampled_order.model_copy(update={"window": window, "block": block, "lanes": lanes})
+        source = "data.bucketing is on" if bucketing == "on" else "auto: the task gives the lengths of its samples"
+        has_sizes = config.bucket_window or config.bucket_block
+        sizes = "sizes as configured" if has_sizes else f"the default sizes for {positions} samples"
+        reason = f"{source}; {sizes}, on any devices"
+    if sampling_reason:
+        reason = f"{sampling_reason}; {reason}"
     kind = "bucketed" if order.bucketed else order.sampling or "shuffled"
-    return order, decide("order", (True, kind, f"{given}; {reason}" if given else reason), shown={kind: str(order)})
+    return order, decide("order", (True, kind, reason), shown={kind: str(order)})
 
 
 def _sampled(config: DataConfig, samples: int, sampling: SamplingFacts | None) -> tuple[OrderPlan, str]:
-    """How samples are chosen, before bucketing, and why; all ``None`` where each is seen once an epoch."""
+    """Return the order before bucketing and its reason, which is empty for one pass over all samples."""
     positions = config.epoch_samples or (sampling.positions if sampling else samples)
     if sampling is not None and sampling.most is not None and positions > sampling.most:
         raise ConfigError(
@@ -359,16 +393,17 @@ def _sampled(config: DataConfig, samples: int, sampling: SamplingFacts | None) -
             why=f"{sampling.most} samples have a weight above 0",
             fix=f"set data.replacement=true, or data.epoch_samples to at most {sampling.most}",
         )
-    length = None if positions == samples else positions
-    why = "data.epoch_samples" if config.epoch_samples and length else ""
+    epoch_length = None if positions == samples else positions
+    length_reason = "data.epoch_samples" if config.epoch_samples and epoch_length else ""
     if sampling is None or not sampling.digest:
-        return OrderPlan(positions=length), why
-    why = f"{'data.sampling' if config.sampling != 'auto' else 'as the training data say'}{why and ' and '}{why}"
-    return OrderPlan(sampling=sampling.kind, digest=sampling.digest, positions=length), why
+        return OrderPlan(positions=epoch_length), length_reason
+    sampling_reason = "data.sampling" if config.sampling != "auto" else "as the training data say"
+    order = OrderPlan(sampling=sampling.kind, digest=sampling.digest, positions=epoch_length)
+    return order, " and ".join(filter(None, (sampling_reason, length_reason)))
 
 
 def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iterator[Note]:
-    """Notes on bucketing settings that have no effect, or reduce padding less than they could."""
+    """Yield notes on bucketing settings that have no effect or reduce padding little."""
     if order.block is None and (config.bucket_window or config.bucket_block):
         text = "data.bucket_window and data.bucket_block have no effect: the order is not by length."
         yield Note("settings_unused", text)
@@ -381,6 +416,7 @@ def order_notes(config: DataConfig, order: OrderPlan, global_batch: int) -> Iter
 
 
 def check_sizes(window: int, block: int) -> None:
+    """Raise :class:`ConfigError` unless ``window`` is a positive multiple of ``block``."""
     if block < 1 or window < 1 or window % block:
         raise ConfigError(
             f"windows of {window} samples cannot be cut into blocks of {block}",
@@ -390,8 +426,9 @@ def check_sizes(window: int, block: int) -> None:
 
 
 def _sizes(config: DataConfig, samples: int) -> tuple[int, int]:
-    """Window and block: as configured, the other one to fit, or the defaults."""
-    window, block = config.bucket_window, config.bucket_block
+    """Return window and block as configured; a missing one is derived from the other or from ``samples``."""
+    window = config.bucket_window
+    block = config.bucket_block
     if window is None and block is None:
         window = WINDOW
         while window > MIN_WINDOW_SAMPLES and samples < MIN_WINDOWS * window:
@@ -402,19 +439,20 @@ def _sizes(config: DataConfig, samples: int) -> tuple[int, int]:
     return window, block
 
 
-def _check_held(config: DataConfig, samples: int, chosen: OrderPlan, held: OrderPlan) -> None:
-    sizes: dict[str, int | None] = {}
-    if held.bucketed and config.bucketing == "off":
-        sizes = {"window": None, "block": None, "lanes": None}
-    elif held.bucketed:
-        sizes = {"window": config.bucket_window or held.window, "block": config.bucket_block or held.block}
+def _check_order_unchanged(config: DataConfig, samples: int, sampled_order: OrderPlan, saved_order: OrderPlan) -> None:
+    """Raise :class:`ConfigError` if settings or data of a resume ask for another order than ``saved_order``."""
+    changes: dict[str, object] = sampled_order.model_dump(include={"sampling", "digest", "positions"})
+    if saved_order.bucketed and config.bucketing == "off":
+        changes |= {"window": None, "block": None, "lanes": None}
+    elif saved_order.bucketed:
+        changes["window"] = config.bucket_window or saved_order.window
+        changes["block"] = config.bucket_block or saved_order.block
     elif config.bucketing == "on":
-        sizes = dict(zip(("window", "block"), _sizes(config, samples), strict=True))
-    names = ("sampling", "digest", "positions")
-    asked = held.model_copy(update={**sizes, **{name: getattr(chosen, name) for name in names}})
-    if asked != held:
+        changes["window"], changes["block"] = _sizes(config, samples)
+    configured_order = saved_order.model_copy(update=changes)
+    if configured_order != saved_order:
         raise ConfigError(
-            f"the run's order is {held}; asked for is {asked}",
+            f"the run's order is {saved_order}; the configured order is {configured_order}",
             why="in another order samples would repeat and others would be left out",
             fix="leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were, or "
             "start a new run with --init-from",

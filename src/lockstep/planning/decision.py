@@ -1,4 +1,4 @@
-"""A decision of the plan: what was chosen for the user, and why."""
+"""Decisions of the plan: automatic choices with their reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Frozen(BaseModel):
-    """What a plan is made of: immutable, and read again from ``plan.json``."""
+    """Immutable part of a plan, which can be read again from ``plan.json``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -19,9 +19,13 @@ Value = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Decision:
-    """One automatic choice: a stable ``key``, the ``title`` that users read, the ``value`` as code uses it, and why.
+    """One automatic choice and its reason.
 
-    ``shown``: the value as users read it; by default its text, with ``on`` and ``off`` for a switch.
+    Attributes:
+        key: stable name.
+        title: name for users.
+        value: value for code.
+        shown: value for users; default: its text, with ``on`` and ``off`` for a switch.
     """
 
     key: str
@@ -41,7 +45,7 @@ class Decision:
 Decisions = dict[str, Decision]
 
 
-#: Where the title is not the key.
+#: Titles that differ from the key.
 TITLES = {
     "averaging": "averaged weights",
     "channels_last": "layout of convolutions",
@@ -56,12 +60,15 @@ TITLES = {
 
 
 def decide(key: str, *rules: tuple[object, Value, str], shown: Mapping[Value, str] | None = None) -> Decision:
-    """The decision of the first rule that applies: (whether it does, the value, the reason).
+    """Return the decision of the first rule that applies.
 
-    ``shown``: values as users read them.
+    Args:
+        rules: (condition, value, reason), the last one unconditional.
+        shown: texts of values for users.
     """
     value, reason = next((value, reason) for applies, value, reason in rules if applies)
-    return Decision(key, TITLES.get(key, key.replace("_", " ")), value, reason, (shown or {}).get(value, ""))
+    title = TITLES.get(key, key.replace("_", " "))
+    return Decision(key, title, value, reason, shown=(shown or {}).get(value, ""))
 
 
 def by_key(decisions: Iterable[Decision]) -> Decisions:

@@ -1,4 +1,4 @@
-"""How data is loaded: the processes of a rank, by rule or from measured rates; what a user's loader or loop decides."""
+"""Decisions on data loading: worker processes of a rank, and sizes set by a user's loader or loop."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from lockstep.planning.decision import Decision, decide
 from lockstep.planning.notes import refuse
 from lockstep.planning.plan import LoaderFacts, LoaderPlan, Plan, TaskFacts
 
-#: Data should come this much faster than the step takes it, so that a slow batch does not stop it.
+#: Minimum ratio of the loading rate to the rate of the step, so that a slow batch does not stop the step.
 HEADROOM = 1.2
-#: Rates closer than this are the same.
+#: Rates whose ratio is above this count as equal.
 CLOSE = 0.95
-#: Loader processes of a rank that the first steps may start.
-MOST_WORKERS = 16
-#: What it costs another process to hand over a batch: 1.2 ms and 1 s for each 3 GB, on two cores of a server.
-HANDOVER_S, HANDOVER_BYTES_S = 1.2e-3, 3e9
+#: Maximum number of loader processes of a rank that are started during the first steps.
+MAX_WORKERS = 16
+#: Time of another process to hand over a batch: seconds, and bytes per second. Measured on two cores of a server.
+HANDOVER_S = 1.2e-3
+HANDOVER_BYTES_S = 3e9
 
 
 class Recommendation(NamedTuple):
-    """``bound``: what limits training with this setting, ``compute`` or ``data``."""
+    """``bound``: the bottleneck with this setting, ``compute`` or ``data``."""
 
     num_workers: int
     bound: str
@@ -32,15 +33,17 @@ class Recommendation(NamedTuple):
 
 
 def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
-    """How many loader processes to use, and why: the fewest that keep up with the step, else the fastest.
+    """Recommend a number of loader processes: the fewest that keep up with the step, else the fastest.
 
-    ``rates``: samples per second by number of workers. ``demand``: those that the step would take if it never waited.
+    Args:
+        rates: samples per second by number of workers.
+        demand: samples per second of a step that never waits for data.
     """
-    fastest = max(rates.values())
-    enough = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
-    best = enough[0] if enough else min(workers for workers, rate in rates.items() if rate >= CLOSE * fastest)
+    max_rate = max(rates.values())
+    sufficient = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
+    best = sufficient[0] if sufficient else min(n for n, rate in rates.items() if rate >= CLOSE * max_rate)
     loads = f"{best} worker{' loads' if best == 1 else 's load'} {rates[best]:,.0f} samples/s"
-    if enough:
+    if sufficient:
         reason = f"{loads}, a step needs {demand:,.0f}: more would only take cores from it"
         return Recommendation(best, "compute", reason)
     if rates[best] >= demand:
@@ -51,77 +54,82 @@ def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
 
 
 def worker_counts(cores: int) -> list[int]:
-    """0, 1, 2, 4, … up to ``cores``, and ``cores`` itself."""
+    """Return 0, the powers of two up to ``cores``, and ``cores``."""
     return sorted({0, cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
 
 
 def automatic_workers(cores: int, local_ranks: int) -> int:
-    """Loader processes of each rank that are not chosen by measuring: a core is left for the step.
+    """Return the loader processes of each rank by rule, leaving one core for the step.
 
-    One process alone is slower than none: the rank waits for the same reading, and for the hand-over.
+    Never 1: one process reads no faster than the rank, which would also wait for the hand-over.
     """
-    own = cores // local_ranks
-    return 0 if own < 2 else max(2, min(4, own - 1))
+    cores_per_rank = cores // local_ranks
+    return 0 if cores_per_rank < 2 else max(2, min(4, cores_per_rank - 1))
 
 
 def resolve_loader(
     data: DataConfig, facts: TaskFacts, *, cores: int, local_ranks: int, pin_memory: bool
 ) -> tuple[LoaderPlan, Decision]:
-    """The input pipeline of each rank, and the decision on its worker processes.
+    """Decide the input pipeline of each rank.
 
-    ``cores``: that this node may use. ``pin_memory``: whether it helps, where ``data`` does not say.
+    Args:
+        cores: CPU cores that this node may use.
+        pin_memory: default of ``data.pin_memory``.
     """
-    given, automatic = data.num_workers, automatic_workers(cores, local_ranks)
+    configured = data.num_workers
     position = f"worker processes would share the position in {facts.read_file}, which the data set has open"
     shares = f"{cores} cores for {many(local_ranks, 'rank')}, one left for the step, 2 to 4 each"
-    chosen = decide(
+    decision = decide(
         "workers",
         (facts.streams, 0, "one process of each node reads the stream"),
-        (isinstance(given, int), given, "as configured"),
+        (isinstance(configured, int), configured, "as configured"),
         (facts.whole_batches, 0, "the data set returns whole batches from memory"),
         (facts.read_file is not None, 0, position),
         (not facts.opens_files, None, "worker processes are started if the first steps show that they are faster"),
-        # A process that is started after the first sample would share what is open.
+        # Processes that are started after the first sample would share open files.
         (facts.quick_samples, 0, "a sample is made in less time than another process needs to hand it over"),
-        (True, automatic, f"reading opens files; {shares}"),
+        (True, automatic_workers(cores, local_ranks), f"reading opens files; {shares}"),
     )
-    workers = int(chosen.value or 0)
-    most = max(0, min(MOST_WORKERS, cores // local_ranks)) if chosen.value is None else workers
+    workers = int(decision.value or 0)
+    max_workers = max(0, min(MAX_WORKERS, cores // local_ranks)) if decision.value is None else workers
     loader = LoaderPlan(
         num_workers=workers,
-        most_workers=most,
+        most_workers=max_workers,
         prefetch_factor=data.prefetch_factor or 2,
         pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
     )
-    shown = many(workers, "worker") + (f" at first, up to {most}" if most > workers else "")
-    return loader, replace(chosen, value=workers, shown=shown)
+    shown = many(workers, "worker") + (f" at first, up to {max_workers}" if max_workers > workers else "")
+    return loader, replace(decision, value=workers, shown=shown)
 
 
-def worth_trying(load_s: float, step_s: float, batch_bytes: int, most: int) -> int:
-    """How many loader processes should shorten a step by a fifth or more, at most ``most``; 0 where no number does.
+def worth_trying(load_s: float, step_s: float, batch_bytes: int, max_workers: int) -> int:
+    """Return the number of loader processes that should shorten a step by at least a fifth; 0 if none does.
 
-    ``load_s``: to load a batch of ``batch_bytes`` in the training process; ``step_s``: from one batch to the next
-    there.
+    Args:
+        load_s: time to load a batch of ``batch_bytes`` in the training process.
+        step_s: time from one batch to the next in the training process.
     """
     compute_s = step_s - load_s
-    handed_s = load_s + HANDOVER_S + batch_bytes / HANDOVER_BYTES_S
-    expected = {n: max(compute_s, handed_s / n, (compute_s + handed_s) / most) for n in range(1, most + 1)}
-    best = min(expected.values(), default=step_s)
-    if best > 0.8 * step_s:
+    worker_s = load_s + HANDOVER_S + batch_bytes / HANDOVER_BYTES_S
+    cores_s = (compute_s + worker_s) / max(1, max_workers)  # all the work of a step, divided among the cores
+    expected = {workers: max(compute_s, worker_s / workers, cores_s) for workers in range(1, max_workers + 1)}
+    fastest_s = min(expected.values(), default=step_s)
+    if fastest_s > 0.8 * step_s:
         return 0
-    return next(workers for workers, seconds in expected.items() if seconds <= best / CLOSE)
+    return next(workers for workers, seconds in expected.items() if seconds <= fastest_s / CLOSE)
 
 
 def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:
-    """``decision``, or what the module and its ``loader`` decide instead."""
-    own = {
+    """Return ``decision``, replaced if the module and its ``loader`` decide instead of the plan."""
+    reasons = {
         "lr": "the module's configure_optimizers() sets it",
         "schedule": "the module's configure_optimizers() sets it",
-        "workers": "the module's own DataLoader sets its workers",
-        **({"order": "the loader's own, which only one device can keep"} if loader.batches is not None else {}),
+        "workers": "the module's DataLoader sets its workers",
     }
-    if decision.key in own:
-        return replace(decision, value=None, shown="its own", reason=own[decision.key])
+    if loader.batches is not None:
+        reasons["order"] = "the loader's order, which only one device can keep"
+    if decision.key in reasons:
+        return replace(decision, value=None, shown="its own", reason=reasons[decision.key])
     if decision.key == "batch_size" and decision.value == loader.batch_size:
         return replace(decision, reason="set by the module's DataLoader")
     if decision.key == "order" and loader.shuffle:
@@ -131,65 +139,77 @@ def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:
     return decision
 
 
-def training_of_loader(config: RunConfig, loader: LoaderFacts, *, held: int | None, devices: int) -> TrainingConfig:
-    """The training section with the sizes of ``loader``; ``held``: the global batch, if it is fixed.
+def training_of_loader(
+    config: RunConfig, loader: LoaderFacts, *, fixed_global_batch: int | None, devices: int
+) -> TrainingConfig:
+    """Return the training section with the sizes of ``loader``.
 
-    Raises for settings that a ``LightningModule`` cannot have.
+    Raises:
+        ConfigError, UnsupportedError: settings that a ``LightningModule`` cannot have.
     """
-    t, why = config.training, "its steps belong to the module and Lightning's Trainer"
-    refused = {
-        "reproducibility: exact": t.reproducibility == "exact",
-        "training.compile": t.compile,
+    training = config.training
+    is_set = {
+        "reproducibility: exact": training.reproducibility == "exact",
+        "training.compile": training.compile,
         "debug.overfit_batches": config.debug.overfit_batches is not None,
         "debug.trace": config.debug.trace != "off",
         "debug.switch_off": bool(config.debug.switch_off),
         "telemetry.record_samples": config.telemetry.record_samples,
         "data.bucketing on": config.data.bucketing == "on",
     }
-    asked = {name: (is_set, why) for name, is_set in refused.items()}
-    refuse("a LightningModule", asked, "remove it, or write a lockstep.Task")
-    if loader.whole_steps and t.accumulate > 1:
+    reason = "its steps belong to the module and Lightning's Trainer"
+    refused = {name: (applies, reason) for name, applies in is_set.items()}
+    refuse("a LightningModule", refused, "remove it, or write a lockstep.Task")
+    if loader.whole_steps and training.accumulate > 1:
         raise ConfigError(
             "training.accumulate is set, but the module optimizes manually",
             why="with automatic_optimization = False it takes its steps itself",
             fix="leave it out",
         )
-    if loader.batches is not None and loader.batches % t.accumulate:
+    if loader.batches is not None and loader.batches % training.accumulate:
         raise ConfigError(
-            f"training.accumulate={t.accumulate} does not divide the {loader.batches} batches of an epoch",
-            why="the training loader keeps its own order, so its batches are not divided again",
+            f"training.accumulate={training.accumulate} does not divide the {loader.batches} batches of an epoch",
+            why="the training loader keeps its order, so its batches are not divided again",
             fix="set it to a divisor",
         )
-    batch_size = -(-held // devices) if loader.whole_steps and held is not None else loader.batch_size
-    return t.model_copy(update={"batch_size": batch_size, "tail": "drop" if loader.drop_last else t.tail})
+    batch_size = loader.batch_size
+    if loader.whole_steps and fixed_global_batch is not None:
+        batch_size = -(-fixed_global_batch // devices)
+    tail = "drop" if loader.drop_last else training.tail
+    return training.model_copy(update={"batch_size": batch_size, "tail": tail})
 
 
 def of_session(plan: Plan, schedule: str) -> Plan:
-    """``plan`` with the decisions that the loop takes itself, without notes on settings that it does not use.
+    """Return ``plan`` with the decisions of a loop, without decisions and notes on settings that it does not use.
 
-    ``schedule``: what sets the learning rates.
+    ``schedule``: the reason for the learning rates.
     """
     unused = ("warmup", "monitor", "weight_decay", "channels_last", "data_device")
     decisions = {key: decision for key, decision in plan.decisions.items() if key not in unused}
-    decisions["lr"] = replace(decisions["lr"], reason="the loop's own optimizer (its first parameter group)")
+    decisions["lr"] = replace(decisions["lr"], reason="the loop's optimizer (its first parameter group)")
     decisions["schedule"] = decide("schedule", (True, "loop", schedule))
     notes = tuple(note for note in plan.notes if not note.key.startswith(("lr_", "warmup", "optimizer", "schedule")))
     return plan.model_copy(update={"decisions": decisions, "notes": notes})
 
 
 def sized(config: RunConfig, *, has_batch_size: bool, ranks: int, accumulate: int | None, lr: float) -> RunConfig:
-    """``config`` with the sizes of a loop over batches, and the learning rate of its first optimizer.
+    """Return ``config`` with the sizes of a loop over batches.
 
-    Without ``has_batch_size`` a rank's share of the global batch is one micro-batch for each of ``accumulate``.
+    Args:
+        has_batch_size: a batch size is configured. Otherwise a rank's share of the global batch is divided into
+            ``accumulate`` micro-batches.
+        ranks: processes that share the global batch.
+        accumulate: micro-batches of a step; ``None``: as configured.
+        lr: learning rate of the loop's first optimizer; 0 if it has none.
     """
-    training = config.training
-    parts, update = training.accumulate if accumulate is None else accumulate, dict[str, Any]()
-    if training.global_batch_size is None:
-        update["accumulate"] = parts
+    training = config.training.model_dump()
+    micro_batches = config.training.accumulate if accumulate is None else accumulate
+    if config.training.global_batch_size is None:
+        training["accumulate"] = micro_batches
     else:
-        most = -(-training.global_batch_size // (ranks * parts))
-        update["batch_size"] = min(training.batch_size, most) if has_batch_size else most
-    settings: dict[str, Any] = {"training": TrainingConfig.model_validate({**training.model_dump(), **update})}
+        batch_size = -(-config.training.global_batch_size // (ranks * micro_batches))
+        training["batch_size"] = min(config.training.batch_size, batch_size) if has_batch_size else batch_size
+    sections: dict[str, Any] = {"training": TrainingConfig.model_validate(training)}
     if lr > 0:
-        settings["optimizer"] = OptimizerConfig.model_validate({**config.optimizer.model_dump(), "lr": lr})
-    return config.model_copy(update=settings)
+        sections["optimizer"] = OptimizerConfig.model_validate({**config.optimizer.model_dump(), "lr": lr})
+    return config.model_copy(update=sections)

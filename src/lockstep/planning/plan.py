@@ -1,4 +1,4 @@
-"""The plan: one object, computed once an attempt, printed, saved, and used by all."""
+"""The plan: computed once for each attempt, printed, saved, and read by all ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from lockstep.planning.decision import Decision, Frozen
 from lockstep.planning.schedule import Schedule
 from lockstep.strategies import StrategySpec, find_strategy
 
-#: Whether the lowest or the highest value of a metric is the best.
+#: ``min`` if the lowest value of a metric is the best, ``max`` if the highest is.
 Mode = Literal["min", "max"]
 
 
 class LoaderFacts(Frozen):
     """The user's ``DataLoader``.
 
-    ``whole_steps``: the module optimizes manually, so every batch is a step. ``batches``: of an epoch of a loader that
-    keeps its own order, on one device.
+    Attributes:
+        whole_steps: the module optimizes manually, so every batch is a step.
+        batches: batches of an epoch, for a loader on one device that keeps its order.
     """
 
     batch_size: int
@@ -32,20 +33,30 @@ class LoaderFacts(Frozen):
 
 
 class TaskFacts(Frozen):
-    """What the plan must know of a task: sizes of its data and traits of its model.
+    """Facts about a task for the plan: sizes of its data and traits of its model.
 
-    Of the data: ``whole_batches``: a batch is one gather. ``quick_samples``: one is made in less time than another
-    process needs to hand it over. ``opens_files``: reading opens files or connections, which stay open; ``read_file``:
-    one whose position worker processes would move for each other. ``lengths``, ``fingerprint``: hashes of the lengths
-    and of the content of the training samples; ``unstable``: the parts that differ each time they are read.
-    ``sampling``: how they are chosen. ``remarks``: what the data sets say of themselves. ``array_bytes``: of training
-    data that are arrays in memory. ``loader``: that of a ``LightningModule``.
-
-    Of the model: ``vectors``: parameters of norms and biases. ``joint_bytes``: of gradients that one message can carry.
-    ``multiply_adds``: of a sample's forward pass; 0: not known. ``optimizer_lr``: of the task's own optimizer.
-    ``own_schedule``: the task makes a scheduler. ``monitor``: its metric of evaluations. ``metric_modes``: of the
-    metrics that state it, by name; ``metrics_remark``: on how they are made. ``pads``: it can fill up a smaller batch.
-    ``unrecorded``: arguments of the task object that later commands lack.
+    Attributes:
+        whole_batches: a batch is one gather.
+        quick_samples: making a sample takes less time than handing it over from another process.
+        opens_files: reading opens files or connections, which stay open.
+        read_file: an open file whose position would be shared by worker processes.
+        lengths: hash of the lengths of the training samples.
+        fingerprint: hash of the content of the training samples.
+        unstable: parts of the training samples that differ each time they are read.
+        sampling: sampling of the training samples, if not all of them once an epoch.
+        remarks: remarks of the data sets about themselves.
+        array_bytes: size of training data that are arrays in memory.
+        loader: the ``DataLoader`` of a ``LightningModule``.
+        vectors: parameters of norms and biases.
+        joint_bytes: size of the gradients if one message can carry all of them, else 0.
+        multiply_adds: of the forward pass of a sample; 0 if unknown.
+        optimizer_lr: learning rate of the task's optimizer.
+        own_schedule: the task makes a scheduler.
+        monitor: metric and mode that select the best evaluation.
+        metric_modes: modes of the metrics that state one, by name.
+        metrics_remark: remark on compute groups of the metrics.
+        pads: the task can fill up a smaller batch.
+        unrecorded: arguments of the task object that are not saved with the run.
     """
 
     name: str
@@ -80,14 +91,19 @@ class TaskFacts(Frozen):
 
     @property
     def streams(self) -> bool:
-        """Whether samples are read in order, by one process."""
+        """True if samples are read in order, by one process."""
         return self.sampling is not None and self.sampling.stream
 
 
 class ResumePoint(Frozen):
-    """Where an earlier attempt stopped; sizes in samples. ``hold``: keep its global batch. Its order always stays.
+    """State at the end of the previous attempt; sizes in samples.
 
-    ``accept_data``: resume on other data than that of ``fingerprint``.
+    Attributes:
+        position: samples of the running epoch that were used.
+        order: order of the samples, which a resume always keeps.
+        hold: keep the global batch.
+        fingerprint: hash of the training samples of that attempt.
+        accept_data: resume on data with another fingerprint.
     """
 
     step: int
@@ -102,9 +118,9 @@ class ResumePoint(Frozen):
 
 
 class LoaderPlan(Frozen):
-    """Input pipeline of a rank: after its first batches the loader may start up to ``most_workers`` processes.
+    """Input pipeline of a rank. After the first batches, the loader may start up to ``most_workers`` processes.
 
-    ``persistent_workers`` is not read.
+    ``persistent_workers`` is ignored.
     """
 
     num_workers: int
@@ -115,11 +131,12 @@ class LoaderPlan(Frozen):
 
 
 class Plan(Frozen):
-    """Everything computed before the first step. ``position`` and sizes are in samples, ``lr`` per step.
+    """Everything computed before the first step; sizes in samples.
 
-    ``decisions``: every automatic choice by its key, in reading order: ``plan.decisions["lr"].reason``. ``monitor``,
-    ``mode``: by which metric an evaluation is the best, and whether the lowest or the highest value is.
-    ``accepted_data``: the fingerprint of other data that the run resumes from, as the user asked for it.
+    ``decisions`` has the automatic choices by key, in reading order: ``plan.decisions["lr"].reason``. The metric
+    ``monitor`` selects the best evaluation: the lowest value if ``mode`` is ``min``, else the highest. ``pre_scale``
+    multiplies losses before the backward pass. ``accepted_data`` is the fingerprint of the checkpoint's data, if the
+    user accepted other data on resume.
     """
 
     task: TaskFacts
@@ -140,7 +157,7 @@ class Plan(Frozen):
     notes: tuple[Note, ...]
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Of a decision that only some plans have."""
+        """Return the value of a decision that not all plans have."""
         return self.decisions[key].value if key in self.decisions else default
 
     @property
@@ -162,22 +179,22 @@ class Plan(Frozen):
 
     @property
     def sharded_checkpoints(self) -> bool:
-        """Whether each rank writes its part of a checkpoint."""
+        """True if each rank writes its part of a checkpoint."""
         return bool(self.value("checkpoints"))
 
     @property
     def one_message(self) -> bool:
-        """Whether ddp reduces all gradients in one message after the backward."""
+        """True if ddp reduces all gradients in one message after the backward."""
         return bool(self.value("one_message"))
 
     @property
     def filled_to(self) -> int:
-        """Samples that smaller batches are filled up to, for compiled code; 0: they are not."""
+        """Number of samples to which compiled models fill up smaller batches; 0 if they do not."""
         return int(self.value("compiled") or 0)
 
     @property
     def world_size(self) -> int:
-        """Processes. A pipeline's all read the same samples, so to ``batch`` they are one rank."""
+        """Number of processes. Those of a pipeline read the same samples: ``batch`` counts them as one rank."""
         return int(self.placement["world_size"])
 
     @property
@@ -190,27 +207,35 @@ class Plan(Frozen):
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank has a part of every parameter."""
+        """True if each rank has a part of every parameter."""
         return self.strategy.state == "sharded"
 
     @property
     def pipelined(self) -> bool:
-        """Whether devices have stages of one model, so that all of them work on the same samples."""
+        """True if devices have stages of one model and work on the same samples."""
         return self.strategy.state == "staged"
 
     @property
     def effective_batch_label(self) -> str:
-        """As document and page word it: ``Effective batch size: 64 (32 × 2 GPUs)``."""
-        batch, devices = self.batch, self.batch.ranks * self.batch.devices_per_rank
+        """Text for users: ``Effective batch size: 64 (32 × 2 GPUs)``."""
+        batch = self.batch
         kind = "GPU" if self.placement["accelerator"] == "gpu" else "CPU rank"
-        parts = f" × {batch.accumulate} micro-batches" if batch.accumulate > 1 else ""
-        return f"Effective batch size: {batch.global_batch} ({batch.batch_size} × {many(devices, kind)}{parts})"
+        devices = many(batch.ranks * batch.devices_per_rank, kind)
+        micro_batches = f" × {batch.accumulate} micro-batches" if batch.accumulate > 1 else ""
+        return f"Effective batch size: {batch.global_batch} ({batch.batch_size} × {devices}{micro_batches})"
 
     def as_dict(self) -> dict[str, Any]:
-        """As ``plan.json`` has it: with what follows from its fields, for readers of the file."""
-        followed = ("total_steps", "threads", "sync_batchnorm", "reproducibility", "sharded_checkpoints")
+        """Return the content of ``plan.json``: the fields, and properties for readers of the file."""
+        properties = (
+            "total_steps",
+            "threads",
+            "sync_batchnorm",
+            "reproducibility",
+            "sharded_checkpoints",
+            "steps_per_epoch",
+        )
         return {
             **self.model_dump(mode="json"),
-            **{name: getattr(self, name) for name in (*followed, "steps_per_epoch")},
+            **{name: getattr(self, name) for name in properties},
             "effective_batch": self.effective_batch_label,
         }

@@ -1,4 +1,4 @@
-"""Making the plan: a function for each decision."""
+"""Make the plan: one function for each decision."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
 from lockstep.errors import ConfigError, many
+from lockstep.events import Note
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, order_notes, resolve_batch, resolve_order
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
@@ -31,8 +32,8 @@ HALF = ("16-mixed", "bf16-mixed", "bf16-true")
 
 
 @dataclass(frozen=True)
-class Given:
-    """What decisions are made from; ``cores`` and ``preset`` as for :func:`make_plan`."""
+class PlanInputs:
+    """Inputs of the decisions; ``cores`` and ``preset`` as for :func:`make_plan`."""
 
     config: RunConfig
     placement: Placement
@@ -42,7 +43,7 @@ class Given:
 
     @property
     def readers(self) -> int:
-        """Ranks that read different samples: the stages of a pipeline all take part in the same ones."""
+        """Ranks that read different samples; all stages of a pipeline work on the same ones."""
         return 1 if self.placement.spec.state == "staged" else self.placement.world_size
 
     @property
@@ -71,58 +72,84 @@ def make_plan(
 
     Args:
         cores: CPU cores this node may use.
-        preset: intra-op threads that the user has set outside Lockstep, and where.
-        resume: given on resume; its global batch is held unless it says otherwise.
+        preset: intra-op threads set by the user outside Lockstep, and their source.
+        resume: state of the previous attempt; its global batch is kept if ``resume.hold``.
 
     Raises:
         ConfigError, DataError, UnsupportedError: settings that contradict each other, the data or the devices.
     """
     refuse_contradictions(config, placement, facts)
-    held = resume.global_batch if resume and resume.hold else config.training.global_batch_size
-    data, module, unused = config.data, facts.loader, list(module_notes(config, placement) if facts.loader else ())
-    if module is not None:
-        training = training_of_loader(config, module, held=held, devices=placement.world_size)
+    fixed_global_batch = resume.global_batch if resume and resume.hold else config.training.global_batch_size
+    data_config = config.data
+    notes_on_module: list[Note] = []
+    module_loader = facts.loader
+    if module_loader is not None:
+        notes_on_module += module_notes(config, placement)
+        training = training_of_loader(
+            config, module_loader, fixed_global_batch=fixed_global_batch, devices=placement.world_size
+        )
         config = config.model_copy(update={"training": training})
-        data = data.model_copy(update={"epoch_samples": None})
-    given = Given(config, placement, facts, cores, preset)
-    synced = _sync_batchnorm(given)
-    order, ordered = resolve_order(
-        data,
+        data_config = data_config.model_copy(update={"epoch_samples": None})
+    inputs = PlanInputs(config, placement, facts, cores, preset)
+    batchnorm_decision = _sync_batchnorm(inputs)
+    order, order_decision = resolve_order(
+        data_config,
         samples=facts.train_samples,
         lengths=facts.lengths is not None,
         lanes=config.training.lanes,
-        held=resume.order if resume else None,
+        saved_order=resume.order if resume else None,
         sampling=facts.sampling,
     )
-    batch, sized = _batch(given, order.positions or facts.train_samples, held, bool(synced.value))
-    done = (resume.step, resume.epoch, resume.position) if resume else None
-    course = resolve_course(config, batch, done=done, own_lr=facts.optimizer_lr, own_schedule=facts.own_schedule)
-    local_ranks = given.local_ranks
-    loader, loaded = resolve_loader(config.data, facts, cores=cores, local_ranks=local_ranks, pin_memory=given.on_gpu)
-    judged = facts.val_samples > 0 or module is not None  # a module evaluates on its own data
-    monitor, mode, judging = resolve_monitor(config.checkpoint, facts.monitor, facts.metric_modes, judged=judged)
-    layout = _memory_layout(given)
-    numbers = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
+    epoch_samples = order.positions or facts.train_samples
+    batch, batch_decisions = _batch(inputs, epoch_samples, fixed_global_batch, bool(batchnorm_decision.value))
+    course = resolve_course(
+        config,
+        batch,
+        done=(resume.step, resume.epoch, resume.position) if resume else None,
+        task_lr=facts.optimizer_lr,
+        has_scheduler=facts.own_schedule,
+    )
+    loader, workers_decision = resolve_loader(
+        config.data, facts, cores=cores, local_ranks=inputs.local_ranks, pin_memory=inputs.on_gpu
+    )
+    monitor, mode, monitor_decision = resolve_monitor(
+        config.checkpoint,
+        facts.monitor,
+        facts.metric_modes,
+        judged=facts.val_samples > 0 or module_loader is not None,  # a module has its validation data
+    )
+    layout_decisions = _memory_layout(inputs)
+    # choose_form counts 32 bits for each parameter.
+    float32_parameters = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
     decisions = [
         *_placed(placement),
-        *_kernels(given),
-        *layout,
-        *_data_device(given),
-        *_reduction(given, by_rows=not any(decision.value for decision in layout)),
-        *sized.values(),
-        ordered,
+        *_kernels(inputs),
+        *layout_decisions,
+        *_data_device(inputs),
+        *_reduction(inputs, by_rows=not any(decision.value for decision in layout_decisions)),
+        *batch_decisions.values(),
+        order_decision,
         *course.decisions,
         _parameters(facts),
-        *_rates_and_decay(given),
-        *_compiled(given, batch),
-        *_averaging(given, course.schedule.total_steps),
-        *(_reproducibility(given), synced, _threads(given, batch), loaded),
-        *(choose_form(config.checkpoint.sharded, placement.spec, numbers, config.optimizer), judging),
+        *_rates_and_decay(inputs),
+        *_compiled(inputs, batch),
+        *_averaging(inputs, course.schedule.total_steps),
+        _reproducibility(inputs),
+        batchnorm_decision,
+        _threads(inputs, batch),
+        workers_decision,
+        choose_form(config.checkpoint.sharded, placement.spec, float32_parameters, config.optimizer),
+        monitor_decision,
     ]
-    if module is not None:
-        decisions = [of_loader(decision, module) for decision in decisions if decision.key != "warmup"]
-    notes = [*placement.notes, *(() if module else course.notes), *order_notes(config.data, order, batch.global_batch)]
-    notes += run_notes(config, placement, facts, batch, resume, loader.num_workers)
+    if module_loader is not None:
+        decisions = [of_loader(decision, module_loader) for decision in decisions if decision.key != "warmup"]
+    notes = [
+        *placement.notes,
+        *(course.notes if module_loader is None else ()),
+        *order_notes(config.data, order, batch.global_batch),
+        *run_notes(config, placement, facts, batch, resume, loader.num_workers),
+        *notes_on_module,
+    ]
     return Plan(
         task=facts,
         placement=placement.as_dict(),
@@ -140,7 +167,7 @@ def make_plan(
         mode=mode,
         accepted_data=resume.fingerprint if resume and resume.accept_data else None,
         decisions=by_key(decisions),
-        notes=(*notes, *unused),
+        notes=tuple(notes),
     )
 
 
@@ -157,35 +184,36 @@ def _placed(placement: Placement) -> list[Decision]:
     return [decide(key, (True, value, reasons[key])) for key, value in values.items()]
 
 
-def _kernels(given: Given) -> list[Decision]:
-    """On GPUs: how float32 products are computed, and how cuDNN chooses algorithms."""
-    hardware = given.config.hardware
-    products, measures = hardware.matmul_precision, hardware.cudnn_benchmark
+def _kernels(inputs: PlanInputs) -> list[Decision]:
+    """Decide the precision of float32 products and cuDNN's choice of algorithms; no decisions on a CPU."""
+    products = inputs.config.hardware.matmul_precision
+    measures = inputs.config.hardware.cudnn_benchmark
     tf32 = "auto: TF32, which keeps the range of float32 and 10 bits of its mantissa"
-    if not given.on_gpu:
+    if not inputs.on_gpu:
         return []
     return [
         decide(
             "matmul_precision",
-            (given.exact, "highest", "exact mode: float32, whose rounding is the same on every GPU of a model"),
+            (inputs.exact, "highest", "exact mode: float32, whose rounding is the same on every GPU of a model"),
             (products != "auto", products, "as set"),
-            (given.placement.tf32, "high", tf32),
+            (inputs.placement.tf32, "high", tf32),
             (True, "highest", "auto: this GPU has no TF32"),
         ),
         decide(
             "cudnn_benchmark",
-            (given.exact, False, "exact mode: measured choices may differ from run to run"),
+            (inputs.exact, False, "exact mode: measured choices may differ from run to run"),
             (measures != "auto", measures == "on", "as set"),
-            (given.facts.lengths is None, True, "auto: samples have one length, so that each shape is measured once"),
+            (inputs.facts.lengths is None, True, "auto: samples have one length, so that each shape is measured once"),
             (True, False, "auto: samples differ in length, and each shape would be measured"),
         ),
     ]
 
 
-def _memory_layout(given: Given) -> list[Decision]:
-    """Whether the weights of 2-D convolutions are channels_last; none for a model without them."""
-    config, placement = given.config, given.placement
-    if not given.facts.convolutions or given.facts.loader is not None:  # a LightningModule's model is its own
+def _memory_layout(inputs: PlanInputs) -> list[Decision]:
+    """Decide whether weights of 2-D convolutions are channels_last; no decision for a model without them."""
+    config = inputs.config
+    placement = inputs.placement
+    if not inputs.facts.convolutions or inputs.facts.loader is not None:  # the user lays out a LightningModule
         return []
     setting = config.hardware.channels_last
     return [
@@ -197,9 +225,9 @@ def _memory_layout(given: Given) -> list[Decision]:
                 f"{placement.strategy} distributes weights row by row",
             ),
             (setting != "auto", setting == "on", "as set"),
-            (given.exact, False, "exact mode: as the model has it"),
+            (inputs.exact, False, "exact mode: as the model has it"),
             (config.training.compile, False, "auto: torch.compile chooses layouts itself"),
-            (not given.on_gpu, False, "auto: as the model has it on a CPU"),
+            (not inputs.on_gpu, False, "auto: as the model has it on a CPU"),
             (placement.precision in HALF, True, f"auto: {placement.precision} convolutions on a GPU use tensor cores"),
             (True, False, "auto: as the model has it in 32-bit precision"),
             shown={True: "channels_last", False: "as the model has it"},
@@ -207,11 +235,11 @@ def _memory_layout(given: Given) -> list[Decision]:
     ]
 
 
-def _data_device(given: Given) -> list[Decision]:
-    """Where arrays in memory are during training; none for other data, and on a CPU."""
-    if not given.on_gpu or not given.facts.array_bytes or given.facts.loader is not None:
+def _data_device(inputs: PlanInputs) -> list[Decision]:
+    """Decide the device of arrays in memory during training; no decision for other data or on a CPU."""
+    if not inputs.on_gpu or not inputs.facts.array_bytes or inputs.facts.loader is not None:
         return []
-    setting = given.config.data.device
+    setting = inputs.config.data.device
     return [
         decide(
             "data_device",
@@ -221,73 +249,87 @@ def _data_device(given: Given) -> list[Decision]:
     ]
 
 
-def _sync_batchnorm(given: Given) -> Decision:
-    setting, ranks, strategy = given.config.distributed.sync_batchnorm, given.readers, given.placement.strategy
-    parts = f"{strategy} gives each GPU a part of the micro-batch, with separate statistics"
-    whole = f"auto: with {ranks} ranks, statistics of the whole micro-batch keep the result of one device"
+def _sync_batchnorm(inputs: PlanInputs) -> Decision:
+    setting = inputs.config.distributed.sync_batchnorm
+    ranks = inputs.readers
+    per_gpu = f"{inputs.placement.strategy} gives each GPU a part of the micro-batch, with separate statistics"
+    per_micro_batch = f"auto: with {ranks} ranks, statistics of the whole micro-batch keep the result of one device"
     return decide(
         "sync_batchnorm",
-        (not given.facts.has_batchnorm, False, "the model has no BatchNorm"),
-        (given.exact, False, "exact mode computes statistics per lane and merges them in a fixed order"),
-        (given.placement.spec.scatters, False, parts),
+        (not inputs.facts.has_batchnorm, False, "the model has no BatchNorm"),
+        (inputs.exact, False, "exact mode computes statistics per lane and merges them in a fixed order"),
+        (inputs.placement.spec.scatters, False, per_gpu),
         (ranks == 1, False, "one rank sees the whole micro-batch"),
-        (setting == "auto", True, whole),
+        (setting == "auto", True, per_micro_batch),
         (True, setting == "on", "as configured"),
     )
 
 
-def _batch(given: Given, samples: int, held: int | None, sync_batchnorm: bool) -> tuple[BatchPlan, Decisions]:
-    t, placement, facts = given.config.training, given.placement, given.facts
+def _batch(
+    inputs: PlanInputs, samples: int, global_batch_size: int | None, sync_batchnorm: bool
+) -> tuple[BatchPlan, Decisions]:
+    training = inputs.config.training
+    placement = inputs.placement
+    facts = inputs.facts
     batch, decisions = resolve_batch(
         samples=samples,
-        ranks=given.readers,
+        ranks=inputs.readers,
         devices_per_rank=len(placement.devices) if placement.spec.scatters else 1,
-        batch_size=t.batch_size,
-        accumulate=t.accumulate,
-        global_batch_size=held,
-        tail=t.tail,
-        lanes=t.lanes if given.exact else None,
+        batch_size=training.batch_size,
+        accumulate=training.accumulate,
+        global_batch_size=global_batch_size,
+        tail=training.tail,
+        lanes=training.lanes if inputs.exact else None,
         has_batchnorm=facts.has_batchnorm and not (facts.loader and facts.loader.batches),
         sync_batchnorm=sync_batchnorm,
         even=facts.loader is not None,
     )
-    if given.config.debug.overfit_batches:
-        few = min(samples, given.config.debug.overfit_batches * batch.global_batch)
-        batch = batch.model_copy(update={"samples": few})
+    if inputs.config.debug.overfit_batches:
+        overfit_samples = min(samples, inputs.config.debug.overfit_batches * batch.global_batch)
+        batch = batch.model_copy(update={"samples": overfit_samples})
     return batch, decisions
 
 
-def _threads(given: Given, batch: BatchPlan) -> Decision:
-    training, flops = given.config.training, 6 * given.facts.multiply_adds * batch.batch_size
-    small = not given.on_gpu and 0 < flops < SMALL_STEP
-    shared = f"{given.cores} cores shared by {many(given.local_ranks, 'rank')} of this node"
-    preset, where = given.preset or (None, "")
+def _threads(inputs: PlanInputs, batch: BatchPlan) -> Decision:
+    training = inputs.config.training
+    flops = 6 * inputs.facts.multiply_adds * batch.batch_size
+    is_small = not inputs.on_gpu and 0 < flops < SMALL_STEP
+    shared = f"{inputs.cores} cores shared by {many(inputs.local_ranks, 'rank')} of this node"
+    preset_threads, preset_source = inputs.preset or (None, "")
     return decide(
         "threads",
         (training.threads, training.threads, "as configured"),
-        (given.exact, 1, "exact mode: more intra-op threads change the order of sums"),
-        (preset, preset, where),
-        (small, 1, f"a step has {flops / 1e6:.2g} MFLOP: more threads would wait longer than they compute"),
-        (True, max(1, given.cores // given.local_ranks), shared),
+        (inputs.exact, 1, "exact mode: more intra-op threads change the order of sums"),
+        (preset_threads, preset_threads, preset_source),
+        (is_small, 1, f"a step has {flops / 1e6:.2g} MFLOP: more threads would wait longer than they compute"),
+        (True, max(1, inputs.cores // inputs.local_ranks), shared),
     )
 
 
-def _reduction(given: Given, *, by_rows: bool) -> list[Decision]:
-    """Of strategies that may reduce gradients in one message, where all weights lie ``by_rows``, or in buckets."""
-    facts, placement = given.facts, given.placement
-    if not placement.spec.has_buckets or given.exact or facts.loader is not None:
+def _reduction(inputs: PlanInputs, *, by_rows: bool) -> list[Decision]:
+    """Decide how gradients are reduced, for strategies that can use one message or buckets.
+
+    ``by_rows``: all weights are contiguous in memory, so one message can carry their gradients.
+    """
+    facts = inputs.facts
+    placement = inputs.placement
+    if not placement.spec.has_buckets or inputs.exact or facts.loader is not None:
         return []
-    joint = 0 if placement.precision == "bf16-true" or not by_rows else facts.joint_bytes
-    return [resolve_reduction(given.config.distributed, joint, on_cpu=not given.on_gpu)]
+    joint_bytes = 0 if placement.precision == "bf16-true" or not by_rows else facts.joint_bytes
+    return [resolve_reduction(inputs.config.distributed, joint_bytes, on_cpu=not inputs.on_gpu)]
 
 
 def resolve_reduction(config: DistributedConfig, joint_bytes: int, *, on_cpu: bool) -> Decision:
-    """Whether gradients are reduced in one message; ``joint_bytes``: of those that one can carry, 0 where it cannot."""
-    size, buckets = f"{joint_bytes / 1e6:.2g} MB of gradients", config.bucket_cap_mb or config.find_unused_parameters
+    """Decide whether gradients are reduced in one message.
+
+    ``joint_bytes``: size of the gradients that one message can carry; 0 if it cannot carry all of them.
+    """
+    size = f"{joint_bytes / 1e6:.2g} MB of gradients"
+    has_bucket_settings = config.bucket_cap_mb or config.find_unused_parameters
     several = f"{size} fill more than DDP's first bucket (1 MiB): the others are reduced during the backward"
     return decide(
         "one_message",
-        (buckets, False, "distributed.bucket_cap_mb or find_unused_parameters is set, which are settings of buckets"),
+        (has_bucket_settings, False, "distributed.bucket_cap_mb or find_unused_parameters is set, settings of buckets"),
         (not on_cpu, False, "on GPUs the buckets are reduced while the backward runs"),
         (not joint_bytes, False, "the parameters are not all contiguous and of one type, float32 or float64"),
         (joint_bytes > FIRST_BUCKET_BYTES, False, several),
@@ -297,76 +339,99 @@ def resolve_reduction(config: DistributedConfig, joint_bytes: int, *, on_cpu: bo
 
 
 def _parameters(facts: TaskFacts) -> Decision:
-    trained, frozen = facts.parameters - facts.frozen, facts.frozen
-    others = f"requires_grad is off for the other {frozen:,}"
-    rules = (frozen, trained, others), (True, trained, "all of the model")
-    return decide("trained_parameters", *rules, shown={trained: f"{trained:,}"})
-
-
-def _rates_and_decay(given: Given) -> list[Decision]:
-    """Which parameters the configured optimizer decays, and learning rates by depth."""
-    config, facts = given.config.optimizer, given.facts
-    if facts.optimizer_lr is not None or facts.loader is not None:
-        return []
-    vectors = f"{facts.vectors:,} of norms and biases"
-    decay = decide(
-        "weight_decay",
-        (config.weight_decay_on == "all", config.weight_decay, f"on all parameters, the {vectors} included"),
-        (True, config.weight_decay, f"optimizer.weight_decay_on is matrices: the {vectors} have none"),
+    trained = facts.parameters - facts.frozen
+    return decide(
+        "trained_parameters",
+        (facts.frozen, trained, f"requires_grad is off for the other {facts.frozen:,}"),
+        (True, trained, "all of the model"),
+        shown={trained: f"{trained:,}"},
     )
-    each = f"each block has {config.layer_decay:g} of the rate of the one after it; the rate shown is that of the "
-    by_depth = decide("layer_decay", (True, config.layer_decay, f"{each}output layer"))
-    return [*[decay] * bool(config.weight_decay), *[by_depth] * (config.layer_decay != 1)]
 
 
-def _compiled(given: Given, batch: BatchPlan) -> list[Decision]:
-    training, facts = given.config.training, given.facts
-    if not training.compile or given.placement.spec.scatters:
+def _rates_and_decay(inputs: PlanInputs) -> list[Decision]:
+    """Decide which parameters the configured optimizer decays, and learning rates by depth."""
+    config = inputs.config.optimizer
+    if inputs.facts.optimizer_lr is not None or inputs.facts.loader is not None:
         return []
-    what = "each block" if given.placement.spec.divides else "model and loss" if training.compile_loss else "model"
-    again, full = "compiled again for smaller batches, which are not filled up:", batch.largest
-    shown = f"{what} ({training.compile_mode})"
-    found = decide(
+    decisions = []
+    if config.weight_decay:
+        vectors = f"{inputs.facts.vectors:,} of norms and biases"
+        decay = decide(
+            "weight_decay",
+            (config.weight_decay_on == "all", config.weight_decay, f"on all parameters, the {vectors} included"),
+            (True, config.weight_decay, f"optimizer.weight_decay_on is matrices: the {vectors} have none"),
+        )
+        decisions.append(decay)
+    if config.layer_decay != 1:
+        reason = (
+            f"each block has {config.layer_decay:g} of the rate of the next block; the rate shown is that of the "
+            "output layer"
+        )
+        decisions.append(decide("layer_decay", (True, config.layer_decay, reason)))
+    return decisions
+
+
+def _compiled(inputs: PlanInputs, batch: BatchPlan) -> list[Decision]:
+    """Decide the number of samples that smaller batches are filled up to; no decision without torch.compile."""
+    training = inputs.config.training
+    facts = inputs.facts
+    if not training.compile or inputs.placement.spec.scatters:
+        return []
+    compiled_part = "model and loss" if training.compile_loss else "model"
+    if inputs.placement.spec.divides:
+        compiled_part = "each block"
+    shown = f"{compiled_part} ({training.compile_mode})"
+    full = batch.largest
+    recompiled = "compiled again for smaller batches, which are not filled up:"
+    decision = decide(
         "compiled",
-        (facts.has_batchnorm, 0, f"{again} BatchNorm would count what fills them"),
-        (not facts.pads, 0, f"{again} the task has no pad()"),
-        (True, full, f"smaller batches are filled up to {full} samples with some that count nothing: one shape"),
+        (facts.has_batchnorm, 0, f"{recompiled} BatchNorm would count the added samples"),
+        (not facts.pads, 0, f"{recompiled} the task has no pad()"),
+        (True, full, f"smaller batches are filled up to {full} samples, which do not count: one shape"),
         shown={0: shown, full: shown},
     )
-    return [found]
+    return [decision]
 
 
-def _averaging(given: Given, steps: int) -> list[Decision]:
-    config = given.config.averaging
+def _averaging(inputs: PlanInputs, steps: int) -> list[Decision]:
+    config = inputs.config.averaging
     decay = f"decay {config.decay:g}{', less at the start' if config.warmup else ''}"
+    if config.name == "none":
+        return []
     mean = f"the mean from step {round(config.start_share * steps) + 1} on"
     reason = f"as configured: {mean if config.name == 'swa' else decay}; evaluated, judged, saved and exported"
-    return [] if config.name == "none" else [decide("averaging", (True, config.name, reason))]
+    return [decide("averaging", (True, config.name, reason))]
 
 
-def _reproducibility(given: Given) -> Decision:
-    lanes = f"{given.config.training.lanes} lanes, each computed alone, summed along one tree"
+def _reproducibility(inputs: PlanInputs) -> Decision:
+    lanes = f"{inputs.config.training.lanes} lanes, each computed alone, summed along one tree"
     return decide(
         "reproducibility",
-        (given.exact, "exact", f"{lanes}: equal bits on any ranks that divide them ({EXACT_COST})"),
+        (inputs.exact, "exact", f"{lanes}: equal bits on any ranks that divide them ({EXACT_COST})"),
         (True, "fast", "same samples, denominators and schedule on any devices; equal to rounding"),
     )
 
 
 def moments_of(optimizer: OptimizerConfig) -> int:
-    """How many numbers the optimizer keeps for each parameter."""
+    """Count the numbers of optimizer state for each parameter."""
     return {"sgd": int(optimizer.momentum > 0), "lion": 1, "adafactor": 0}.get(optimizer.name, 2)
 
 
 def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer: OptimizerConfig) -> Decision:
-    """Whether checkpoints are in shards; ``setting``: ``checkpoint.sharded``; ``parameters``: in 32 bits each."""
-    size, limit = 4 * parameters * (1 + moments_of(optimizer)), f"{SHARDED_FROM_BYTES / 1e9:.2g} GB"
+    """Decide whether each rank writes a shard of a checkpoint.
+
+    Args:
+        setting: ``checkpoint.sharded``.
+        parameters: their number, in 32 bits each.
+    """
+    size = 4 * parameters * (1 + moments_of(optimizer))
+    limit = f"{SHARDED_FROM_BYTES / 1e9:.2g} GB"
     state = f"{size / 1e9:.2g} GB" if size >= 1e8 else f"{size / 1e6:.2g} MB"
     state += " of weights and optimizer state"
-    whole = f"strategy {strategy.name} keeps all parameters on each rank; checkpoint.sharded is for fsdp"
+    unsharded = f"strategy {strategy.name} keeps all parameters on each rank; checkpoint.sharded is for fsdp"
     return decide(
         "checkpoints",
-        (strategy.state != "sharded", False, whole),
+        (strategy.state != "sharded", False, unsharded),
         (setting != "auto", setting == "on", f"as configured; {state}"),
         (size >= SHARDED_FROM_BYTES, True, f"auto: {state}, too much to gather on rank 0"),
         (True, False, f"auto: {state}, small enough to gather on rank 0 (sharded from {limit})"),
@@ -374,15 +439,15 @@ def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer
     )
 
 
-#: Words of a metric's name that is better the lower it is.
+#: Words in names of metrics whose lowest value is the best.
 _LOWER_IS_BETTER = {
     "bce", "bpb", "bpc", "bpd", "brier", "cer", "cost", "crps", "deviance", "distance", "divergence", "ece", "eer",
     "entropy", "fid", "kl", "kld", "losses", "lpips", "mase", "mcd", "mer", "perplexity", "ppl", "regret", "ter", "wer",
     "wil",
 }  # fmt: skip
-#: And what such words end with: ``rmse``, ``smape``.
+#: Endings of such words: ``rmse``, ``smape``.
 _LOWER_ENDINGS = ("loss", "error", "errors", "mae", "mape", "mse", "msle", "nll")
-#: Words of a metric's name that is better the higher it is.
+#: Words in names of metrics whose highest value is the best.
 _HIGHER_IS_BETTER = {
     "acc", "ap", "bleu", "chrf", "cider", "corr", "correlation", "dice", "em", "f", "fbeta", "hit", "hits", "jaccard",
     "kappa", "map", "mcc", "meteor", "mos", "mrr", "ndcg", "pesq", "precision", "psnr", "r", "recall", "return",
@@ -392,7 +457,7 @@ _HIGHER_ENDINGS = ("accuracy", "auc", "auprc", "auroc", "iou", "score")
 
 
 def natural_mode(monitor: str) -> Mode | None:
-    """``min`` for losses, errors and their rates, ``max`` for scores, by the words of the name; ``None``: not known."""
+    """Infer ``min`` (losses, errors) or ``max`` (scores) from the words of a metric's name; ``None`` if unknown."""
     words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", monitor)}
     if words & _LOWER_IS_BETTER or any(w.startswith("error") or w.endswith(_LOWER_ENDINGS) for w in words):
         return "min"
@@ -400,35 +465,42 @@ def natural_mode(monitor: str) -> Mode | None:
 
 
 def resolve_monitor(
-    config: CheckpointConfig, own: tuple[str, Mode], modes: Mapping[str, Mode], *, judged: bool
+    config: CheckpointConfig, task_monitor: tuple[str, Mode], metric_modes: Mapping[str, Mode], *, judged: bool
 ) -> tuple[str, Mode, Decision]:
-    """The metric and the mode of a run.
+    """Decide the metric that selects the best checkpoint, and its mode.
 
     Args:
-        own: those of the task.
-        modes: of metrics that state it, by name.
-        judged: there is data to evaluate on.
+        task_monitor: the task's metric and mode, used if none is configured.
+        metric_modes: modes of the metrics that state one, by name.
+        judged: there are data to evaluate on.
 
     Raises:
-        ConfigError: the configured metric has a name that does not say which value is the best, and no other does.
+        ConfigError: neither a setting nor the metric nor its name gives the mode.
     """
-    monitor = config.monitor or own[0]
-    stated = modes.get(monitor.removeprefix("val_")) or next(
-        (mode for name, mode in modes.items() if monitor.endswith(f"_{name}")), None
+    task_metric, task_mode = task_monitor
+    monitor = config.monitor or task_metric
+    stated_mode = metric_modes.get(monitor.removeprefix("val_")) or next(
+        (mode for name, mode in metric_modes.items() if monitor.endswith(f"_{name}")), None
     )
-    inferred = stated or natural_mode(monitor)
-    by_task = own[1] if monitor == own[0] else None
-    mode = config.mode or by_task or inferred
+    uses_task_mode = not config.mode and monitor == task_metric
+    mode = config.mode or (task_mode if uses_task_mode else stated_mode or natural_mode(monitor))
     if mode is None:
         raise ConfigError(
-            f"nothing says whether the lowest or the highest {monitor} is the best (checkpoint.monitor)",
-            why="its metric has no higher_is_better, and its name is none that is known",
+            f"cannot decide whether the lowest or the highest {monitor} is the best (checkpoint.monitor)",
+            why="its metric has no higher_is_better, and Lockstep does not know its name",
             fix="set checkpoint.mode=min or checkpoint.mode=max",
         )
-    reason = "as configured" if config.monitor or config.mode else "the task's own"
-    if not config.mode and not by_task:
-        source = "by its metric's higher_is_better" if stated else "by its name"
+    reason = "as configured" if config.monitor or config.mode else "the task's metric"
+    if not config.mode and not uses_task_mode:
+        source = "by its metric's higher_is_better" if stated_mode else "by its name"
         reason += f"; {source}, {'lower' if mode == 'min' else 'higher'} is better (checkpoint.mode says otherwise)"
-    none = "no validation data: no checkpoint is marked best"
-    rules = (not judged, None, none), (True, monitor, reason)
-    return monitor, mode, decide("monitor", *rules, shown={monitor: f"{monitor} ({mode})"})
+    return (
+        monitor,
+        mode,
+        decide(
+            "monitor",
+            (not judged, None, "no validation data: no checkpoint is marked best"),
+            (True, monitor, reason),
+            shown={monitor: f"{monitor} ({mode})"},
+        ),
+    )

@@ -1,4 +1,4 @@
-"""How long a run trains, and its learning rate as a pure function of the optimizer step.
+"""Length of a run, and its learning rate as a pure function of the optimizer step.
 
 Every schedule begins with a linear warm-up whose first step already runs at ``lr / warmup_steps``, not at zero (Goyal
 et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2), and never falls below ``min_lr``. Since a resume holds the
@@ -18,16 +18,16 @@ from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
 from lockstep.planning.decision import Decision, Frozen, decide
 
-#: Of ``onecycle``: what the rate is divided by at the start.
+#: Divisor of the rate at the start of ``onecycle``.
 ONE_CYCLE_START = 25.0
 
 
 class Schedule(Frozen):
-    """``at(step)`` gives the learning rate of the step that follows ``step`` finished ones.
+    """``at(step)`` returns the learning rate of the step that follows ``step`` finished ones.
 
-    ``lr`` is the highest one, in which ``scale`` is what scaling by the batch multiplied it by. ``offset`` moves the
-    origin when a resume changes the global batch (``--rescale-batch``), so that the schedule continues at the same
-    share of the data.
+    ``lr`` is the highest rate; it includes ``scale``, the factor of scaling by the batch. ``offset`` moves the origin
+    when a resume changes the global batch (``--rescale-batch``), so that the schedule continues at the same share of
+    the data.
     """
 
     name: ScheduleName
@@ -49,12 +49,12 @@ class Schedule(Frozen):
 
     @property
     def base_lr(self) -> float:
-        """The highest rate before scaling: what an optimizer is made with."""
+        """Highest rate before scaling, with which optimizers are constructed."""
         return self.lr / self.scale
 
     def at(self, step: int) -> float:
         step += self.offset
-        floor = min(self.min_lr, self.lr)  # a floor above the peak is none: no rate is raised to it
+        floor = min(self.min_lr, self.lr)  # a floor above the peak would raise every rate
         if self.name == "onecycle":
             return self._one_cycle(step, floor)
         if step < self.warmup_steps:
@@ -62,32 +62,32 @@ class Schedule(Frozen):
         return max(floor, self._after_warmup(step, floor))
 
     def _one_cycle(self, step: int, floor: float) -> float:
-        """From a 25th of the rate up to it and down to the floor, both as a cosine; as torch's ``OneCycleLR``.
+        """Rise from a 25th of the rate and fall to the floor, both as a cosine, as torch's ``OneCycleLR`` does.
 
         Smith and Topin 2018, https://arxiv.org/abs/1708.07120; momentum stays as it is.
         """
-        top = max(1, self.warmup_steps) - 1
-        if step < top:
-            return _cosine(self.lr / ONE_CYCLE_START, self.lr, step / top)
-        return _cosine(self.lr, floor, min(1.0, (step - top) / max(1, self.total_steps - 1 - top)))
+        peak_step = max(1, self.warmup_steps) - 1
+        if step < peak_step:
+            return _cosine(self.lr / ONE_CYCLE_START, self.lr, step / peak_step)
+        return _cosine(self.lr, floor, min(1.0, (step - peak_step) / max(1, self.total_steps - 1 - peak_step)))
 
     def _after_warmup(self, step: int, floor: float) -> float:
-        done = step - self.warmup_steps
-        share = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
+        steps_after_warmup = step - self.warmup_steps
+        share = min(1.0, steps_after_warmup / max(1, self.total_steps - self.warmup_steps))
         epoch = step / self.steps_per_epoch
         if self.name == "cosine":  # Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts
             return _cosine(self.lr, floor, share)
         if self.name == "poly":
             return float(floor + (self.lr - floor) * (1 - share) ** self.power)
         if self.name == "wsd":  # Hu et al. 2024, https://arxiv.org/abs/2404.06395, with a linear decay
-            left = (self.total_steps - step) / (self.decay_share * self.total_steps)
-            return floor + (self.lr - floor) * max(0.0, min(1.0, left))
+            share_of_decay_left = (self.total_steps - step) / (self.decay_share * self.total_steps)
+            return floor + (self.lr - floor) * max(0.0, min(1.0, share_of_decay_left))
         if self.name == "step":
             return float(self.lr * self.gamma ** math.floor(epoch / self.step_epochs))
         if self.name == "multistep":
             return float(self.lr * self.gamma ** sum(epoch >= milestone for milestone in self.milestones))
         if self.name == "exponential":
-            return float(self.lr * self.decay ** (done / self.decay_steps))
+            return float(self.lr * self.decay ** (steps_after_warmup / self.decay_steps))
         return self.lr
 
 
@@ -95,12 +95,14 @@ def _cosine(start: float, end: float, share: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-#: Default length of the warm-up, in epochs; and of ``onecycle`` the share of the run in which the rate rises.
-WARMUP_EPOCHS, ONE_CYCLE_RISE = 2, 0.3
+#: Default length of the warm-up, in epochs.
+WARMUP_EPOCHS = 2
+#: Share of the run in which the rate of ``onecycle`` rises.
+ONE_CYCLE_RISE = 0.3
 
 
 class Course(NamedTuple):
-    """How long a run trains and at which learning rate, with the decisions and the notes on them."""
+    """Length and learning rates of a run, with their decisions and notes."""
 
     epochs: int
     schedule: Schedule
@@ -113,28 +115,36 @@ def resolve_course(
     batch: BatchPlan,
     *,
     done: tuple[int, int, int] | None = None,
-    own_lr: float | None = None,
-    own_schedule: bool = False,
+    task_lr: float | None = None,
+    has_scheduler: bool = False,
 ) -> Course:
-    """Epochs, optimizer steps and schedule of a run, from what an earlier attempt has left to do.
+    """Decide epochs, optimizer steps and schedule of a run.
 
     Args:
-        done: steps, epochs and samples of the running epoch that earlier attempts have done; ``None`` without any.
-        own_lr, own_schedule: of the task's own optimizer; whether the task makes a scheduler.
+        done: steps, epochs and samples of the running epoch in earlier attempts; ``None`` without any.
+        task_lr: learning rate of the task's optimizer; ``None`` if the optimizer is configured.
+        has_scheduler: the task makes a scheduler.
     """
-    base_lr = config.optimizer.lr if own_lr is None else own_lr
+    base_lr = config.optimizer.lr if task_lr is None else task_lr
     base_batch = config.optimizer.base_batch_size or config.training.batch_size
     scaling = config.optimizer.lr_scaling
-    rate, notes = scale_lr(base_lr, scaling, global_batch=batch.global_batch, base_batch=base_batch)
-    lr = cast(float, rate.value)
-    if own_lr is not None:
-        own = "the task's own optimizer (its first parameter group)"
-        rate = replace(rate, reason=own if lr == base_lr else f"{own}: {rate.reason}")
-    epochs, total, offset, reason = _length(config, batch, done)
-    sizes = {"total_steps": total + offset, "steps_per_epoch": batch.steps_per_epoch}
-    schedule, scheduled = resolve_schedule(config.scheduler, lr=lr, scale=lr / base_lr, offset=offset, **sizes)
-    if own_schedule:
-        scheduled = [Decision("schedule", "schedule", "task", "the task's scheduler() sets the learning rates")]
+    lr_decision, notes = scale_lr(base_lr, scaling, global_batch=batch.global_batch, base_batch=base_batch)
+    lr = cast(float, lr_decision.value)
+    if task_lr is not None:
+        source = "the task's optimizer (its first parameter group)"
+        lr_decision = replace(lr_decision, reason=source if lr == base_lr else f"{source}: {lr_decision.reason}")
+    epochs, total_steps, offset, reason = _length(config, batch, done)
+    schedule, schedule_decisions = resolve_schedule(
+        config.scheduler,
+        lr=lr,
+        scale=lr / base_lr,
+        total_steps=total_steps + offset,
+        steps_per_epoch=batch.steps_per_epoch,
+        offset=offset,
+    )
+    if has_scheduler:
+        reason_of_task = "the task's scheduler() sets the learning rates"
+        schedule_decisions = [Decision("schedule", "schedule", "task", reason_of_task)]
     elif not config.debug.fast_dev_run and 0 < schedule.total_steps <= schedule.warmup_steps:
         setting = "--warmup-epochs 0" if config.scheduler.warmup_steps is None else "--set scheduler.warmup_steps=0"
         text = (
@@ -142,79 +152,96 @@ def resolve_course(
             f"last one, and the schedule never begins. Train longer, or set {setting}."
         )
         notes.append(Note("warmup_unfinished", text))
-    return Course(epochs, schedule, (Decision("steps", "steps", total, reason), rate, *scheduled), tuple(notes))
+    decisions = (Decision("steps", "steps", total_steps, reason), lr_decision, *schedule_decisions)
+    return Course(epochs, schedule, decisions, tuple(notes))
 
 
 def _length(config: RunConfig, batch: BatchPlan, done: tuple[int, int, int] | None) -> tuple[int, int, int, str]:
-    """Epochs, total optimizer steps, the schedule's offset, and the reason."""
-    t = config.training
+    """Return epochs, total optimizer steps, the schedule's offset, and the reason."""
+    epochs = config.training.epochs
+    max_steps = config.training.max_steps
     if config.debug.fast_dev_run:
         return 1, 1, 0, "fast_dev_run: one step"
-    per_epoch, offset = batch.steps_per_epoch, 0
-    total = t.epochs * per_epoch
+    steps_per_epoch = batch.steps_per_epoch
+    total_steps = epochs * steps_per_epoch
+    offset = 0
     if done is None and config.debug.start_position:
         done = 0, 0, config.debug.start_position
-    if done:  # an earlier resume may have changed the global batch, so what is left is counted from here
+    if done:  # an earlier resume may have changed the global batch, so count the remaining steps from here
         step, epoch, position = done
-        total = step + batch.steps_left(position) + (t.epochs - epoch - 1) * per_epoch
-        offset = t.epochs * per_epoch - total
-    reason = f"{t.epochs} epoch{'s' * (t.epochs != 1)} × {per_epoch} step{'s' * (per_epoch != 1)}"
-    if t.max_steps is not None and t.max_steps < total:
-        epochs = t.epochs if done else -(-t.max_steps // per_epoch)
-        return epochs, t.max_steps, offset, f"max_steps, before {reason} are over"
-    return t.epochs, total, offset, reason
+        total_steps = step + batch.steps_left(position) + (epochs - epoch - 1) * steps_per_epoch
+        offset = epochs * steps_per_epoch - total_steps
+    reason = f"{many(epochs, 'epoch')} × {many(steps_per_epoch, 'step')}"
+    if max_steps is not None and max_steps < total_steps:
+        started_epochs = epochs if done else -(-max_steps // steps_per_epoch)
+        return started_epochs, max_steps, offset, f"max_steps, before {reason} are over"
+    return epochs, total_steps, offset, reason
 
 
 def scale_lr(
     lr: float, scaling: Literal["none", "linear", "sqrt"], *, global_batch: int, base_batch: int
 ) -> tuple[Decision, list[Note]]:
-    """The peak learning rate, and a note where the user should consider scaling it.
+    """Decide the peak learning rate, with a note if the user should consider scaling it.
 
     ``lr`` was tuned for ``base_batch`` samples a step. ``linear``: lr × global / base (Goyal et al. 2017,
     https://arxiv.org/abs/1706.02677; for SGD). ``sqrt``: lr × √(global / base) (Krizhevsky 2014,
     https://arxiv.org/abs/1404.5997; for Adam see Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
     """
-    ratio, by = global_batch / base_batch, f"{global_batch}/{base_batch}"
-    rate = decide(
+    ratio = global_batch / base_batch
+    fraction = f"{global_batch}/{base_batch}"
+    decision = decide(
         "lr",
-        (scaling == "linear", lr * ratio, f"{lr:g} × {by} (linear scaling)"),
-        (scaling == "sqrt", lr * math.sqrt(ratio), f"{lr:g} × √({by}) (square-root scaling)"),
+        (scaling == "linear", lr * ratio, f"{lr:g} × {fraction} (linear scaling)"),
+        (scaling == "sqrt", lr * math.sqrt(ratio), f"{lr:g} × √({fraction}) (square-root scaling)"),
         (True, lr, "as configured; never changed silently"),
     )
     if scaling != "none" or ratio <= 1:
-        return rate, []
+        return decision, []
     text = (
         f"The global batch is {global_batch}, {ratio:g} × {base_batch}. The learning rate stays {lr:g}; "
         f"linear scaling would set {lr * ratio:g} (--lr-scaling linear), with warm-up."
     )
-    return rate, [Note("lr_not_scaled", text)]
+    return decision, [Note("lr_not_scaled", text)]
 
 
 def resolve_schedule(
     config: SchedulerConfig, *, lr: float, total_steps: int, steps_per_epoch: int, scale: float = 1.0, offset: int = 0
 ) -> tuple[Schedule, list[Decision]]:
-    given, per_epoch = config.warmup_epochs, f"of {steps_per_epoch} steps"
-    usual = min(WARMUP_EPOCHS * steps_per_epoch, total_steps // 10)
+    """Decide the schedule and its warm-up.
+
+    Args:
+        lr: the peak, after scaling by the batch with the factor ``scale``.
+        total_steps: optimizer steps of the run.
+        offset: steps by which a resume with another global batch moves the origin.
+    """
+    epochs = config.warmup_epochs
+    epoch_length = f"of {steps_per_epoch} steps"
+    default_epochs = WARMUP_EPOCHS * steps_per_epoch
+    tenth = total_steps // 10
+    epochs_text = "1 epoch" if epochs == 1 else f"{epochs or 0:g} epochs"
     rise = f"onecycle rises for {ONE_CYCLE_RISE:.0%} of the run"
-    wanted = decide(
+    default = f"default: {WARMUP_EPOCHS} epochs {epoch_length}"
+    decision = decide(
         "warmup",
         (config.warmup_steps is not None, config.warmup_steps, "as configured"),
-        (given == 1, steps_per_epoch, f"as configured: 1 epoch {per_epoch}"),
-        (given is not None, round((given or 0) * steps_per_epoch), f"as configured: {given or 0:g} epochs {per_epoch}"),
+        (epochs is not None, round((epochs or 0) * steps_per_epoch), f"as configured: {epochs_text} {epoch_length}"),
         (config.name == "onecycle", round(ONE_CYCLE_RISE * total_steps), rise),
-        (True, usual, f"{WARMUP_EPOCHS} epochs {per_epoch}, at most a tenth of the run"),
+        (default_epochs <= tenth, default_epochs, default),
+        (True, tenth, f"a tenth of the run, which is less than the {default}"),
     )
-    warmup, reason = cast(int, wanted.value), wanted.reason
-    if warmup > total_steps:
-        warmup, reason = total_steps, f"{reason}; limited to the {total_steps} steps of the run"
-    sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup}
-    schedule = Schedule(**{**config.model_dump(), **sizes}, lr=lr, scale=scale, offset=offset)
+    warmup_steps = cast(int, decision.value)
+    if warmup_steps > total_steps:
+        warmup_steps = total_steps
+        decision = replace(decision, reason=f"{decision.reason}; limited to the {total_steps} steps of the run")
+    sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup_steps}
+    rates = {"lr": lr, "scale": scale, "offset": offset}
+    schedule = Schedule.model_validate(config.model_dump() | sizes | rates)
     ends = {
         "wsd": f", constant, then down to {config.min_lr:g} in the last {config.decay_share:.0%}",
         "plateau": f", times {config.gamma:g} after more than {config.patience} evaluations without improvement",
     }
-    over = f"as configured, over {total_steps} optimizer steps{ends.get(config.name, '')}"
+    reason = f"as configured, over {total_steps} optimizer steps{ends.get(config.name, '')}"
     return schedule, [
-        Decision("schedule", "schedule", config.name, over),
-        replace(wanted, value=warmup, reason=reason, shown=many(warmup, "step")),
+        Decision("schedule", "schedule", config.name, reason),
+        replace(decision, value=warmup_steps, shown=many(warmup_steps, "step")),
     ]

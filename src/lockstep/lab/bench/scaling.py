@@ -16,7 +16,7 @@ from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
 from lockstep.lab.bench.trials import Case, Subject, new_trials
 from lockstep.launch.session.script import run_script, several_devices
-from lockstep.planning.notes import FILL
+from lockstep.planning.notes import BUSY_MICRO_BATCHES
 from lockstep.rundir.folder import RunDir
 from lockstep.strategies import auto_strategy, find_strategy
 
@@ -104,7 +104,7 @@ def _case(subject: Subject, label: Mapping[str, Any], settings: Mapping[str, Any
     count, strategy = label["ranks"], label["strategy"]
     samples = settings["batch_size"] * count if label["mode"] == "weak" else settings["strong_global_batch"]
     # A pipeline's devices take part in the same micro-batches; others take one each.
-    parts = FILL * count if find_strategy(strategy).state == "staged" else count
+    parts = BUSY_MICRO_BATCHES * count if find_strategy(strategy).state == "staged" else count
     sizes = {"batch_size": -(-samples // parts), "global_batch_size": samples, "accumulate": 1}
     place = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
     changes = {"hardware": place, "training": {**sizes, "threads": settings["threads_per_rank"]}}
