@@ -22,7 +22,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (89, 22, 2.5, 34, 42, 9, 20),
+    "all": (87, 21, 2.4, 34, 41, 9, 20),
     "config": (0, 0, 0, 0, 4, 0, 0),
     "events.py": (0, 0, 0, 0, 0, 0, 0),
     "hardware": (0, 0, 0, 0, 0, 3, 0),

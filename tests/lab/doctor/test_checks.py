@@ -206,7 +206,7 @@ def test_name_and_interface(network: Network, name: str, interface: str) -> None
 
 def test_the_interface_is_named() -> None:
     assert "over lo" in only(check_interface(HOME)).what
-    assert "gloo takes eth0" in only(check_interface(replace(HOME, nodes=2, outside=True))).what
+    assert "gloo uses eth0" in only(check_interface(replace(HOME, nodes=2, outside=True))).what
 
 
 def test_a_run_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:

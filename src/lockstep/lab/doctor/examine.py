@@ -47,15 +47,15 @@ def examine(
 ) -> DoctorReport:
     """Check everything that training on several devices needs; ``quick``: start no ranks and no training.
 
-    Under ``torchrun`` or ``srun``, on any number of nodes, every rank calls this and takes part; the report of
-    rank 0 is the whole one, the others' are empty. Otherwise Lockstep starts the ranks itself: of every GPU unless
-    ``devices`` are named, or two on the CPU where there is none.
+    Under ``torchrun`` or ``srun``, on any number of nodes, every rank calls this; the report of rank 0 is complete,
+    those of other ranks are empty. Otherwise Lockstep starts the ranks, one on each of ``devices``. Default: every
+    GPU, or two ranks on the CPU without a GPU.
     """
     world = read_world(os.environ)
     detected = detect_devices()
     if devices is None and not world.from_outside:
-        usable = any(device.kind == "gpu" and device.supported for device in detected)
-        devices = "all" if usable else "cpu,cpu"
+        has_gpu = any(device.kind == "gpu" and device.supported for device in detected)
+        devices = "all" if has_gpu else "cpu,cpu"
     config = resolve({"hardware": {"selected_devices": devices}})
     placement = resolve_placement(config.hardware, config.distributed, world, detected)
     if world.from_outside:
@@ -65,9 +65,9 @@ def examine(
         findings = _this_node(placement, world, runs_dir)
         meeting = None
         if not quick and stop.requested is None:
-            found, meeting = _meeting(placement, Path(folder), say)
-            findings += found
-            if any(finding.status == "fail" for finding in found):
+            rank_findings, meeting = _meeting(placement, Path(folder), say)
+            findings += rank_findings
+            if any(finding.status == "fail" for finding in rank_findings):
                 findings.append(STEP("skip", "the ranks must communicate first"))
             elif stop.requested is None:
                 say("training one step")
@@ -78,7 +78,7 @@ def examine(
 
 
 def _this_node(placement: Placement, world: World, runs_dir: Path) -> list[Finding]:
-    """The findings of this machine; starts no rank, leaves no file."""
+    """Return the findings of this machine; starts no rank and leaves no file."""
     findings = [*check_gpus(placement.devices, detect_devices()), *check_machine(placement, world, runs_dir)]
     return [replace(finding, node=socket.gethostname()) for finding in findings]
 
@@ -102,9 +102,9 @@ def _alone(placement: Placement) -> Finding:
 
 
 def _training_step(placement: Placement, folder: Path, fix: str) -> Finding:
-    """The finding of one step of the built-in task, from its data to the checkpoint.
+    """Train one step of the built-in task, from its data to the checkpoint.
 
-    ``fix``: where an error that stops it has none.
+    ``fix``: used if an error has no other fix.
     """
     from lockstep.launch.api import train
 
@@ -122,20 +122,20 @@ def _training_step(placement: Placement, folder: Path, fix: str) -> Finding:
         return STEP.failed(error, fix)
     if result.exit_code >= 128:
         raise KeyboardInterrupt
-    where = f"{many(placement.world_size, 'rank')} on {', '.join(placement.devices)}"
+    ranks = f"{many(placement.world_size, 'rank')} on {', '.join(placement.devices)}"
     if result.exit_code == 0 and result.status == "completed" and result.step == 1:
-        return STEP("ok", f"{TASK} took a step with {where}")
-    what = f"{TASK} with {where} ended as {result.status} after {result.step} steps (exit code {result.exit_code})"
-    return STEP("fail", what, _by_hand(placement))
+        return STEP("ok", f"{TASK} took a step with {ranks}")
+    text = f"{TASK} with {ranks} ended as {result.status} after {result.step} steps (exit code {result.exit_code})"
+    return STEP("fail", text, _by_hand(placement))
 
 
 def _by_hand(placement: Placement) -> str:
-    """How to run only what failed here."""
+    """Return the command that runs only the training step."""
     return f"run only this: lockstep train {TASK} --devices {','.join(placement.devices)} --fast-dev-run"
 
 
 def _as_rank(placement: Placement, world: World, runs_dir: Path, *, quick: bool, say: Say) -> DoctorReport:
-    """This process is one of ``world.size`` ranks; rank 0's report is about all of them, the others' are empty."""
+    """Check as one of ``world.size`` ranks; rank 0's report is about all of them, those of other ranks are empty."""
     os.environ.update(rendezvous(os.environ))
     parent_death.die_with_parent(os.getppid())
     if world.is_main:
@@ -166,7 +166,7 @@ def _as_rank(placement: Placement, world: World, runs_dir: Path, *, quick: bool,
 
 
 def _shared_folder(collectives: Collectives, runs_dir: Path) -> Finding:
-    """Whether all nodes see one and the same folder for runs."""
+    """Check that all nodes see the same folder for runs."""
     check = Check(
         "shared run folder",
         "rank 0 writes the run; without a shared folder the other nodes cannot read it when they resume",
@@ -175,33 +175,33 @@ def _shared_folder(collectives: Collectives, runs_dir: Path) -> Finding:
     probe = ""
     if collectives.is_main:
         with contextlib.suppress(OSError):
-            there = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.is_dir())
-            descriptor, probe = tempfile.mkstemp(prefix=".lockstep-doctor-", dir=there)
+            ancestors = (runs_dir.absolute(), *runs_dir.absolute().parents)
+            existing = next(folder for folder in ancestors if folder.is_dir())
+            descriptor, probe = tempfile.mkstemp(prefix=".lockstep-doctor-", dir=existing)
             os.close(descriptor)
     probe = collectives.broadcast(probe)
-    seen = collectives.all_gather(bool(probe) and Path(probe).exists())
+    is_shared = all(collectives.all_gather(bool(probe) and Path(probe).exists()))
     if probe and collectives.is_main:
         Path(probe).unlink(missing_ok=True)
-    shared = all(seen)
-    return check("ok" if shared else "warn", f"{'all' if shared else 'not all'} nodes see the folder of rank 0")
+    return check("ok" if is_shared else "warn", f"{'all' if is_shared else 'not all'} nodes see the folder of rank 0")
 
 
 def _train_together(placement: Placement, world: World, store: Store, folder: Path) -> list[Finding]:
-    """The finding of a training step; on rank 0 also what went wrong with it on the others.
+    """Train one step on all ranks; on rank 0, add the errors of the other ranks.
 
-    Each rank leaves its error, or nothing, in ``store``. Each node's first rank removes the folder there when all
-    have done so; rank 0, whose store it may be, goes last.
+    Each rank writes its error, or an empty text, to ``store``. Each node's first rank removes the folder of the node
+    after all have done so. Rank 0, which may serve the store, ends last.
     """
     names = {rank: f"left/{rank}" for rank in range(world.size)}
     fix = "to see the error: start `lockstep train har --fast-dev-run` in the same way"
-    with StopRequest():  # what arrives meanwhile ends the training in order
+    with StopRequest():  # signals end the training in order
         try:
             findings = [_training_step(placement, folder, fix)]
             store.set(names[world.rank], findings[0].what if findings[0].status == "fail" else "")
             if world.local_rank == 0:
                 store.wait(list(names.values()), timedelta(seconds=TIMEOUT_S))
         except RuntimeError:
-            return findings  # a rank was lost: rank 0's own step has failed for it, too
+            return findings  # a rank was lost, which has failed the step of rank 0 too
         finally:
             if world.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Devices, versions, and the state of the GPUs: facts from detection and NVML, no context on any GPU."""
+"""Checks of devices, versions and GPUs, from detection and NVML without a context on any GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lockstep.lab.doctor.report import Check, Finding, guarded
 #: The oldest torch that Lockstep works with.
 OLDEST_TORCH = (2, 9)
 #: A GPU with less free memory (1e9 bytes) has no room for a context, NCCL's buffers and a small model.
-LEAST_FREE_GB = 2.0
+MIN_FREE_GB = 2.0
 
 
 def check_gpus(chosen: Sequence[str], detected: Sequence[Device]) -> Iterator[Finding]:
-    """The findings on the devices of this machine and the libraries that use them."""
-    gpus, nvml = [device for device in detected if device.kind == "gpu" and device.id in chosen], open_nvml()
+    """Yield the findings on the devices of this machine and the libraries that use them."""
+    gpus = [device for device in detected if device.kind == "gpu" and device.id in chosen]
+    nvml = open_nvml()
     with nvml or nullcontext():
         yield from guarded("devices", lambda: check_devices(detected, chosen))
         yield from guarded("versions", lambda: check_versions(gather_versions(nvml), detected))
@@ -42,19 +43,19 @@ def check_devices(detected: Sequence[Device], chosen: Sequence[str]) -> Iterator
 
 
 def own_versions() -> dict[str, str]:
-    """``lockstep``, ``python``, ``torch`` and ``nccl``, which is empty where torch has none. Imports torch."""
+    """Return the versions of ``lockstep``, ``python``, ``torch`` and ``nccl`` (empty without NCCL). Imports torch."""
     import torch
     from torch import distributed
 
     from lockstep.rundir.folder import versions
 
-    known = versions()
+    installed = versions()
     nccl: tuple[int, ...] = torch.cuda.nccl.version() if distributed.is_nccl_available() else ()
-    return {**{name: known[name] for name in ("lockstep", "python", "torch")}, "nccl": ".".join(map(str, nccl))}
+    return {**{name: installed[name] for name in ("lockstep", "python", "torch")}, "nccl": ".".join(map(str, nccl))}
 
 
 def gather_versions(nvml: Nvml | None) -> dict[str, str]:
-    """What must fit together: :func:`own_versions`, the ``build`` of torch and the ``driver``; empty: there is none."""
+    """Return :func:`own_versions`, the ``build`` of torch and the ``driver`` (empty if there is none)."""
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
@@ -94,8 +95,8 @@ def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
         )
         free = "free memory unknown" if gpu.free_gb is None else f"{gpu.free_gb:g} of {gpu.memory_gb:g} GB free"
         users = f"in use by {describe_users(gpu)}" if gpu.users else "no other process uses it"
-        full = gpu.free_gb is not None and gpu.free_gb < LEAST_FREE_GB
-        yield check("fail" if full else "warn" if gpu.users else "ok", f"{free}; {users}")
+        is_full = gpu.free_gb is not None and gpu.free_gb < MIN_FREE_GB
+        yield check("fail" if is_full else "warn" if gpu.users else "ok", f"{free}; {users}")
 
 
 def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
@@ -108,8 +109,8 @@ def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
             "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER)",
         )
         heat = "" if health.temperature_c is None else f", {health.temperature_c} °C"
-        held = f"held back: {', '.join(health.slowdowns)}" if health.slowdowns else "not held back"
-        yield clocks("warn" if health.slowdowns else "ok", held + heat)
+        slowdowns = f"held back: {', '.join(health.slowdowns)}" if health.slowdowns else "not held back"
+        yield clocks("warn" if health.slowdowns else "ok", slowdowns + heat)
 
 
 def _check_memory_errors(name: str, health: GpuHealth) -> Finding:
@@ -135,14 +136,14 @@ def check_links(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
         "and on bare metal the IOMMU",
     )
     links = {(a.id, b.id): nvml.link(a.uuid or "", b.uuid or "") for a, b in combinations(chosen, 2)}
-    apart = [f"{one} and {other}" for (one, other), link in links.items() if link.peer is False]
+    unconnected = [" and ".join(pair) for pair, link in links.items() if link.peer is False]
     if not links:
         yield check("skip", "fewer than two GPUs are chosen")
-    elif apart:
-        pairs = "; ".join(apart[:4]) + ("; …" if len(apart) > 4 else "")
-        yield check("warn", f"{len(apart)} of {len(links)} pairs have none: {pairs}")
+    elif unconnected:
+        pairs = "; ".join(unconnected[:4]) + ("; …" if len(unconnected) > 4 else "")
+        yield check("warn", f"{len(unconnected)} of {len(links)} pairs have none: {pairs}")
     else:
-        ways = Counter("NVLink" if link.nvlink else link.path or "unknown path" for link in links.values())
-        text = ", ".join(f"{count} over {way}" for way, count in ways.items())
+        paths = Counter("NVLink" if link.nvlink else link.path or "unknown path" for link in links.values())
+        text = ", ".join(f"{count} over {path}" for path, count in paths.items())
         unknown = " (the driver does not report peer access)" if any(v.peer is None for v in links.values()) else ""
         yield check("ok", f"{len(links)} pairs of GPUs: {text}{unknown}")

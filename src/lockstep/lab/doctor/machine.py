@@ -1,4 +1,4 @@
-"""The machine around the devices: cores, shared memory, limits, the folder of the runs, names and interfaces."""
+"""Checks of the host: cores, shared memory, limits, run folder, host name and network interfaces."""
 
 from __future__ import annotations
 
@@ -29,22 +29,28 @@ from lockstep.rundir.files import absolute, write_bytes, write_text
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 #: Bytes. Loader workers pass whole batches through it (Docker's default: 64 MB), NCCL about 10 MB a rank.
-LEAST_SHARED, ENOUGH_SHARED = 32_000_000, 1_000_000_000
-#: Open files of a rank, and for each loader worker: torch passes each tensor in flight as a descriptor.
-FILES_PER_RANK, FILES_PER_WORKER = 256, 128
+MIN_SHARED_BYTES = 32_000_000
+ENOUGH_SHARED_BYTES = 1_000_000_000
+#: Open files of a rank.
+FILES_PER_RANK = 256
+#: Open files for each loader worker: torch passes each tensor in flight as a descriptor.
+FILES_PER_WORKER = 128
 SLOW_LOOKUP_S = 2.0
-#: Slower than this, heartbeats and checkpoints of small models are noticed in the training's speed.
+#: Above this time, heartbeats and checkpoints slow down the training of small models.
 SLOW_FSYNC_S = 0.1
-FSYNCS, WRITTEN_BYTES = 5, 16 << 20
-LEAST_FREE, ENOUGH_FREE = 100_000_000, 2_000_000_000
+FSYNC_REPEATS = 5
+LARGE_FILE_BYTES = 16 << 20
+MIN_FREE_BYTES = 100_000_000
+ENOUGH_FREE_BYTES = 2_000_000_000
 
 
 def check_machine(placement: Placement, world: World, runs_dir: Path) -> Iterator[Finding]:
-    """The findings on this machine; starts no process and leaves no file."""
+    """Yield the findings on this machine; starts no process and leaves no file."""
     ranks = world.local_size if world.from_outside else placement.world_size
-    visible, usable, gpus = visible_cores(), usable_cores(), placement.accelerator == "gpu"
+    visible = visible_cores()
+    usable = usable_cores()
     workers = automatic_workers(usable, ranks)
-    yield from guarded("cores", lambda: check_cores(visible, usable, ranks, gpus=gpus))
+    yield from guarded("cores", lambda: check_cores(visible, usable, ranks, gpus=placement.accelerator == "gpu"))
     yield from guarded("shared memory", lambda: check_shared_memory(*shared_memory()))
     yield from guarded("open files", lambda: check_open_files(*limits(resource.RLIMIT_NOFILE), workers))
     yield from guarded("locked memory", lambda: check_locked_memory(limits(resource.RLIMIT_MEMLOCK)[0], adapters()))
@@ -55,9 +61,14 @@ def check_machine(placement: Placement, world: World, runs_dir: Path) -> Iterato
 
 
 def check_cores(visible: int, usable: int, ranks: int, *, gpus: bool) -> Iterator[Finding]:
-    """Whether each rank has a core; ``usable``: those that its control group gives the process time for."""
-    why = "each rank needs a core, and each of its loader workers another one; else the devices wait for data"
-    check, workers = Check("cores", why), automatic_workers(usable, ranks)
+    """Check that each rank has a core.
+
+    Args:
+        visible: cores on which this process may run.
+        usable: cores after the quota of its control group.
+    """
+    check = Check("cores", "each rank and each of its loader workers needs a core; else the devices wait for data")
+    workers = automatic_workers(usable, ranks)
     text = f"{usable} cores for {many(ranks, 'rank')}"
     if usable < visible:
         settings = f"--num-workers {workers} and --set training.threads={max(1, usable // ranks)}"
@@ -73,7 +84,7 @@ def check_cores(visible: int, usable: int, ranks: int, *, gpus: bool) -> Iterato
 
 
 def shared_memory(path: Path = SHARED_MEMORY) -> tuple[int, int, str]:
-    """Bytes in all, free bytes, and why nothing can be written there."""
+    """Return total bytes, free bytes, and an error if ``path`` is not writable, else an empty text."""
     try:
         space = shutil.disk_usage(path)
     except OSError as error:
@@ -87,55 +98,67 @@ def check_shared_memory(total: int, free: int, error: str = "") -> Iterator[Find
         "loader workers and NCCL pass data through it; when it is full, they are killed by a bus error",
         "give the container more (docker run --shm-size=8g, or --ipc=host); until then train with --num-workers 0",
     )
-    what = f"cannot be used: {error}" if error else f"has {free / 1e6:,.0f} of {total / 1e6:,.0f} MB free"
-    yield check("fail" if error else _status(free, LEAST_SHARED, ENOUGH_SHARED), f"{SHARED_MEMORY} {what}")
+    if error:
+        yield check("fail", f"{SHARED_MEMORY} cannot be used: {error}")
+    else:
+        status = _status(free, minimum=MIN_SHARED_BYTES, enough=ENOUGH_SHARED_BYTES)
+        yield check(status, f"{SHARED_MEMORY} has {free / 1e6:,.0f} of {total / 1e6:,.0f} MB free")
 
 
-def _status(free: int, least: int, enough: int) -> Status:
-    return "fail" if free < least else "warn" if free < enough else "ok"
+def _status(free: int, *, minimum: int, enough: int) -> Status:
+    return "fail" if free < minimum else "warn" if free < enough else "ok"
 
 
 def limits(which: int) -> tuple[float, float]:
-    """A limit of this process and the highest that it may set (getrlimit(2)); infinite where there is none."""
+    """Return the soft and hard limit of this process (getrlimit(2)); infinite if there is none."""
     soft, hard = (math.inf if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
     return soft, hard
 
 
-def check_open_files(limit: float, most: float, workers: int) -> Iterator[Finding]:
-    """``most``: what the user may raise the limit to. ``workers``: loader workers of a rank."""
-    why = "a rank with loader workers holds many files open; at the limit it ends with 'Too many open files'"
-    check, needed = Check("open files", why), FILES_PER_RANK + FILES_PER_WORKER * max(workers, 1)
-    if limit >= needed:
-        yield check("ok", "no limit" if limit == math.inf else f"{limit:,} may be open")
+def check_open_files(soft_limit: float, hard_limit: float, workers: int) -> Iterator[Finding]:
+    """Check the limit of open files; ``workers``: loader workers of a rank."""
+    check = Check(
+        "open files",
+        "a rank with loader workers holds many files open; at the limit it ends with 'Too many open files'",
+    )
+    needed = FILES_PER_RANK + FILES_PER_WORKER * max(workers, 1)
+    if soft_limit >= needed:
+        yield check("ok", "no limit" if soft_limit == math.inf else f"{soft_limit:,} may be open")
     else:
-        administrator = "let the administrator raise nofile in /etc/security/limits.conf"
-        what = f"only {limit:,} may be open, and a rank with {workers} loader workers may need {needed:,}"
-        yield check("warn", what, administrator if most < needed else f"ulimit -n {max(4096, needed)}")
+        fix = f"ulimit -n {max(4096, needed)}"
+        if hard_limit < needed:
+            fix = "let the administrator raise nofile in /etc/security/limits.conf"
+        text = f"only {soft_limit:,} may be open, and a rank with {workers} loader workers may need {needed:,}"
+        yield check("warn", text, fix)
 
 
 def adapters() -> list[str]:
-    """Network adapters that pin memory."""
+    """List network adapters that pin memory."""
     return sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
 
 
 def check_locked_memory(limit: float, adapters: Sequence[str]) -> Iterator[Finding]:
-    """``limit``: in bytes."""
+    """Check the limit of locked memory, in bytes."""
     check = Check(
         "locked memory",
         "InfiniBand and RoCE adapters pin the memory that they send from; with a low limit NCCL falls back or fails",
         "ulimit -l unlimited (docker run --ulimit memlock=-1; memlock in /etc/security/limits.conf)",
     )
-    text = "no limit" if limit == math.inf else f"{limit / 1e6:,.1f} MB"
-    whom = f"for {', '.join(adapters)}" if adapters else "no RDMA adapter here needs more"
-    yield check("warn" if adapters and limit < math.inf else "ok", f"{text}, {whom}")
+    limit_text = "no limit" if limit == math.inf else f"{limit / 1e6:,.1f} MB"
+    adapters_text = f"for {', '.join(adapters)}" if adapters else "no RDMA adapter here needs more"
+    yield check("warn" if adapters and limit < math.inf else "ok", f"{limit_text}, {adapters_text}")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """What was tried in ``path`` (or, where it does not exist yet, in the parent that does).
+    """Measurements of writing in ``path``, or in its nearest parent that exists.
 
-    ``error``: why it cannot be written; then the rest was not tried. ``fsync_s``: the median for a small file.
-    ``bytes_per_s``: of writing 16 MB durably. ``free``: bytes.
+    Attributes:
+        error: the reason if it is not writable; then nothing else was measured.
+        atomic: renames replace files and move folders at once.
+        fsync_s: median time to write a small file durably.
+        bytes_per_s: speed of writing 16 MB durably.
+        free: free bytes.
     """
 
     path: Path
@@ -147,16 +170,22 @@ class RunFolder:
 
 
 def probe_run_folder(path: Path) -> RunFolder:
-    """Try what a run does, in a hidden folder that is removed again."""
+    """Write and rename files as a run does, in a hidden folder that is removed again."""
     path = absolute(path)
     try:
-        there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-        with tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=there, ignore_cleanup_errors=True) as name:
+        parent = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        with tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=parent, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            small = median(_seconds(lambda: write_text(folder / "small", "x" * 1000)) for _ in range(FSYNCS))
-            large = os.urandom(WRITTEN_BYTES)
-            speed = WRITTEN_BYTES / _seconds(lambda: write_bytes(folder / "large", large))
-            return RunFolder(path, "", _replaces_at_once(folder), small, speed, shutil.disk_usage(there).free)
+            fsync_s = median(_seconds(lambda: write_text(folder / "small", "x" * 1000)) for _ in range(FSYNC_REPEATS))
+            content = os.urandom(LARGE_FILE_BYTES)
+            large_s = _seconds(lambda: write_bytes(folder / "large", content))
+            return RunFolder(
+                path,
+                atomic=_has_atomic_renames(folder),
+                fsync_s=fsync_s,
+                bytes_per_s=LARGE_FILE_BYTES / large_s,
+                free=shutil.disk_usage(parent).free,
+            )
     except StorageError as error:
         return RunFolder(path, error=f"{error.what}: {error.why}")
     except (OSError, ValueError) as error:
@@ -169,24 +198,27 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _replaces_at_once(folder: Path) -> bool:
-    """Whether a rename replaces a file under its reader, and moves a folder with its content."""
-    target, other = folder / "target", folder / "other"
+def _has_atomic_renames(folder: Path) -> bool:
+    """Check that a rename replaces a file while it is read, and moves a folder with its content."""
+    target = folder / "target"
+    replacement = folder / "replacement"
     target.write_bytes(b"old")
-    other.write_bytes(b"new")
+    replacement.write_bytes(b"new")
     with target.open("rb") as reader:
-        other.replace(target)
-        kept = reader.read() == b"old"
-    building, whole = folder / "building", folder / "whole"
-    building.mkdir()
-    (building / "file").write_bytes(b"content")
-    building.rename(whole)
-    moved = not building.exists() and (whole / "file").read_bytes() == b"content"
-    return kept and target.read_bytes() == b"new" and not other.exists() and moved
+        replacement.replace(target)
+        reader_sees_old = reader.read() == b"old"
+    is_replaced = target.read_bytes() == b"new" and not replacement.exists()
+    source_folder = folder / "source"
+    target_folder = folder / "moved"
+    source_folder.mkdir()
+    (source_folder / "file").write_bytes(b"content")
+    source_folder.rename(target_folder)
+    is_moved = not source_folder.exists() and (target_folder / "file").read_bytes() == b"content"
+    return reader_sees_old and is_replaced and is_moved
 
 
 def check_run_folder(folder: RunFolder) -> Iterator[Finding]:
-    check = Check("run folder", "all that a run keeps goes there; without it, training ends before it begins")
+    check = Check("run folder", "a run writes all its files there; without it, training does not begin")
     if folder.error:
         fix = f"choose another folder with --runs-dir (train: --save-dir), or make {folder.path} writable"
         yield check("fail", f"cannot write in {folder.path}: {folder.error}", fix)
@@ -194,36 +226,41 @@ def check_run_folder(folder: RunFolder) -> Iterator[Finding]:
     yield check("ok", f"{folder.path} is writable")
     check = Check(
         "atomic rename",
-        "checkpoints are renamed when they are whole; a reader or a crash must see the old one or the new one",
+        "checkpoints are renamed when they are complete; a reader or a crash must see the old one or the new one",
         "keep runs on a local disk or NFS, not on an object store mounted as a folder",
     )
-    atomic = "a rename replaces a file and moves a folder at once"
-    yield check("ok", atomic) if folder.atomic else check("fail", f"renames in {folder.path} are not atomic")
+    if folder.atomic:
+        yield check("ok", "a rename replaces a file and moves a folder at once")
+    else:
+        yield check("fail", f"renames in {folder.path} are not atomic")
     check = Check(
         "disk speed",
         "each checkpoint waits until the disk has it",
         "keep runs on a local disk (--save-dir), or save less often (checkpoint.every_steps)",
     )
-    what = f"{folder.fsync_s * 1e3:.1f} ms for a small file, {folder.bytes_per_s / 1e6:,.0f} MB/s for a large one"
-    yield check("warn" if folder.fsync_s > SLOW_FSYNC_S else "ok", what)
+    speed = f"{folder.fsync_s * 1e3:.1f} ms for a small file, {folder.bytes_per_s / 1e6:,.0f} MB/s for a large one"
+    yield check("warn" if folder.fsync_s > SLOW_FSYNC_S else "ok", speed)
     check = Check(
         "free space",
         "a checkpoint holds the weights and about twice as much for the optimizer, and several are kept",
         "free some space, lower checkpoint.keep_last, or choose another --save-dir",
     )
-    yield check(_status(folder.free, LEAST_FREE, ENOUGH_FREE), f"{gigabytes(folder.free):g} GB")
+    status = _status(folder.free, minimum=MIN_FREE_BYTES, enough=ENOUGH_FREE_BYTES)
+    yield check(status, f"{gigabytes(folder.free):g} GB")
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """This host as others would find it.
+    """Names, addresses and interfaces of this host.
 
     Attributes:
-        addresses: what the host's name resolves to, in ``lookup_s`` seconds; ``error``: why it does not.
+        addresses: addresses of the host's name.
+        lookup_s: seconds of resolving the name.
+        error: the reason if the name does not resolve.
         interfaces: addresses of each interface that is up.
-        chosen: the value of the variable that chooses an interface for gloo, if it is set.
+        chosen: value of the variable that chooses an interface for gloo; empty if it is not set.
         nodes: machines that take part.
-        outside: whether torchrun or srun started the ranks; else Lockstep does, on this machine alone.
+        outside: torchrun or srun started the ranks; else Lockstep starts them, on this machine alone.
     """
 
     host: str
@@ -237,49 +274,65 @@ class Network:
 
     @property
     def of_host(self) -> str | None:
-        """The interface that has an address of the host's name."""
-        named = (name for name, own in self.interfaces.items() if set(own) & set(self.addresses))
-        return next(named, None)
+        """Name of the interface that has an address of the host's name."""
+        names = (name for name, addresses in self.interfaces.items() if set(addresses) & set(self.addresses))
+        return next(names, None)
 
 
 def gather_network(world: World) -> Network:
-    host, started = socket.gethostname(), time.perf_counter()
+    """Resolve the host's name and list the interfaces that are up."""
+    host = socket.gethostname()
+    started = time.perf_counter()
     addresses: tuple[str, ...] = ()
     error = ""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
     except OSError as failure:
         error = failure.strerror or str(failure)
-    lookup_s, states = time.perf_counter() - started, psutil.net_if_stats()
+    lookup_s = time.perf_counter() - started
+    states = psutil.net_if_stats()
     interfaces = {
-        name: tuple(entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6))
-        for name, entries in psutil.net_if_addrs().items()
+        name: tuple(address.address for address in items if address.family in (socket.AF_INET, socket.AF_INET6))
+        for name, items in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     }
     return Network(
-        host, addresses, lookup_s, error, interfaces, os.environ.get(GLOO, ""), world.nodes, world.from_outside
+        host,
+        addresses=addresses,
+        lookup_s=lookup_s,
+        error=error,
+        interfaces=interfaces,
+        chosen=os.environ.get(GLOO, ""),
+        nodes=world.nodes,
+        outside=world.from_outside,
     )
 
 
 def check_host_name(network: Network) -> Iterator[Finding]:
-    why = "ranks find each other by name; one that does not resolve delays the start, or stops it on several nodes"
-    check, host, addresses = Check("host name", why), network.host, ", ".join(network.addresses)
-    line = f"add a line with this machine's address and {host} to /etc/hosts, on every node (or fix the DNS)"
+    check = Check(
+        "host name",
+        "ranks find each other by name; a name that does not resolve delays the start, or stops it on several nodes",
+    )
+    host = network.host
+    addresses = ", ".join(network.addresses)
+    fix = f"add a line with this machine's address and {host} to /etc/hosts, on every node (or fix the DNS)"
     if network.error:
-        yield check("warn", f"{host} does not resolve: {network.error}", line)
+        yield check("warn", f"{host} does not resolve: {network.error}", fix)
     elif network.of_host is None and not any(map(is_loopback, network.addresses)):
-        yield check("warn", f"{host} resolves to {addresses}, which is not an address of this machine", line)
+        yield check("warn", f"{host} resolves to {addresses}, which is not an address of this machine", fix)
     elif network.lookup_s > SLOW_LOOKUP_S:
-        what = f"{host} resolves to {addresses}, but that took {network.lookup_s:.1f} s"
-        yield check("warn", what, f"add {host} to /etc/hosts, or fix the DNS")
+        text = f"{host} resolves to {addresses}, but that took {network.lookup_s:.1f} s"
+        yield check("warn", text, f"add {host} to /etc/hosts, or fix the DNS")
     else:
         yield check("ok", f"{host} resolves to {addresses}")
 
 
 def check_interface(network: Network) -> Iterator[Finding]:
-    why = "gloo and NCCL talk over one network interface; a wrong one is slow, or others cannot reach it"
-    check, up = Check("interface", why), ", ".join(network.interfaces) or "none"
+    check = Check(
+        "interface", "gloo and NCCL use one network interface; a wrong one is slow, or other nodes cannot reach it"
+    )
+    up = ", ".join(network.interfaces) or "none"
     if network.chosen and not set(network.chosen.split(",")) <= network.interfaces.keys():
         fix = f"unset it, or name one that is up: {up}"
         yield check("fail", f"{GLOO}={network.chosen} names no interface that is up", fix)
@@ -294,11 +347,12 @@ def check_interface(network: Network) -> Iterator[Finding]:
         addresses = ", ".join(network.addresses) or "nothing"
         yield check("warn", f"{network.host} resolves to {addresses}, which the other nodes cannot reach", fix)
     else:
-        yield check("ok", f"gloo takes {network.of_host or 'the loopback address'}, where {network.host} is; up: {up}")
+        interface = network.of_host or "the loopback address"
+        yield check("ok", f"gloo uses {interface}, the interface of {network.host}; up: {up}")
 
 
 def find_free_port() -> str:
-    """Bind a port that the system chooses, listen and connect to it; empty, or what went wrong."""
+    """Bind a port that the system chooses, listen and connect to it; return the error, or an empty text."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5.0).close()

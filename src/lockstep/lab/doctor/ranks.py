@@ -1,4 +1,4 @@
-"""What the ranks of the checks do together: meet, compare clocks, sum numbers; and the findings about it."""
+"""Checks of several ranks: rendezvous, clocks, all-reduce, and their findings."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from lockstep.lab.doctor.gpus import own_versions
 from lockstep.lab.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, size_text
 from lockstep.launch.local.worker import Rank
 
-#: How long a rank waits for the others.
+#: Maximum time that a rank waits for the others.
 TIMEOUT_S = 60.0
 #: Bytes: the latency; a small bucket; enough to fill the line (DDP sends buckets of 25 MiB).
 SIZES = (4 << 10, 1 << 20, 64 << 20)
 CLOCK_ROUNDS = 8
 RANKS = Check("ranks", "several devices train together only if their processes reach each other")
 #: Beyond it, logs of several nodes cannot be compared, and tickets and certificates may be refused.
-MOST_SKEW_S = 1.0
-#: Bus bandwidth below which something is wrong: a GPU pair without peer access, or a network of 1 Gbit/s.
-LEAST_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
-#: The gradients of a model with 25 million parameters in float32: an example that people know (ResNet-50).
+MAX_SKEW_S = 1.0
+#: Minimum bus bandwidth; less means a fault: a GPU pair without peer access, or a network of 1 Gbit/s.
+MIN_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
+#: Gradients of a model with 25 million parameters in float32, such as ResNet-50.
 EXAMPLE_BYTES = 100_000_000
 
 
 @contextmanager
 def joined(world: World, placement: Placement) -> Iterator[Store]:
-    """A gloo group of all ranks, destroyed at the end; the store stays usable as long as it is referenced.
+    """Open a gloo group of all ranks and destroy it at the end; the store stays usable as long as it is referenced.
 
-    The launcher's store may serve a second group afterwards (the training's), so this one has separate names there.
+    The launcher's store may be used for a second group afterwards (the training's), so this group has a prefix.
     """
     timeout = timedelta(seconds=TIMEOUT_S)
     base, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
@@ -51,19 +51,19 @@ def joined(world: World, placement: Placement) -> Iterator[Store]:
         yield store
         failed = False
     finally:
-        # NCCL waits for all ranks there, and after a failure they wait for this one.
+        # NCCL waits for all ranks in it, and after a failure they wait for this one.
         if not (failed and placement.backend == "nccl"):
             dist.destroy_process_group()
 
 
 def meet(rank: Rank, placement: Placement) -> Meeting:
-    """One rank of the examination, started by Lockstep's launcher."""
+    """Measure as one rank that Lockstep's launcher has started."""
     with joined(rank.world, placement):
         return measure(Collectives(rank.world, timeout_s=TIMEOUT_S), rank.world, placement)
 
 
 def measure(collectives: Collectives, world: World, placement: Placement) -> Meeting:
-    """Facts, clocks and all-reduces of all ranks; collective, the same on every rank."""
+    """Gather facts, clocks and all-reduces of all ranks. Collective; the result is the same on every rank."""
     device = rank_device(placement.devices, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -77,7 +77,7 @@ def measure(collectives: Collectives, world: World, placement: Placement) -> Mee
 
 
 def _clocks_ahead(collectives: Collectives) -> list[tuple[float, float]]:
-    """Seconds that each rank's wall clock is ahead of rank 0's, and ±.
+    """Return the seconds that each rank's wall clock is ahead of rank 0's, and their uncertainty (±).
 
     A rank leaves a barrier after all have entered it, which bounds the difference of two clocks on both sides.
     """
@@ -87,12 +87,12 @@ def _clocks_ahead(collectives: Collectives) -> list[tuple[float, float]]:
         collectives.barrier()
         passages.append((entered, time.time()))
     ranks = collectives.all_gather(passages)
-    found = []
+    offsets = []
     for rank in ranks:
-        least = max(entered - left_first for (entered, _), (_, left_first) in zip(rank, ranks[0], strict=True))
-        most = min(left - entered_first for (_, left), (entered_first, _) in zip(rank, ranks[0], strict=True))
-        found.append(((least + most) / 2, (most - least) / 2))
-    return found
+        low = max(entered - left_first for (entered, _), (_, left_first) in zip(rank, ranks[0], strict=True))
+        high = min(left - entered_first for (_, left), (entered_first, _) in zip(rank, ranks[0], strict=True))
+        offsets.append(((low + high) / 2, (high - low) / 2))
+    return offsets
 
 
 def _all_reduce(
@@ -103,8 +103,8 @@ def _all_reduce(
     tensor = pattern + collectives.rank
     dist.all_reduce(tensor, group=group)
     ranks = collectives.size
-    right = torch.equal(tensor, pattern * ranks + ranks * (ranks - 1) / 2)
-    wrong = tuple(rank for rank, each in enumerate(collectives.all_gather(right)) if not each)
+    is_correct = torch.equal(tensor, pattern * ranks + ranks * (ranks - 1) / 2)
+    wrong = tuple(rank for rank, correct in enumerate(collectives.all_gather(is_correct)) if not correct)
     tensor.zero_()
     seconds = call_time(collectives, lambda: dist.all_reduce(tensor, group=group), device)
     bus = bus_factor("all_reduce", ranks) * size / seconds / 1e9
@@ -112,10 +112,12 @@ def _all_reduce(
 
 
 def check_meeting(meeting: Meeting) -> Iterator[Finding]:
-    several = len({rank.host for rank in meeting.ranks}) > 1
-    devices = ", ".join(f"{rank.rank} on {rank.device}{f' of {rank.host}' * several}" for rank in meeting.ranks)
+    has_several_hosts = len({rank.host for rank in meeting.ranks}) > 1
+    devices = ", ".join(
+        f"{rank.rank} on {rank.device}" + (f" of {rank.host}" if has_several_hosts else "") for rank in meeting.ranks
+    )
     yield RANKS("ok", f"{len(meeting.ranks)} ranks met over {meeting.backend}: {devices}")
-    if several:
+    if has_several_hosts:
         yield _check_same_versions(meeting.ranks)
     yield _check_skew(meeting.ranks)
     yield _check_sums(meeting)
@@ -125,11 +127,13 @@ def check_meeting(meeting: Meeting) -> Iterator[Finding]:
 def _check_same_versions(ranks: Sequence[RankFacts]) -> Finding:
     check = Check(
         "same versions",
-        "other versions compute other numbers, and other versions of NCCL cannot talk to each other",
+        "different versions compute different numbers, and different versions of NCCL cannot communicate",
         "install the same constraints.txt on every node",
     )
-    found = {name: list(dict.fromkeys(rank.versions[name] or "none" for rank in ranks)) for name in ranks[0].versions}
-    differing = [f"{name} {', '.join(values)}" for name, values in found.items() if len(values) > 1]
+    versions = {
+        name: list(dict.fromkeys(rank.versions[name] or "none" for rank in ranks)) for name in ranks[0].versions
+    }
+    differing = [f"{name} {', '.join(values)}" for name, values in versions.items() if len(values) > 1]
     if differing:
         return check("fail", f"the nodes differ: {'; '.join(differing)}")
     return check("ok", "the same on every node")
@@ -143,7 +147,7 @@ def _check_skew(ranks: Sequence[RankFacts]) -> Finding:
     )
     farthest = max(ranks, key=lambda rank: abs(rank.clock_s[0]))
     ahead, uncertain = farthest.clock_s
-    if abs(ahead) - uncertain > MOST_SKEW_S:
+    if abs(ahead) - uncertain > MAX_SKEW_S:
         direction = "ahead" if ahead > 0 else "behind"
         return check("warn", f"the clock of {farthest.host} is {abs(ahead):.1f} s {direction} of rank 0's")
     apart = f"{abs(ahead) * 1e3:.2f} ms apart (±{uncertain * 1e3:.2f} ms)"
@@ -170,17 +174,18 @@ def _check_sums(meeting: Meeting) -> Finding:
 def _check_bandwidth(backend: str, rows: Sequence[AllReduce]) -> Finding:
     check = Check(
         "bandwidth",
-        "each step waits until the gradients are summed; what that costs decides whether more devices are faster",
+        "each step waits until the gradients are summed; this time decides whether more devices are faster",
         "set NCCL_DEBUG=INFO and look which path NCCL takes; see the finding on peer access"
         if backend == "nccl"
         else "end other programs that use the cores; between nodes, choose a faster interface (GLOO_SOCKET_IFNAME)",
     )
-    small, large, least = rows[0], rows[-1], LEAST_BUS_GB_S[backend]
-    example = EXAMPLE_BYTES / large.bytes * large.seconds
-    what = (
-        f"{large.bus_gb_s:.2f} GB/s per rank, latency {small.seconds * 1e3:.2f} ms; the gradients of 25 million "
-        f"parameters take about {example * 1e3:,.0f} ms"
+    smallest = rows[0]
+    largest = rows[-1]
+    example_s = EXAMPLE_BYTES / largest.bytes * largest.seconds
+    text = (
+        f"{largest.bus_gb_s:.2f} GB/s per rank, latency {smallest.seconds * 1e3:.2f} ms; the gradients of 25 million "
+        f"parameters take about {example_s * 1e3:,.0f} ms"
     )
-    if large.bus_gb_s < least:
-        return check("warn", f"{what}; {backend} should reach {least:g} GB/s")
-    return check("ok", what)
+    if largest.bus_gb_s < MIN_BUS_GB_S[backend]:
+        return check("warn", f"{text}; {backend} should reach {MIN_BUS_GB_S[backend]:g} GB/s")
+    return check("ok", text)

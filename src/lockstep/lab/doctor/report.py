@@ -1,4 +1,4 @@
-"""Findings of the checks, what the ranks measured together, and the report of both as text and JSON."""
+"""Findings of the checks, measurements of the ranks, and their report as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: what was found, why it matters for training, and the fix of a ``warn`` or ``fail``.
+    """The result of one check.
 
-    ``fail``: training cannot work; ``warn``: it works, but badly or not always; ``skip``: not checked.
+    Attributes:
+        status: ``fail``: training cannot work; ``warn``: it works, but badly or not always; ``skip``: not checked.
+        what: the result, for users.
+        why: its relevance for training.
+        fix: the fix of a ``warn`` or ``fail``.
+        node: host name.
     """
 
     name: str
@@ -32,27 +37,28 @@ class Finding:
 
 
 class Check(NamedTuple):
-    """Makes the findings of one check. ``fix``: for those that have no other."""
+    """Makes the findings of one check; ``fix``: their default fix."""
 
     name: str
     why: str
     fix: str = ""
 
-    def __call__(self, status: Status, what: str, fix: str = "") -> Finding:
-        return Finding(self.name, status, what, self.why, (fix or self.fix) if status in {"warn", "fail"} else "")
+    def __call__(self, status: Status, text: str, fix: str = "") -> Finding:
+        return Finding(self.name, status, text, self.why, (fix or self.fix) if status in {"warn", "fail"} else "")
 
     def failed(self, error: BaseException, fix: str) -> Finding:
-        """The finding that an error makes; ``fix``: where neither the error nor its cause has one."""
+        """Make the finding of an error; ``fix``: used if neither the error nor its cause has one."""
         text = first_line(error)
         if isinstance(error, LockstepError):
             fix = error.fix or fix
         elif cause := find_cause(f"{type(error).__name__}: {error}"):
-            text, fix = f"{text} ({cause.title})", cause.advice
+            text = f"{text} ({cause.title})"
+            fix = cause.advice
         return self("fail", text, fix)
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of ``check``; a warning when the check itself fails."""
+    """Return the findings of ``check``, or a warning if the check itself raises."""
     try:
         return list(check())
     except Exception as error:
@@ -62,14 +68,14 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: ``RuntimeError: …``, or a :class:`LockstepError`'s text."""
+    """Convert an error to one line: ``RuntimeError: …``, or a :class:`LockstepError`'s text."""
     if isinstance(error, LockstepError):
         return error.what.splitlines()[0] + (f" ({error.why})" if error.why else "")
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that are the same on several nodes become one, for all of them."""
+    """Merge findings that are the same on several nodes."""
     nodes: dict[Finding, list[str]] = {}
     for finding in findings:
         nodes.setdefault(dataclasses.replace(finding, node=""), []).append(finding.node)
@@ -77,7 +83,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 class RankFacts(Frozen):
-    """One rank. ``clock_s``: how far its clock is ahead of rank 0's, and how exactly that is known (±), seconds."""
+    """One rank. ``clock_s``: seconds that its clock is ahead of rank 0's, and their uncertainty (±)."""
 
     rank: int
     host: str
@@ -87,10 +93,10 @@ class RankFacts(Frozen):
 
 
 class AllReduce(Frozen):
-    """All-reduces of one size. ``wrong``: ranks whose sum was wrong. ``seconds``: of one, the slowest rank's median.
+    """All-reduces of one size. ``wrong``: ranks whose sum was wrong. ``seconds``: median of the slowest rank.
 
-    ``bus_gb_s`` is 2(n−1)/n · bytes / seconds in 1e9 bytes: what travels over each rank's line in a ring, which
-    compares with the line's own speed (nccl-tests, doc/PERFORMANCE.md).
+    ``bus_gb_s`` is 2(n−1)/n · bytes / seconds in 1e9 bytes: the traffic over each rank's line in a ring, comparable
+    with the speed of the line (nccl-tests, doc/PERFORMANCE.md).
     """
 
     bytes: int
@@ -100,7 +106,7 @@ class AllReduce(Frozen):
 
 
 class Meeting(Frozen):
-    """What the ranks found out together."""
+    """Collective measurements of all ranks."""
 
     backend: str
     ranks: tuple[RankFacts, ...]
@@ -109,7 +115,7 @@ class Meeting(Frozen):
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The findings of all checks. ``meeting``: what the ranks measured together, if they met."""
+    """The findings of all checks. ``meeting``: measurements of the ranks; ``None`` if they did not meet."""
 
     devices: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -127,7 +133,7 @@ class DoctorReport:
         return f"{'NOT READY' if self.exit_code else 'READY'} for training on {', '.join(self.devices)}: {text}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``lockstep doctor --json`` prints them."""
+        """Return plain values, the output of ``lockstep doctor --json``."""
         return {
             "fit": self.exit_code == 0,
             "verdict": self.verdict(),
@@ -138,16 +144,16 @@ class DoctorReport:
 
 
 def print_report(report: DoctorReport, stream: TextIO) -> None:
-    """A line for each finding, then what to do about the bad ones, the all-reduces, and the verdict."""
-    several = len({finding.node for finding in report.findings if finding.node}) > 1
+    """Print a line for each finding, then the fixes, the all-reduces, and the verdict."""
+    has_several_nodes = len({finding.node for finding in report.findings if finding.node}) > 1
     rows = [("", "check", "node", "finding")]
     rows += [(finding.status.upper(), finding.name, finding.node, finding.what) for finding in report.findings]
-    columns, *cells = rows if several else [(status, name, what) for status, name, _, what in rows]
+    columns, *cells = rows if has_several_nodes else [(status, name, text) for status, name, _, text in rows]
     print_table(columns, cells, stream)
     for finding in report.findings:
         if finding.status in {"warn", "fail"}:
-            where = f" ({finding.node})" if several and finding.node else ""
-            say(f"\n{finding.status.upper()} {finding.name}{where}: {finding.what}", stream)
+            node = f" ({finding.node})" if has_several_nodes and finding.node else ""
+            say(f"\n{finding.status.upper()} {finding.name}{node}: {finding.what}", stream)
             say(f"  why it matters: {finding.why}\n  fix: {finding.fix}", stream)
     if report.meeting is not None:
         say(f"\nall-reduce over {report.meeting.backend} among {len(report.meeting.ranks)} ranks", stream)
