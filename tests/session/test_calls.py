@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -497,14 +497,103 @@ def average_that_is_loaded(session: lockstep.Session) -> None:
         )
 
 
+class Recurrent(nn.Linear):
+    """Carries a state in a buffer, and counts in another one."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("state", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        output = super().forward(x) + self.state
+        self.state = output.detach().mean(0)
+        return output
+
+
+def state_in_a_buffer(session: lockstep.Session) -> None:
+    model = Recurrent()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match="the buffer state that the body has kept") as caught:
+        for x, y in batches(session, accumulate=2):
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+    assert "buffer_reduction = {'state': 'mean'}" in caught.value.fix
+    raise caught.value
+
+
+def rows_of_other_samples(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    table = torch.zeros(33)
+    for index, (x, y) in indexed(session, accumulate=2):
+        table[index] = y
+        session.backward(squares(model, x, table[(index + 1) % 33]), len(y))
+        session.step(optimizer)
+
+
 @pytest.mark.parametrize(
-    "loop", [state_of_batch_objects, state_from_the_second_epoch_on, average_in_a_dict, average_that_is_loaded]
+    "loop",
+    [
+        state_of_batch_objects,
+        state_from_the_second_epoch_on,
+        average_in_a_dict,
+        average_that_is_loaded,
+        state_in_a_buffer,
+        rows_of_other_samples,
+    ],
 )
 def test_what_a_part_leaves_for_another_is_refused(
     loop: Callable[[lockstep.Session], None], session: lockstep.Session
 ) -> None:
     with pytest.raises(UnsupportedError, match="several micro-batches"):
         loop(session)
+
+
+class Indexed(Dataset[Any]):
+    def __len__(self) -> int:
+        return 33
+
+    def __getitem__(self, index: int) -> tuple[int, tuple[Tensor, Tensor]]:
+        return index, data()[index]
+
+
+def indexed(session: lockstep.Session, accumulate: int) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    for _ in session.epochs(2):
+        yield from session.batches(Indexed(), accumulate=accumulate)
+
+
+class Statistics(Recurrent):
+    """Keeps a mean of its inputs that the loss does not read, and one that it declares."""
+
+    buffer_reduction: ClassVar = {"state": "local"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return F.linear(self.norm(x[:, None])[:, 0], self.weight) + 0 * super().forward(x).detach()
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 1), Statistics()], ids=["tensors", "statistics"])
+def test_memory_that_is_written_by_part_is_read_by_part(model: nn.Module, tmp_path: Path) -> None:
+    weights = []
+    for accumulate in (1, 2):
+        with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / str(accumulate)) as session:
+            trained = copy.deepcopy(model)
+            trained, optimizer = session.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+            rows, averages, targets = torch.zeros(8, 4), torch.zeros(33), torch.zeros(33)
+            for index, (x, y) in indexed(session, accumulate):
+                rows[: len(x)] = x
+                averages[index] = 0.5 * averages[index] + 0.5 * y
+                targets.index_copy_(0, index, averages[index])
+                session.backward(squares(trained, rows[: len(x)].clone(), targets[index]), len(y))
+                session.step(optimizer)
+            weights.append(trained.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1])
 
 
 def test_functions_of_torch_func_in_a_body(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ _ADVICE = (
     "are sums with their counts, that the session is made before the models, and that "
 )
 _ADVICE_FAST = (
-    "nothing in the body depends on\nthe number of ranks. Dropout and other draws of a model differ between ranks: set "
+    "nothing in the body depends on\nthe number of ranks, such as a state carried from batch to batch (by .item(), "
+    ".tolist() or .numpy() as well).\nDropout and other draws of a model differ between ranks: set "
     "dropout to 0 for this check, or\nadd --reproducibility exact, which gives every rank the draws of one device"
 )
 _ADVICE_EXACT = (

@@ -104,6 +104,14 @@ class Buffers:
         found = [place.tensor for kind in kinds for place in self._places[kind]]
         return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
+    def ruled(self) -> Iterator[Tensor]:
+        """The buffers that change by a rule of torch's layers, or of their module's declaration."""
+        for layer in self._module.modules():
+            for attribute, tensor in buffers_of(layer).items():
+                is_declared = attribute in getattr(layer, ATTRIBUTE, {})
+                if tensor is not None and (is_declared or _rule(layer, attribute) is not None):
+                    yield tensor
+
     # Around a step.
 
     def begin(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,8 @@ _WEIGHTS = "weights"
 _SHAPES = {f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
 _SHAPES |= {f"new_{kind}" for kind in ("zeros", "ones", "empty", "full")}
 _FIRST = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
+#: Functions that read the elements of the first argument that the others name.
+_SELECTS = {"__getitem__", "index_select", "gather", "take_along_dim"}
 #: Functions that write all of their first argument.
 _OVERWRITES = {"copy_", "zero_", "fill_"}
 _WHY = (
@@ -34,6 +37,8 @@ _ONE = "use reproducibility: fast, accumulate=1 and no batch_size"
 
 CheckCall = Callable[[Any, list[Tensor], Mapping[str, Any]], None]
 _Origins = frozenset[Any]
+#: The writer of elements that were computed from an earlier batch.
+_UNKNOWN = 1 - 2**31
 _NONE: _Origins = frozenset()
 
 
@@ -44,16 +49,77 @@ class _Kept(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A tensor that a body has read and an earlier one has made: its type and shape, and its storage."""
+    """A tensor that a body has read and an earlier one has made: its name or its type and shape, and its storage."""
 
     description: str
     key: int
 
 
+class Part(NamedTuple):
+    """A run of the body.
+
+    ``number``: of its batch; ``first``: of the first batch of its step. ``is_part``: the step may have several;
+    ``is_last``: this is the last one. ``keeps_rows``: a sample is on this rank in every epoch.
+    """
+
+    number: int
+    first: int
+    is_part: bool
+    is_last: bool
+    keeps_rows: bool
+
+
+class LoopTensors(NamedTuple):
+    """Tensors of a loop that outlive a body.
+
+    ``weights``: trained parameters, by optimizer; ``averages``: of modules, outside the optimizers; ``buffers``: of
+    prepared models, by name; ``merged``: those of them with a rule for parts and ranks, which are not followed;
+    ``kept``: tensors in checkpoints.
+    """
+
+    weights: Mapping[str, Iterable[Tensor]]
+    averages: Iterable[Tensor]
+    buffers: Mapping[str, Tensor]
+    merged: Iterable[Tensor]
+    kept: Iterable[Tensor]
+
+
+class _Writers:
+    """By element of a storage, the number of the body that wrote it last, plus 1.
+
+    Of a row that was selected by values of the batch it is positive: it belongs to the sample. Otherwise it is
+    negative. 0: not written so far.
+    """
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self._itemsize = tensor.itemsize
+        self._numbers = torch.full((elements,), number, dtype=torch.int32, device=tensor.device)
+        self._reads: list[Tensor] = []
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The numbers of the elements of ``tensor``, in its shape."""
+        if tensor.itemsize != self._itemsize:
+            return torch.full_like(tensor, _UNKNOWN, dtype=torch.int32)
+        return self._numbers.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def note_rows(self, tensor: Tensor, select: Callable[[Tensor], Tensor]) -> None:
+        """Elements of rows of ``tensor`` are read that this body has not written so far."""
+        places = torch.arange(len(self._numbers), device=tensor.device)
+        rows = select(places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()))
+        self._reads.append(rows.flatten())
+
+    def end_body(self, number: int) -> bool:
+        """Whether rows were read that belong to other samples than the rows that the body ``number`` wrote."""
+        rows = [self._numbers[places] for places in self._reads]
+        self._reads.clear()
+        return any(bool((row != number + 1).any()) for row in rows)
+
+
 class LossOrigins(TorchFunctionMode):
     """While entered, follows values from the batches and weights to the loss.
 
-    Buffers of prepared modules are left out: :class:`.Buffers` has rules for them.
+    Buffers of prepared modules that have a rule in :class:`.Buffers` are left out.
 
     Args:
         check_call: called with each function of the body, its tensors and its keywords; may raise.
@@ -68,57 +134,43 @@ class LossOrigins(TorchFunctionMode):
         self._origins: dict[int, _Origins] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._weights: dict[int, str] = {}
-        self._buffers: set[int] = set()
+        self._merged: set[int] = set()
+        self._names: dict[int, str] = {}
+        self._writers: dict[int, _Writers] = {}
         self._averages: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         self._moved: set[int] = set()
-        self._body, self._is_part, self._is_last, self._is_paused = 0, False, True, False
+        self._part, self._is_paused = Part(0, 0, is_part=False, is_last=True, keeps_rows=False), False
         self._is_averaged = False
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
+        self._reads_others = False
         self._earlier: set[int] = set()
         self._kept: set[int] = set()
         self.carried: Carried | None = None
 
-    def begin_body(
-        self,
-        number: int,
-        batch: Any,
-        *,
-        weights: Mapping[str, Iterable[Tensor]],
-        buffers: Iterable[Tensor],
-        averages: Iterable[Tensor],
-        kept: Iterable[Tensor],
-        is_part: bool,
-        is_last: bool,
-    ) -> None:
-        """Follow the values of a body.
-
-        Args:
-            number: of the batch.
-            weights: trained parameters, by optimizer.
-            buffers: tensors that are not followed.
-            averages: of modules, outside the optimizers.
-            kept: tensors beside the modules that checkpoints keep.
-            is_part: whether the batch may be one of several micro-batches of a step; ``is_last``: the last one.
-        """
-        if number > self._body + 1:  # what has been written since is not known
-            self._origins.clear()
-            self._storages.clear()
-            self._moved.clear()
-        self._body, self._is_part, self._is_last = number, is_part, is_last
+    def begin_body(self, part: Part, batch: Any, tensors: LoopTensors) -> None:
+        """Follow the values of a body."""
+        ends = [writers.end_body(self._part.number) for writers in self._writers.values()]
+        self._reads_others = any(ends)
+        if part.number > self._part.number + 1:  # what has been written since is not known
+            for values in (self._origins, self._storages, self._moved, self._writers):
+                values.clear()
+        self._part = part
         self._stepped.clear()
         self._reads.clear()
-        self._earlier, self._kept = {*self._origins}, set(map(_key, kept))
-        self._weights = {_key(p): name for name, parameters in weights.items() for p in parameters}
-        self._shapes = {tuple(p.shape) for parameters in weights.values() for p in parameters if p.numel() > 1}
-        self._buffers = set(map(_key, buffers))
-        self._averages = set(map(_key, averages)) - self._buffers - self._weights.keys()
+        self._earlier, self._kept = {*self._origins}, set(map(_key, tensors.kept))
+        self._weights = {_key(p): name for name, parameters in tensors.weights.items() for p in parameters}
+        self._shapes = {tuple(p.shape) for parameters in tensors.weights.values() for p in parameters if p.numel() > 1}
+        self._merged = set(map(_key, tensors.merged))
+        self._names = {_key(buffer): name for name, buffer in tensors.buffers.items()}
+        self._averages = {_key(tensor) for tensor in (*tensors.averages, *tensors.buffers.values())}
+        self._averages -= self._merged | self._weights.keys()
         for key in self._averages & self._origins.keys():
             if not _batches(self._origins[key]):
                 del self._origins[key]  # what it was in this body's beginning is what the body may add to
         for tensor in _batch_tensors(batch, set()):
-            self._set(tensor, frozenset((number,)))
+            self._set(tensor, frozenset((part.number,)))
 
     def step(self, name: str) -> None:
         """The body has called the step of this optimizer."""
@@ -136,10 +188,12 @@ class LossOrigins(TorchFunctionMode):
     def check(self, total: Any) -> None:
         """Raise :class:`UnsupportedError` where a loss of a part depends on others, or on weights of a later part."""
         origins = self._of(total) if isinstance(total, Tensor) else _NONE
-        is_carried = bool(_batches(origins) - {self._body})
-        if is_carried:
-            self.carried = next((read for read in self._reads if read.key not in self._kept), self.carried)
-        if not self._is_part:
+        rows = [origin for origin in origins if type(origin) is Carried]
+        is_carried = self._reads_others or bool(_batches(origins) - {self._part.number})
+        if is_carried or rows:
+            reads = self._reads if is_carried else rows
+            self.carried = next((read for read in reads if read.key not in self._kept), self.carried)
+        if not self._part.is_part:
             return
         if self._is_averaged:
             raise UnsupportedError(
@@ -157,11 +211,13 @@ class LossOrigins(TorchFunctionMode):
                 f"or {_ONE}",
             )
         if is_carried:
+            read = self._reads[0] if self._reads else Carried("a tensor", 0)
+            name = self._names.get(read.key, "").rpartition(".")[2]
+            declaration = f"; or declare a statistic in its module: buffer_reduction = {{{name!r}: 'mean'}}"
             raise UnsupportedError(
-                f"the loss depends on a {self._reads[0].description if self._reads else 'tensor'} that the body "
-                "has kept from an earlier batch",
+                f"the loss depends on {read.description} that the body has kept from an earlier batch",
                 why=f"{_WHY}. Each would get the state of another part",
-                fix=f"{_ONE} (docs/own-loop.md, State between batches)",
+                fix=f"{_ONE} (docs/own-loop.md, State between batches){declaration if name else ''}",
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,12 +230,22 @@ class LossOrigins(TorchFunctionMode):
         replaces = getattr(func, "__self__", None) is Tensor.data and name == "__set__"
         targets = _tensors(args[:1]) if replaces or _writes(name) else []
         keys = [_key(target) for target in targets]
-        origins = self._read(() if name in _SHAPES else args[:1] if name in _FIRST else (args, kwargs))
+        if name in _SELECTS and not kwargs and _has_memory(args[0]):
+            by_sample = any(self._part.number in self._of(index) for index in _tensors(args[1:]))
+            selected = self._of_elements(args[0], lambda numbers: func(numbers, *args[1:]), by_sample=by_sample)
+            origins = selected | self._read(args[1:])
+        else:
+            origins = self._read(() if name in _SHAPES else args[:1] if name in _FIRST else (args, kwargs))
         if name in DRAWS:
-            origins |= {self._body}
+            origins |= {self._part.number}
         written = origins
         if name in _OVERWRITES and all(map(_is_whole, targets)):
             written = self._read((args[1:], kwargs))
+            for key in keys:
+                self._writers.pop(key, None)
+        else:
+            for target in filter(_has_memory, targets):
+                self._note_writer(name, target, args, origins)
         result = func(*args, **kwargs)
         results = _tensors(result)
         self._note_average((args, kwargs), targets or results, written)
@@ -189,34 +255,76 @@ class LossOrigins(TorchFunctionMode):
             self._set(target, written)
         return result
 
+    def _note_writer(self, name: str, target: Tensor, args: Sequence[Any], origins: _Origins) -> None:
+        """Note which elements of ``target`` the function ``name`` writes."""
+        key = _key(target)
+        first_value = {"__setitem__": 2, "index_copy_": 3}.get(name, 1 if name in _OVERWRITES else None)
+        values = None if first_value is None else args[first_value:]
+        if key not in self._writers:
+            if values is None or key in self._weights or key in self._merged:
+                return
+            batches = _batches(self._origins.get(key, _NONE))
+            self._writers[key] = _Writers(target, self._number(batches) if batches else 0)
+        numbers = self._writers[key].of(target)
+        number = self._number(_batches(origins if values is None else self._read(values)))
+        index = args[1 : (first_value or 1)]
+        if number != _UNKNOWN and any(self._part.number in self._of(tensor) for tensor in _tensors(index)):
+            number = -number
+        if name == "__setitem__":
+            numbers[args[1]] = number
+        elif name == "index_copy_":
+            numbers.index_fill_(args[1], args[2], number)
+        else:
+            numbers.fill_(number)
+
+    def _number(self, batches: _Origins) -> int:
+        """The writer of a value of these batches, see :class:`_Writers`."""
+        return _UNKNOWN if batches - {self._part.number} else -1 - self._part.number
+
     def _note_average(self, arguments: Any, results: Sequence[Tensor], origins: _Origins) -> None:
         """Note where a kept tensor moves towards weights in each part of a step; :meth:`check` refuses it.
 
         An error here would be one of ``load_state_dict()``, where the loop copies the average by it.
         """
-        if not self._is_part or _WEIGHTS not in origins or _batches(origins):
+        if not self._part.is_part or _WEIGHTS not in origins or _batches(origins):
             return
         moved = [_key(result) for result in results if _key(result) in self._averages or result.shape in self._shapes]
         if not moved:
             return
         self._is_averaged |= any(_key(tensor) in self._moved & self._earlier for tensor in _tensors(arguments))
-        if not self._is_last and any(type(origin) is _Kept for origin in origins):
+        if not self._part.is_last and any(type(origin) is _Kept for origin in origins):
             self._is_averaged |= any(_Kept(key) in origins for key in moved)
             self._moved.update(moved)
 
     def _read(self, arguments: Any) -> _Origins:
-        origins = _NONE
-        for tensor in _tensors(arguments):
-            read = self._of(tensor)
-            if _key(tensor) in self._earlier and _batches(read) - {self._body}:
-                description = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-                self._reads.append(Carried(description, _key(tensor)))
-            origins |= read
+        return _NONE.union(*map(self._of_elements, _tensors(arguments)))
+
+    def _of_elements(
+        self, tensor: Tensor, select: Callable[[Tensor], Tensor] = lambda numbers: numbers, *, by_sample: bool = False
+    ) -> _Origins:
+        """The origins of the elements of ``tensor`` that ``select`` takes; ``by_sample``: by values of the batch."""
+        origins, key, part = self._of(tensor), _key(tensor), self._part
+        earlier = _batches(origins) - {part.number}
+        if not earlier:
+            return origins
+        shape = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+        carried = Carried(f"the buffer {self._names[key]}" if key in self._names else shape, key)
+        if key in self._writers:
+            numbers = select(self._writers[key].of(tensor))
+            is_new = numbers.abs() == part.number + 1
+            if bool((is_new | (numbers == 0) & (not by_sample)).all()):
+                return origins - earlier
+            is_earlier = (numbers >= 0) & (numbers <= part.first)
+            if by_sample and part.is_part and part.keeps_rows and bool((is_new | is_earlier).all()):
+                self._writers[key].note_rows(tensor, select)
+                return (origins - earlier) | {carried}
+        if key in self._earlier:
+            self._reads.append(carried)
         return origins
 
     def _of(self, tensor: Tensor) -> _Origins:
         key = _key(tensor)
-        if key in self._buffers:
+        if key in self._merged:
             return _NONE
         owner = self._weights.get(key)
         if owner is not None:
@@ -225,8 +333,10 @@ class LossOrigins(TorchFunctionMode):
 
     def _set(self, tensor: Tensor, origins: _Origins) -> None:
         key = _key(tensor)
-        if key in self._weights or key in self._buffers:
+        if key in self._weights or key in self._merged:
             return
+        if key in self._writers:  # the other elements stay as they are
+            origins |= self._origins.get(key, _NONE)
         self._origins[key] = origins
         if key not in self._storages:
             memory: Any = tensor if key == id(tensor) else tensor.untyped_storage()
@@ -235,6 +345,7 @@ class LossOrigins(TorchFunctionMode):
     def _forget(self, key: int) -> None:
         self._storages.pop(key, None)
         self._origins.pop(key, None)
+        self._writers.pop(key, None)
         self._moved.discard(key)
         self._earlier.discard(key)
 
@@ -249,6 +360,11 @@ def _writes(name: str) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether it is a tensor with a storage."""
+    return isinstance(value, Tensor) and _key(value) != id(value)
 
 
 def _is_whole(tensor: Tensor) -> bool:

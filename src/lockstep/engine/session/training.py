@@ -20,6 +20,7 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
+from lockstep.engine.session.origins import LoopTensors, Part
 from lockstep.engine.session.prepared import Beside, PreparedModels, parameters_of, tensors_of
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.stepper import SessionOptimizer, SharedPrecision, backward, build_steppers, checked_loss
@@ -183,22 +184,24 @@ class Training(Saves):
         may_have_changed = count.bit_count() == 1  # a body may do something else from an epoch or a step on
         if not (self.checks_losses or (self.has_parts and (unknown or may_have_changed))) or self._is_compiled:
             return
-        trained = {name: parameters_of(optimizer) for name, optimizer in self.prepared.optimizers.items()}
         registered = self._resumed.registered.values()
         modules = [thing for thing in registered if isinstance(thing, nn.Module)]
-        leaves = (
-            [leaf for thing in registered for leaf in tree_leaves(thing.state_dict())] if not self.has_parts else []
-        )
-        self._origins.begin_body(
-            self._bodies + self.place,
-            batch,
-            weights=trained,
-            buffers=self._module.buffers(),
-            averages=chain(self._module.parameters(), self._beside.tensors(), *map(tensors_of, modules)),
-            kept=(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+        states = [self._module.state_dict(), *(thing.state_dict() for thing in registered)]
+        part = Part(
+            number=self._bodies + self.place,
+            first=self._bodies,
             is_part=self.has_parts,
             is_last=self.is_last,
+            keeps_rows=self.rank.collectives.size == 1 and self.rank.plan.batch.lanes is None,
         )
+        tensors = LoopTensors(
+            weights={name: parameters_of(optimizer) for name, optimizer in self.prepared.optimizers.items()},
+            averages=chain(self._module.parameters(), self._beside.tensors(), *map(tensors_of, modules)),
+            buffers=dict(self._module.named_buffers()),
+            merged=self._buffers.ruled(),
+            kept=[leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)],
+        )
+        self._origins.begin_body(part, batch, tensors)
         self._around.enter_context(self._origins)
 
     @property
@@ -279,7 +282,7 @@ class Training(Saves):
         if carried is not None:
             self.rank.note(
                 "carried",
-                f"The loss depends on a {carried.description} that the body keeps from the batch before, and no "
+                f"The loss depends on {carried.description} that the body keeps from the batch before, and no "
                 "checkpoint has it: a resume within an epoch would begin without it. Put it into an object with "
                 "state_dict() and load_state_dict(), and give that to session.checkpoint(state=...)",
                 "warning",
