@@ -148,6 +148,21 @@ def loss_of_each(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, reduction="none")
 
 
+def dice(probability: Tensor, is_positive: Tensor) -> Tensor:
+    return 1 - 2 * (probability * is_positive).sum() / (probability.sum() + is_positive.sum())
+
+
+class SumOfFewPositives:
+    """A sum, unless a batch has more positive targets than the first one."""
+
+    most: Tensor | None = None
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        positives = (target == 1).sum()
+        self.most = positives if self.most is None else self.most
+        return loss_of_each(output, target).sum() / (positives - self.most).clamp(min=1)
+
+
 #: Data, and a loss that is a mean over something else than rows, or not the mean that it looks like.
 MEANS: dict[str, tuple[Any, Any]] = {
     "class weights": (dataset, nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
@@ -167,6 +182,12 @@ MEANS: dict[str, tuple[Any, Any]] = {
     ),
     "masked mean": (dataset, masked_mean),
     "weights as a product": (dataset, lambda o, t: loss_of_each(o, t) @ CLASS_WEIGHTS[t] / CLASS_WEIGHTS[t].sum()),
+    "mean without NaN": (dataset, lambda o, t: loss_of_each(o, t).masked_fill(t == 1, torch.nan).nanmean()),
+    "model and weights": (
+        dataset,
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS),
+    ),
+    "model and mask": (dataset, lambda model, batch: loss_of_each(model(batch[0]), batch[1])[batch[1] == 1].mean()),
     "mask as index": (dataset, lambda o, t: F.mse_loss(o[t == 1], torch.ones_like(o[t == 1]))),
     "cosine": (dataset, lambda o, t: F.cosine_embedding_loss(o, o.roll(1, 1), t.clamp(max=1) * 2 - 1)),
     "triplet": (dataset, lambda o, t: F.triplet_margin_loss(o, o.roll(1, 1), o.roll(2, 1))),
@@ -176,7 +197,12 @@ MEANS: dict[str, tuple[Any, Any]] = {
 def test_means_over_something_else_than_rows_are_those_of_the_whole_batch(tmp_path: Path) -> None:
     for name, (data, loss) in MEANS.items():
         model, plain, train, val = net(), net(), data(40, 1), data(30, 2)
-        loss(plain(train.tensors[0]), train.tensors[1]).backward()
+        of_model = "model" in name
+
+        def value(data: TensorDataset, plain: Any = plain, loss: Any = loss, of_model: bool = of_model) -> Tensor:
+            return loss(plain, data.tensors) if of_model else loss(plain(data.tensors[0]), data.tensors[1])
+
+        value(train).backward()
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
         run = lockstep.fit(
             model=model,
@@ -192,7 +218,7 @@ def test_means_over_something_else_than_rows_are_those_of_the_whole_batch(tmp_pa
             save_dir=tmp_path / name,
         )
         torch.testing.assert_close(weights(model), weights(plain), msg=lambda text, name=name: f"{name}: {text}")
-        expected = loss(plain(val.tensors[0]), val.tensors[1]).item()
+        expected = value(val).item()
         assert run.metrics["val_loss"] == pytest.approx(expected, rel=1e-5), name
 
 
@@ -220,8 +246,11 @@ def test_a_weighted_mean_is_the_same_on_two_ranks(tmp_path: Path) -> None:
         lambda o, t: F.mse_loss(o, F.one_hot(t, 3).float()).sqrt(),
         lambda o, t: 1 - (o.sigmoid() * F.one_hot(t, 3)).sum() / (o.sigmoid().sum() + len(t)),
         lambda o, t: F.cross_entropy(o @ o.T, torch.arange(len(o))),
-        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS),
         lambda model, batch: F.mse_loss(model(batch[0]), F.one_hot(batch[1], 3).float(), reduction="sum"),
+        lambda model, batch: F.mse_loss(model(batch[0]), F.one_hot(batch[1], 3).float()).sqrt(),
+        lambda model, batch: F.cross_entropy(model(batch[0]) @ model(batch[0]).T, torch.arange(len(batch[0]))),
+        lambda model, batch: dice(model(batch[0]).softmax(1)[:, 1], (batch[1] == 1).float()),
+        SumOfFewPositives(),
     ],
 )
 def test_what_no_count_makes_a_sum_over_rows_is_refused(tmp_path: Path, loss: Any) -> None:

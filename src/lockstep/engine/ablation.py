@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep._compat.torch import DropoutNd, NormBase
+from lockstep._compat.torch import DropoutNd, NormBase, buffers_of
+from lockstep.engine.generators import generators_kept
 from lockstep.engine.task import Loss, Task
 
 #: Functions of ``torch.nn.functional`` that drop out, with the name of their rate.
@@ -131,3 +133,25 @@ class Watched(Task):
 
 def _as_in_evaluation(module: nn.Module, inputs: Any) -> None:
     module.training = False
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Inside, dropout and batch statistics are off. Afterwards generators, buffers and attributes are as before."""
+    attributes = [(layer, dict(vars(layer))) for layer in model.modules()]
+    buffers = [(layer, dict(buffers_of(layer))) for layer in model.modules()]
+    copies = {id(tensor): tensor.clone() for tensor in model.buffers()}
+    try:
+        for layer, tensors in buffers:
+            for name, tensor in tensors.items():
+                buffers_of(layer)[name] = None if tensor is None else copies[id(tensor)]
+            if isinstance(layer, (DropoutNd, NormBase, nn.RNNBase)):
+                layer.training = False
+        with generators_kept(), _Watch(set(), ("dropout", "batchnorm")):
+            yield
+    finally:
+        for layer, tensors in buffers:
+            buffers_of(layer).update(tensors)
+        for layer, values in attributes:
+            vars(layer).clear()
+            vars(layer).update(values)

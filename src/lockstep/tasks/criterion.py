@@ -1,7 +1,7 @@
 """A sum and a count from the value of a criterion, which may be a mean over anything: ``lockstep.fit(loss=…)``.
 
 What a mean was divided by is in its graph: class weights, ignored targets and masks are counted as the criterion does.
-On its first batch the result and its gradient are compared with those of parts of the batch, which ranks have.
+On several batches the result is compared with those of parts of the batch, which ranks have.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import tree_leaves, tree_map
+from lockstep._compat.torch import BatchNorm, has_compiled, tree_leaves, tree_map
+from lockstep.engine.ablation import quiet
 from lockstep.engine.generators import generators_kept
 from lockstep.engine.task import Loss
 from lockstep.engine.trained import Term, terms_of
@@ -24,8 +25,12 @@ from lockstep.errors import TaskError
 
 #: What to multiply a value with: the divisor of its term of that number, the rows of the batch, or nothing.
 _Form = int | Literal["rows", "sum"]
-#: Parts of a batch that are compared with the whole.
-_PARTS = 8
+#: From rows of a batch: the value of the criterion, and the outputs of the model that it was computed from.
+_Evaluate = Callable[..., tuple[Any, list[Tensor]]]
+#: Parts of a batch that are compared with the whole: rather many; or two unequal ones, which are rather never empty.
+_PARTS = (8.0, 1.6)
+#: Batches that are compared: these first ones, and those with a power of two as their number.
+_FIRST_BATCHES = 4
 
 
 class Counted:
@@ -33,8 +38,8 @@ class Counted:
 
     def __init__(self) -> None:
         self._form: _Form | None = None
-        #: Of a criterion that takes the model: what each weighed term was divided by, for each row.
-        self._ratios: list[float] | None = None
+        self._batches = 0
+        self._gives_counts = False
 
     def of_output(self, criterion: Callable[..., Any], output: Any, target: Any) -> Loss:
         """The loss of a batch. Raises :class:`TaskError` where no count makes the criterion a sum over rows."""
@@ -43,32 +48,73 @@ class Counted:
             value = criterion(output if is_training else _with_gradient(output), target)
             loss = _given(value, target)
             if loss is None:
-                rows = rows_of(target)
-                if self._form is None:
-                    self._form = _compared(criterion, output, target, value)
-                form = self._form
-                loss = _sum(value, rows, _unchecked_form(criterion, value, rows) if form is None else form)
+                if self._is_due():
+                    copied = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
+
+                    def of_part(outputs: Any, targets: Any) -> tuple[Any, list[Tensor]]:
+                        outputs = _with_gradient(outputs)
+                        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+                        return copied(outputs, targets), [leaf for leaf in leaves if leaf.requires_grad]
+
+                    with generators_kept():
+                        self._compare(of_part, (output, target), target, 1e-4)
+                loss = self._sum(criterion, value, rows_of(target))
                 if not isinstance(loss.count, Tensor) and not loss.count:  # 0 / 0, whose gradient is not a number
                     loss = Loss(_zero(output), 0)
         return loss if is_training else Loss(loss.total.detach(), loss.count)
 
     def of_batch(self, criterion: Callable[..., Any], model: nn.Module, batch: Any) -> Loss:
-        """As :meth:`of_output`, for a criterion that calls the model: it has one count for each row, or is refused."""
-        value = criterion(model, batch)
-        loss = _given(value, batch)
-        if loss is not None:
-            return loss
+        """As :meth:`of_output`, for a criterion that calls the model."""
+        is_training = torch.is_grad_enabled()
+        if not self._gives_counts and _samples(batch) and _is_of_rows(model) and self._is_due():
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            with quiet(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
+                self._compare(lambda part: (criterion(model, part), []), (batch,), batch, 1e-3)
+        with torch.set_grad_enabled(is_training or self._form not in ("rows", "sum")):
+            value = criterion(model, batch)
+            loss = _given(value, batch)
+            self._gives_counts = loss is not None
+            if loss is None:
+                loss = self._sum(criterion, value, rows_of(batch), refuses_sums=True)
+        return loss if is_training else Loss(loss.total.detach(), loss.count)
+
+    def _is_due(self) -> bool:
+        """Whether this batch is compared with its parts."""
+        if torch.compiler.is_compiling():
+            return self._form is None
+        self._batches += 1
+        return self._batches <= _FIRST_BATCHES or self._batches.bit_count() == 1
+
+    def _compare(self, evaluate: _Evaluate, values: tuple[Any, ...], batch: Any, tolerance: float) -> None:
+        """Compare a batch with its parts. ``values``: of its rows, for ``evaluate``.
+
+        Raises :class:`TaskError`: its parts do not add up.
+        """
         rows = rows_of(batch)
-        terms = [term for term in terms_of(value, rows) if term.items is not None]
-        ratios = [float(term.items) / rows for term in terms if term.items is not None and term.is_weighed]
-        self._ratios = ratios if self._ratios is None and terms else self._ratios
-        is_mean_of_rows = not terms or any(_is_multiple(term, rows) for term in terms)
-        is_sum = getattr(criterion, "reduction", "mean") == "sum"
-        if not is_sum and _is_sum(value, rows):
+        leaves = tree_leaves((values, batch))
+        if rows < 2 or not all(isinstance(leaf, Tensor) and (not leaf.dim() or len(leaf) == rows) for leaf in leaves):
+            return
+        is_half = any(leaf.is_floating_point() and leaf.itemsize < 4 for leaf in leaves)
+        for parts in _PARTS:
+            size = max(min(2, rows - 1), math.ceil(rows / parts))
+            forms = _forms_of(evaluate, values, rows, size, 3e-2 if is_half else tolerance)
+            if forms is None:
+                continue
+            if self._form is None:
+                self._form = forms[0]
+            elif self._form not in forms:
+                raise _not_of_rows("the loss of this batch is not made of the losses of its samples, as before")
+            return
+
+    def _sum(self, criterion: Callable[..., Any], value: Tensor, rows: int, *, refuses_sums: bool = False) -> Loss:
+        terms = terms_of(value, rows)
+        form = self._form
+        is_sum = getattr(criterion, "reduction", None) == "sum"
+        if form is None:
+            form = "sum" if is_sum else _unchecked_form(terms, rows)
+        if form == "sum" and refuses_sums and not is_sum:
             raise _not_of_rows("the loss is a sum, of which the count is not known")
-        if not is_mean_of_rows or any(ratio % 1 for ratio in ratios) or (terms and ratios != self._ratios):
-            raise _not_of_rows("the loss is a mean over something else than the samples of a batch")
-        return _sum(value, rows, "sum" if is_sum else "rows")
+        return _sum(value, terms, rows, form)
 
 
 def _given(value: Any, batch: Any) -> Loss | None:
@@ -84,29 +130,28 @@ def _given(value: Any, batch: Any) -> Loss | None:
     return Loss(value, samples) if value.dim() else None
 
 
-def _sum(value: Tensor, rows: int, form: _Form) -> Loss:
+def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
     """The sum and the count that ``value`` stands for."""
     value = value.float() if value.itemsize < 4 else value
     if form == "sum":
         return Loss(value, rows)
     if form == "rows":
         return Loss(value * rows, rows)
-    items = next((term.items for term in terms_of(value, rows)[form : form + 1]), None)
+    items = next((term.items for term in terms[form : form + 1]), None)
     if items is None and not value.item():  # what a criterion returns where nothing is to be counted
         return Loss(value, 0)
     if items is None:
         raise _not_of_rows(
             "the graph of the loss does not show what its mean was divided by, as under training.compile_loss"
         )
-    if isinstance(items, Tensor):  # where torch's losses count nothing, they are 0 / 0, with gradients of 0
-        value = torch.where(items > 0, value, 0.0)
+    if isinstance(items, Tensor) or not items:  # where torch's losses count nothing, they are 0 / 0
+        value = torch.where(torch.as_tensor(items > 0, device=value.device), value, 0.0)
     return Loss(value * items, items)  # type: ignore[arg-type]
 
 
-def _unchecked_form(criterion: Callable[..., Any], value: Tensor, rows: int) -> _Form:
+def _unchecked_form(terms: Sequence[Term], rows: int) -> _Form:
     """The form by the graph alone. Raises :class:`TaskError` where terms were divided by different numbers."""
-    terms = terms_of(value, rows)
-    if getattr(criterion, "reduction", None) == "sum" or _is_sum(value, rows):
+    if terms and all(term.kind == "sum" for term in terms):
         return "sum"
     numbers = [number for number, term in enumerate(terms) if term.items is not None]
     if len({float(terms[number].items or 0.0) for number in numbers}) == 1:
@@ -116,47 +161,56 @@ def _unchecked_form(criterion: Callable[..., Any], value: Tensor, rows: int) -> 
     raise _not_of_rows("terms of the loss were divided by different numbers")
 
 
-def _compared(criterion: Callable[..., Any], output: Any, target: Any, value: Tensor) -> _Form | None:
-    """The form in which parts of the batch add up to the whole; ``None`` if they cannot be compared.
+class _Part(NamedTuple):
+    """The value of some rows, its terms, and the outputs that its gradients are compared for."""
+
+    value: Tensor
+    terms: list[Term]
+    rows: int
+    outputs: list[Tensor]
+
+
+def _forms_of(
+    evaluate: _Evaluate, values: tuple[Any, ...], rows: int, size: int, tolerance: float
+) -> Sequence[_Form] | None:
+    """The forms in which parts of ``size`` rows add up to the whole; ``None`` if they cannot be compared.
 
     Raises :class:`TaskError` where no form does.
     """
-    rows = rows_of(target)
-    size = max(min(2, rows - 1), math.ceil(rows / _PARTS))
-    leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor) and leaf.dim()]
-    if rows < 2 or any(len(leaf) != rows for leaf in leaves):
-        return None
-    parts = list[tuple[Tensor, int]]()
-    outputs = list[list[Tensor]]()
+    slices = [slice(None), slice(None), *(slice(start, start + size) for start in range(0, rows, size))]
     try:
-        with generators_kept(), warnings.catch_warnings(action="ignore"):
-            copied = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
-            for part in (slice(None), *(slice(start, start + size) for start in range(0, rows, size))):
-                targets, outputs_of_part = _rows(target, part), _with_gradient(_rows(output, part))
-                parts.append((copied(outputs_of_part, targets), rows_of(targets)))
-                leaves = [leaf for leaf in tree_leaves(outputs_of_part) if isinstance(leaf, Tensor)]
-                outputs.append([leaf for leaf in leaves if leaf.requires_grad])
+        with warnings.catch_warnings(action="ignore"):
+            again, *parts = [_part(evaluate, values, part, rows) for part in slices]
     except Exception:  # it needs the whole batch: the graph decides
         return None
-    terms = [terms_of(one, number) for one, number in parts]
-    divisors = _divisors(terms)
-    candidates: dict[_Form, list[float]] = {**divisors, "rows": [float(number) for _, number in parts]}
-    # A term's value may be 0 in the first batch, as of outputs that are 0: then its divisor alone shows what it adds.
+    if again.value.dim():
+        return None
+    if not _adds_up([again.value.item(), parts[0].value.item()], tolerance):  # it draws random numbers, or is infinite
+        return None
+    divisors = _divisors([part.terms for part in parts])
+    candidates: dict[_Form, list[float]] = {**divisors, "rows": [float(part.rows) for part in parts]}
+    # A term's value may be 0 in a batch, as of outputs that are 0: then its divisor alone shows what it adds.
     forms = [
         form for form, counts in candidates.items() if all(map(_is_proportional, divisors.values(), repeat(counts)))
     ]
-    tolerance = 1e-4 if value.itemsize >= 4 else 3e-2
-    if not _adds_up([value.item(), parts[0][0].item()], tolerance):  # it draws random numbers, or is not finite
-        return None
+    fitting = list[_Form]()
     for form in (*forms, "sum"):
-        losses = [_sum(one, number, form) for one, number in parts]
+        losses = [_sum(part.value, part.terms, part.rows, form) for part in parts]
         totals = [loss.total.item() for loss in losses]
         if not all(map(math.isfinite, totals)):
             return None
         is_sum_of_parts = _adds_up(totals, tolerance) and _adds_up([float(loss.count) for loss in losses], tolerance)
-        if is_sum_of_parts and _gradients_are_equal(losses, outputs, tolerance):
-            return form
-    raise _not_of_rows("the loss of a batch is not made of the losses of its samples")
+        if is_sum_of_parts and _gradients_are_equal(losses, [part.outputs for part in parts], tolerance):
+            fitting.append(form)
+    if not fitting:
+        raise _not_of_rows("the loss of a batch is not made of the losses of its samples")
+    return fitting
+
+
+def _part(evaluate: _Evaluate, values: tuple[Any, ...], part: slice, rows: int) -> _Part:
+    value, outputs = evaluate(*_rows(values, part))
+    number = len(range(*part.indices(rows)))
+    return _Part(value if outputs else value.detach(), terms_of(value, number), number, outputs)
 
 
 def _divisors(terms: Sequence[Sequence[Term]]) -> dict[_Form, list[float]]:
@@ -196,12 +250,6 @@ def _adds_up(whole_and_parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(abs(whole), sum(map(abs, parts)))
 
 
-def _is_sum(value: Tensor, rows: int) -> bool:
-    """Whether the graph of ``value`` shows a sum of which nothing was divided."""
-    terms = terms_of(value, rows)
-    return bool(terms) and all(term.kind == "sum" for term in terms)
-
-
 def _is_multiple(term: Term, rows: int) -> bool:
     """Whether the term was divided by one number for each row, such as its elements."""
     return term.items is not None and float(term.items) >= rows and float(term.items) % rows == 0
@@ -232,6 +280,13 @@ def _zero(output: Any) -> Tensor:
     """0, whose gradients are 0."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum((leaf.sum().where(torch.tensor(False, device=leaf.device), 0.0) for leaf in leaves), torch.zeros(()))
+
+
+def _is_of_rows(model: nn.Module) -> bool:
+    """Whether parts of a batch can be given to the model without its batch statistics, on this rank alone."""
+    mixes_rows = any(isinstance(layer, BatchNorm) and layer.running_mean is None for layer in model.modules())
+    is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())  # among ranks
+    return not (mixes_rows or is_divided or has_compiled(model))
 
 
 def _rows(values: Any, part: slice) -> Any:
