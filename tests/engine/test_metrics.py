@@ -77,6 +77,11 @@ def evaluated(metrics: Callable[[], Any], chunk: int, rank: int = 0, ranks: int 
     return evaluate(evaluator, Scored(metrics), nn.Linear(CLASSES, 1), ArrayDataset(*rows()))
 
 
+def test_a_module_dict_of_metrics_is_a_dict() -> None:
+    made = {name: CATALOGUE[name]() for name in ("top1", "top2")}
+    assert evaluated(lambda: nn.ModuleDict(made), 1) == evaluated(lambda: made, 1)
+
+
 def drawing() -> dict[str, Any]:
     return {"bootstrap": BootStrapper(CATALOGUE["macro"](), num_bootstraps=3, raw=True)}
 

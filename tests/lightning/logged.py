@@ -30,15 +30,17 @@ class Batches(Metric):
 class Logged(pl.LightningModule):
     """Evaluates the numbers 0 to 6 in batches of three."""
 
-    def __init__(self, *, drop_last: bool = False, gathers: bool = False, mixes: bool = False) -> None:
+    def __init__(self, *, drop_last: bool = False, gathers: bool = False, mixes: str = "") -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.mean, self.batches, self.some = MeanMetric(), Batches(), MeanMetric()
         self.drop_last, self.gathers, self.mixes = drop_last, gathers, mixes
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.mixes:
+        if self.mixes == "names":
             self.log(f"train_{self.global_rank}", 1.0, sync_dist=True)
+        for name in range(1 + self.global_rank if self.mixes == "number" else 0):
+            self.log(f"train_{name}", 1.0, sync_dist=True)
         return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -87,7 +87,14 @@ def test_the_callers_callbacks_have_their_state_and_the_run_its_metrics(tmp_path
     assert best.best_model_score == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("model", "words"), [({"gathers": True}, "all_gather"), ({"mixes": True}, "different names")])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"gathers": True}, "all_gather"),
+        ({"mixes": "names"}, r"rank 0 train_0; rank 1 train_1"),
+        ({"mixes": "number"}, r"rank 0 train_0; rank 1 train_0, train_1"),
+    ],
+)
 def test_exchanges_that_ranks_cannot_all_make_are_refused(tmp_path: Path, model: dict[str, bool], words: str) -> None:
     with pytest.raises(LockstepError, match=words):
         train(tmp_path / "run", "cpu,cpu", **model)

@@ -13,7 +13,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -368,6 +369,45 @@ class AtEpochEnds(own.Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class NotesEpochEnds(AtEpochEnds):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[int, int]] = []
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.noted.append((self.current_epoch, self.global_step))
+
+
+def test_hooks_of_an_epoch_that_max_steps_divides_are_called_as_by_a_trainer(tmp_path: Path) -> None:
+    """At the stop and at the epoch's end; the Trainer's state has both, a run's the second alone."""
+    ends = {}
+    modules = [NotesEpochEnds() for _ in range(4)]
+    last = tmp_path / "last.ckpt"
+    for module, steps, source in ((modules[0], 10, None), (modules[1], 14, last)):
+        saving = ModelCheckpoint(tmp_path, save_last=True)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            plugins=[LightningEnvironment()],
+            logger=False,
+            callbacks=[saving],
+            max_steps=steps,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, own.Numbered(), ckpt_path=source)
+    ends["trainer"] = float(modules[1].ends)
+    config = settings(tmp_path, epochs=2, max_steps=10)
+    fit(modules[2], own.Numbered(), hardware=ONE, config=config)
+    config["training"]["max_steps"] = None
+    fit(modules[3], own.Numbered(), config=config, resume=True)
+    ends["run"] = float(modules[3].ends)
+    noted = [module.noted for module in modules]
+    assert noted[:2] == noted[2:] == [[(0, 7), (1, 10)], [(1, 14)]]
+    assert ends == {"trainer": 3, "run": 2}
 
 
 @pytest.mark.parametrize("by", ["signal", "max_steps"])

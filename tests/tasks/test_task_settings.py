@@ -48,6 +48,12 @@ class Scaled(Base):
         self.data, self.context = [1, 2], 128
 
 
+class WithTuple(Base):
+    def __init__(self, factors=(1.0, 1.0)):
+        super().__init__()
+        self.factor = factors[0] * factors[1]
+
+
 class WithDataclass(Base):
     @dataclasses.dataclass
     class Config:
@@ -127,10 +133,11 @@ def _train(task: Any, **settings: Any) -> lockstep.Run:
     return lockstep.train(task, devices="cpu", epochs=1, batch_size=16, save_dir="run", **settings)
 
 
-@pytest.mark.parametrize("kind", ["Scaled", "WithDataclass", "WithMapping"])
+@pytest.mark.parametrize("kind", ["Scaled", "WithTuple", "WithDataclass", "WithMapping"])
 def test_later_commands_make_the_task_with_its_arguments(kind: str, tasks: Any) -> None:
     made = {
         "Scaled": lambda: tasks.Scaled(50.0, (2,), folder=Path("here"), times=1),
+        "WithTuple": lambda: tasks.WithTuple([100.0, 1.0]),
         "WithDataclass": lambda: tasks.WithDataclass(tasks.WithDataclass.Config(scale=100.0)),
         "WithMapping": lambda: tasks.WithMapping({"scale": 100.0}),
     }[kind]

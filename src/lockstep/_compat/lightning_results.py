@@ -20,8 +20,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor, distributed
 
 from lockstep._compat.torchmetrics import mark_updated
-from lockstep.errors import TaskError
+from lockstep.errors import CollectiveError, TaskError
 
+_SAME_NAMES = (
+    "log the same names in the same order on every rank; or with on_step=False, on_epoch=True: names may then differ"
+)
 _OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": Tensor.mean,
     "avg": Tensor.mean,
@@ -35,12 +38,19 @@ def agree_on_names(trainer: Trainer) -> None:
     """Let the ranks of ``trainer`` agree on the names of logged values before they reduce them."""
     connector: Any = trainer._logger_connector
     connector.__class__ = AgreedConnector
-    connector.batches = 0
+    connector.batches, connector.names, connector.has_logged, connector.group = 0, [], False, None
     connector.mixed = torch.zeros((), dtype=torch.bool, device=trainer.strategy.root_device)
     training = trainer.fit_loop.epoch_loop
     loops: list[Any] = [training, training.val_loop, trainer.validate_loop, trainer.test_loop]
     for loop in loops:
         loop._results = AgreedResults(loop._results.training, connector)
+
+
+def end_names(trainer: Trainer) -> None:
+    """Let the ranks of ``trainer`` agree that they have logged the same names in this step. Collective."""
+    connector = trainer._logger_connector
+    if isinstance(connector, AgreedConnector):
+        connector.end_names()
 
 
 def evaluation_samplers(trainer: Trainer) -> list[Any]:
@@ -66,17 +76,10 @@ class NamedReduce:
 
     def __call__(self, value: Tensor, *, reduce_op: str, group: Any = None) -> Tensor:
         connector = self._connector
-        device = connector.trainer.strategy.root_device
         if connector.is_alone:
             return value
-        mark = float(int.from_bytes(blake2b(self._name.encode(), digest_size=6).digest()))
-        named = torch.stack([torch.tensor(mark, dtype=torch.float64, device=device), value.to(device, torch.float64)])
-        rows = [torch.empty_like(named) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(rows, named, group)
-        marks, values = torch.stack(rows).unbind(1)
-        connector.mixed |= (marks != mark).any()
-        if device.type == "cpu":  # a GPU would be waited for: there the end of the epoch reads it
-            connector.check()
+        connector.names.append(self._name)
+        values = connector.exchange(self._name, value.to(connector.trainer.strategy.root_device), group)
         reduced = _OPERATIONS[reduce_op](values)
         # The mean of whole numbers may be a fraction.
         return reduced.to(value.device, value.dtype if value.is_floating_point() else reduced.dtype)
@@ -88,10 +91,15 @@ class AgreedConnector(_LoggerConnector):
     Attributes:
         batches: of the evaluation loader that is read now, the one in progress included.
         mixed: whether values of different names have met.
+        names: reduced since the last agreement of ranks; ``has_logged``: there were some.
+        group: of all ranks, for tensors on the CPU as well.
     """
 
     batches: int
     mixed: Tensor
+    names: list[str]
+    has_logged: bool
+    group: Any
 
     @property
     def is_alone(self) -> bool:
@@ -103,16 +111,68 @@ class AgreedConnector(_LoggerConnector):
         samplers = samplers if index is None else [samplers[index]]
         return any(self.batches > getattr(sampler, "rounds", self.batches) for sampler in samplers)
 
+    def exchange(self, name: str, value: Tensor, group: Any = None) -> Tensor:
+        """Return the values of all ranks, by rank, of a value of shape () that this rank calls ``name``. Collective.
+
+        Raises:
+            CollectiveError: other ranks did not take part.
+        """
+        if group is None and self.group is None:
+            backend = "gloo" if self.mixed.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            self.group = distributed.new_group(backend=backend, timeout=self.trainer.strategy._timeout)
+        group = self.group if group is None else group
+        mark = float(int.from_bytes(blake2b(name.encode(), digest_size=6).digest()))
+        named = torch.tensor([mark, 0.0], dtype=torch.float64).to(value.device)
+        named[1] = value
+        rows = [torch.empty_like(named) for _ in range(distributed.get_world_size(group))]
+        try:
+            distributed.all_gather(rows, named, group)
+        except RuntimeError as error:
+            logged = ", ".join(self.names) or "nothing"
+            raise CollectiveError(
+                "the other ranks did not log what this one does with self.log(…, sync_dist=True)",
+                why=f"in this step it has logged {logged}; a value that is logged on_step is reduced at once",
+                fix=_SAME_NAMES,
+            ) from error
+        marks, values = torch.stack(rows).unbind(1)
+        mixed = (marks != mark).any()
+        if value.is_cuda:
+            self.mixed |= mixed  # read at the end of the epoch, since the GPU would be waited for
+        elif mixed:
+            self.mixed.fill_(True)
+            self.check()
+        return values
+
+    def end_names(self) -> None:
+        """Agree that this step has the same names on all ranks, before other exchanges. Collective.
+
+        A rank that logs nothing takes part in the first batch of an epoch.
+        """
+        if self.is_alone or not (self.names or self.has_logged or self.batches <= 1):
+            return
+        self.has_logged = self.has_logged or bool(self.names)
+        self.exchange(f"names: {self.names}", torch.zeros((), dtype=torch.float64))
+        self.names.clear()
+
     def check(self) -> None:
+        """Raise :class:`TaskError` where names differ; ranks then have made the same exchanges. Collective."""
         if self.mixed:
+            ranks: list[Any] = [None] * self.trainer.world_size
+            distributed.all_gather_object(ranks, self.names, self.group)
+            names = "; ".join(f"rank {rank} {', '.join(names) or 'nothing'}" for rank, names in enumerate(ranks))
             raise TaskError(
                 "self.log(…, sync_dist=True) was called with different names on each rank in one step",
-                why="a value that is logged on_step is reduced at once, so every rank must log the same names in order",
-                fix="log it with on_step=False, on_epoch=True: names may then differ; or log it on every rank",
+                why=f"so far {names}. A value that is logged on_step is reduced at once",
+                fix=_SAME_NAMES,
             )
+
+    def on_batch_end(self) -> None:
+        self.end_names()
+        super().on_batch_end()
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         self.batches += 1
+        self.names.clear()
         super().on_batch_start(batch, dataloader_idx)
 
     def epoch_end_reached(self) -> None:

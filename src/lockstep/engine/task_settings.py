@@ -187,7 +187,10 @@ def _plain(value: Any, annotation: Any, *, accept: bool = True) -> Any:
         raise ValueError("not a plain value")
     adapter = TypeAdapter(annotation)
     plain = _ANY.dump_python(adapter.dump_python(value, mode="json", warnings=False), mode="json")
-    if adapter.validate_python(plain) != value or len(json.dumps(plain)) > MAX_TEXT:
+    read = adapter.validate_python(plain)
+    if isinstance(read, tuple) and isinstance(value, list):  # a list is as good, and comes back as a tuple
+        value = tuple(value)
+    if read != value or len(json.dumps(plain)) > MAX_TEXT:
         raise ValueError("read as another value")
     return str(value.absolute()) if isinstance(value, Path) else plain
 

@@ -20,7 +20,7 @@ from torch import distributed
 from torch.distributed import ReduceOp
 
 from lockstep._compat.lightning import LaunchedDdp
-from lockstep._compat.lightning_results import agree_on_names, evaluation_samplers
+from lockstep._compat.lightning_results import agree_on_names, end_names, evaluation_samplers
 from lockstep._compat.torchmetrics import unequal_lists
 from lockstep.config.sections import DistributedConfig
 from lockstep.engine.runtime import rank_device
@@ -45,6 +45,12 @@ class SharedDDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         for buffer in self.lightning_module.buffers():
             distributed.broadcast(buffer, 0)
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """As Lightning's. Ranks agree on what they have logged before they exchange gradients."""
+        assert self.lightning_module is not None
+        end_names(self.lightning_module.trainer)
+        super().pre_backward(closure_loss)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
