@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,21 @@ def test_grey_palette_transparent_and_deep_images_are_read(tmp_path: Path) -> No
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     clear.save(tmp_path / "clear.png")
     assert read_image(tmp_path / "clear.png", 3, 4).min() == 1.0
+
+
+@pytest.mark.parametrize(("colours", "kind"), [(3, 2), (4, 6), (2, 4)], ids=["RGB", "RGBA", "LA"])
+def test_colours_of_16_bits_are_refused_with_their_file(tmp_path: Path, colours: int, kind: int) -> None:
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = b"".join(b"\0" + struct.pack(f">{4 * colours}H", *range(4 * colours)) for _ in range(4))
+    header = struct.pack(">IIBBBBB", 4, 4, 16, kind, 0, 0, 0)
+    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    (tmp_path / "deep.ppm").write_bytes(b"P6 4 4 65535\n" + bytes(4 * 4 * 3 * 2))
+    for name in ("deep.png", "deep.ppm"):
+        with pytest.raises(DataError, match=rf"{name}(.|\n)*16 bits"):
+            read_image(tmp_path / name, 3, 4)
 
 
 def test_one_image_of_many_has_colours_and_all_usual_names_are_found(tmp_path: Path) -> None:

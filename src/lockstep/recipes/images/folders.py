@@ -155,6 +155,7 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
 
     try:
         with image.open(file) as opened:
+            _refuse_deep_colours(opened)
             opened.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block leaves the image as it is
                 exif_transpose(opened, in_place=True)
@@ -174,6 +175,16 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
     if pixels.ndim == 2:
         return np.repeat(pixels[None], channels, axis=0)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _refuse_deep_colours(opened: Any) -> None:
+    """Raise :class:`ValueError` for colours or transparency of 16 bits: Pillow drops the lower 8 of them."""
+    for codec, _, _, arguments in getattr(opened, "tile", ()):
+        values = arguments if isinstance(arguments, tuple) else (arguments,)
+        kind, _, bits = str(values[0]).partition(";")  # such as RGB;16B
+        is_deep = bits.startswith("16") or (codec == "ppm" and values[1] > 255)
+        if is_deep and kind in ("RGB", "RGBA", "RGBX", "RGBa", "LA", "CMYK"):
+            raise ValueError(f"its {kind} values have 16 bits, of which 8 could be read: save it with 8 bits")
 
 
 def _top(opened: Any) -> int:
