@@ -93,6 +93,29 @@ def test_too_little_memory_for_torch_is_one_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_thread_that_cannot_start_is_one_error(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import threading\nfrom lockstep.tasks.har import HarTask\n\nclass Task(HarTask):\n    def model(self):\n"
+        "        threading.stack_size(1 << 47)  # more than there are addresses\n        return super().model()\n"
+    )
+    for devices in ("cpu", "cpu,cpu"):
+        result = run_cli("train", "task.py:Task", "--devices", devices, "--save-dir", devices, "--max-steps", "1")
+        assert result.code == 1
+        assert result.err.count("error: ") == 1 and "RuntimeError: can't start new thread" in result.err, result.err
+        assert "ulimit -u" in result.err.partition("fix: ")[2]
+        assert "cannot join" not in result.err
+
+
+@pytest.mark.parametrize("name", ["matplotlibrc", "wandb/settings"])
+def test_a_run_folder_configures_no_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["version"]) == 0
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["version"]) == 2
+
+
 def test_other_ranks_say_it_in_one_line(run_cli: RunCli) -> None:
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     result = run_cli("train", "har", "--lr", "-1", env=environment)

@@ -236,11 +236,11 @@ def test_a_strangers_run(
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("start", range(1000, 3000, 40))
+@pytest.mark.parametrize("start", range(1000, 3000, 20))
 def test_many_strangers_runs(
     start: int, trained: Path, tmp_path: Path, listener: tuple[int, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_cases(range(start, start + 40), trained, tmp_path, listener, monkeypatch)
+    run_cases(range(start, start + 20), trained, tmp_path, listener, monkeypatch)
 
 
 def test_without_a_list_the_fix_names_all_at_once_and_works(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.cli.main import main
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.nodes.membership import meeting
@@ -55,6 +56,17 @@ def test_an_edited_config_is_named_at_resume_and_accepted_only_where_it_is_asked
     assert changed_config(run, {"optimizer": {"lr": 0.02}}).optimizer.lr == 0.02
     (run.attempts / "1" / "config.yaml").unlink()  # as in the folder of an earlier version
     assert changed_config(run, {}).optimizer.lr == 0.02
+
+
+def test_a_resume_takes_a_moved_task_and_refuses_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = stopped_at_once(tmp_path / "run")
+    moved = tmp_path / "moved.py"
+    moved.write_text("import tests.toys\n\nclass Toy(tests.toys.Toy):\n    pass\n\nclass Other(Toy):\n    pass\n")
+    resume = ["resume", str(run.path), "--devices", "cpu", "--set", "training.max_steps=1", "--set"]
+    assert main([*resume, f"task.name={moved}:Other"]) == 2
+    assert "task.name" in capsys.readouterr().err
+    assert main([*resume, f"task.name={moved}:Toy"]) == 0
+    assert (run.config().task.name, run.status()) == (f"{moved}:Toy", "completed")
 
 
 def test_paths_of_a_task_are_found_from_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,23 @@ def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.data.metrics["test/accuracy"] == 0.25
 
 
+def test_files_of_mlflow_send_no_picture_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    client = MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
+    client.create_experiment("segments", artifact_location=outside.as_uri())
+    sink = MlflowSink(tmp_path / "run", "run-1", resolve({"telemetry": {"mlflow_experiment": "segments"}}))
+    for event in events(tmp_path / "run"):
+        sink.emit(event)
+    assert list(outside.iterdir()) == []
+    client, found = mlflow_run(tmp_path / "run" / "mlruns")
+    assert [metric.value for metric in client.get_metric_history(found.info.run_id, "train/loss")] == [0.5]
+
+
 def test_loggers_are_off_by_default_and_named_when_they_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

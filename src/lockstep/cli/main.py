@@ -21,6 +21,8 @@ from lockstep.errors import LockstepError, StorageError, UsageError
 from lockstep.telemetry.console import say
 
 INTERRUPTED = 130
+#: Files of the working folder from which libraries read settings: matplotlib's and W&B's.
+_LIBRARY_FILES = ("matplotlibrc", "wandb/settings", ".wandb/settings")
 
 HELP = "Train one PyTorch task on any set of devices: the same samples, loss and schedule on one as on many."
 EPILOGUE = """\
@@ -153,11 +155,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _require_folder() -> None:
+    """Raise :class:`UsageError` unless there is a working folder, without files of a run that configure a library."""
     try:
-        Path.cwd()
+        here = Path.cwd()
     except FileNotFoundError as error:
         what = "the working folder was removed"
         raise UsageError(what, why="relative paths and torch's libraries need one", fix="cd to another") from error
+    for file in (here / name for name in _LIBRARY_FILES):
+        if file.exists():
+            from lockstep.rundir.files import is_in_run_folder
+
+            if is_in_run_folder(here):
+                why = "a library would read its settings there; a run folder is data"
+                raise UsageError(f"{file} is in a run folder", why=why, fix="cd to another folder, or remove the file")
 
 
 def _discard_output() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.config import RunConfig, nested, resolve
-from lockstep.config.named import code_in, named
+from lockstep.config.named import code_in, named, whole_name
 from lockstep.engine.blueprint import on_meta, trial_of
 from lockstep.engine.runner import runner_of
 from lockstep.engine.strategies.stages import stages_of
@@ -78,7 +77,7 @@ def settle(
         kind = find_task(task) if isinstance(task, str) else task_class(task if isinstance(task, type) else type(task))
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
-    section = {"name": _absolute(name), **section_of(built)}
+    section = {"name": whole_name(name), **section_of(built)}
     whole = resolve(nested(kind.defaults), {**given, "task": section})
     if whole.data.data_dir is not None:
         data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
@@ -99,12 +98,6 @@ def native_settings(
     given = overrides_of(config)
     built, whole = settle(task, config)
     return runner_of(built).native_settings(given, whole)
-
-
-def _absolute(name: str) -> str:
-    """A file's task must be found again from any folder."""
-    place, colon, attribute = name.rpartition(":")
-    return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else name
 
 
 def prepare(

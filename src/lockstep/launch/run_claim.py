@@ -31,7 +31,15 @@ from lockstep.rundir.files import absolute, check_own_files, damaged, flattened,
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
 from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
 from lockstep.rundir.summary import read_forecast
-from lockstep.tasks.registry import FROM_PARTS, make_task, refuse_unrecorded, section_of, task_class
+from lockstep.tasks.registry import (
+    FROM_PARTS,
+    class_name,
+    make_task,
+    refuse_unrecorded,
+    section_of,
+    task_class,
+    whole_name,
+)
 
 #: How long a process of the previous attempt may take to end after it has written the run's end.
 CLAIM_WAIT_S = 15.0
@@ -149,6 +157,7 @@ def changed_config(
 ) -> RunConfig:
     """The run's configuration with ``changes`` and, if given, on other ``devices``; task and seed stay as they were.
 
+    The name of the task may change to that of a class of the same name, such as one in a file that was moved.
     An edit of ``config.yaml`` since the newest attempt is refused, unless ``changes`` include it.
     ``task_is_given``: whether the task is the user's; else it is made from the name in the configuration. Raises
     :class:`TaskError`: the user has not named something in it.
@@ -158,7 +167,9 @@ def changed_config(
     old = run.config(record.attempt) if recorded else edited
     kept = {key: value for key, value in changes.items() if key != "save_dir"}
     if isinstance(kept.get("task"), Mapping):
-        task = {key: value for key, value in kept["task"].items() if key != "name"}
+        task = dict(kept["task"])
+        if "name" in task:
+            task["name"] = whole_name(str(task["name"]))
         for key, value in task.items():  # a path was recorded as an absolute one
             if isinstance(value, str | Path) and str(Path(value).absolute()) == old.task.settings.get(key):
                 task[key] = old.task.settings[key]
@@ -170,7 +181,8 @@ def changed_config(
     require_named(run, new.model_dump(mode="json"), changes, task_is_given=task_is_given)
     note_named(changes)
     fixed = {
-        "task": (old.task, new.task),
+        "task.name": (class_name(old.task.name), class_name(new.task.name)),
+        "task": tuple(config.task.model_dump(exclude={"name"}) for config in (old, new)),
         "training.seed": (old.training.seed, new.training.seed),
         "training.lanes": (old.training.lanes, new.training.lanes),
         "data.data_dir": (old.data.data_dir, new.data.data_dir),

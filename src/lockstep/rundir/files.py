@@ -247,6 +247,11 @@ def check_own_files(folder: Path) -> None:
                     raise RunFolderError(f"{entry} is a pipe, a socket or a device", why=why, fix="remove it")
 
 
+def is_in_run_folder(folder: Path) -> bool:
+    """Whether ``folder`` is a run folder, or inside one."""
+    return any((outer / "run.json").exists() for outer in (folder, *folder.parents))
+
+
 def _resolved(link: Path) -> Path:
     try:
         return link.resolve()

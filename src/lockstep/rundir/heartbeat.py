@@ -167,8 +167,9 @@ class Heartbeat:
             self._folder = os.open(path.parent, os.O_RDONLY)
         self._progress = (step, total)
         self._beat(path)
-        self._thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
+        thread.start()  # raises at a limit of threads
+        self._thread = thread
 
     def beat(self, step: int, total: int | None) -> None:
         """Report the progress: optimizer steps done, and their number in total. The first call begins the training."""

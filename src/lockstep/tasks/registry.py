@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from lockstep.config import RunConfig
 from lockstep.config.load import explain
+from lockstep.config.named import whole_name as whole_name
 from lockstep.engine.runner import load_object, runner_class
 from lockstep.engine.task import Task
 from lockstep.engine.task_settings import RESERVED as RESERVED
@@ -24,6 +25,7 @@ from lockstep.engine.task_settings import arguments_of, config_names, config_par
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
 from lockstep.hardware.world import world_kept
+from lockstep.rundir.files import is_in_run_folder
 from lockstep.rundir.folder import RunDir
 from lockstep.tasks import BUILT_IN
 
@@ -33,6 +35,11 @@ FROM_PARTS = "lockstep.tasks.parts:TaskFromParts"
 MODULE_TASK = "lockstep.lightning.module_task:module_task"
 #: Packages that have Lightning's classes.
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def class_name(task: str) -> str:
+    """The name of a task's class, without its file or module."""
+    return BUILT_IN.get(task, task).rpartition(":")[2]
 
 
 def find_task(name: str) -> type[Task]:
@@ -83,7 +90,7 @@ def find_class(where: str) -> type:
     """The class at ``path/to/file.py:Class`` or ``package.module:Class``."""
     place, _, attribute = where.rpartition(":")
     here = Path.cwd()
-    if not any((folder / "run.json").exists() for folder in (here, *here.parents)):  # files of a run are not code
+    if not is_in_run_folder(here):  # files of a run are not code
         _search(here, place)  # as `python -m` does; a console script has its own folder instead
     module = _imported(place)
     found = getattr(module, attribute, None)

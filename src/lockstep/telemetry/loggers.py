@@ -10,6 +10,7 @@ import contextlib
 import csv
 import importlib.util
 import io
+import logging
 import os
 import re
 import threading
@@ -20,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
@@ -38,6 +40,7 @@ from typing import TypeVar
 
 from lockstep.events import EpochEnded, Evaluated, RanksLogged, StepLogged
 
+_log = logging.getLogger(__name__)
 #: How long the end of a run waits for a logger.
 CLOSE_TIMEOUT_S = 20.0
 #: Events that may wait for it: a server that does not answer must not fill the memory of a long run.
@@ -64,8 +67,9 @@ class BackgroundSink:
         if self._events.qsize() >= MAX_WAITING:
             raise TimeoutError(f"{MAX_WAITING:,} events wait for it")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"lockstep-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"lockstep-{self.name}", daemon=True)
+            thread.start()  # raises at a limit of threads
+            self._thread = thread
         self._events.put(event)
 
     def close(self) -> None:
@@ -266,6 +270,7 @@ class MlflowSink(Logger):
 
     All attempts of run ``run_id`` go to one run there, which a tag finds again. Without ``telemetry.mlflow_uri`` and
     ``MLFLOW_TRACKING_URI``, files go to ``folder/mlruns``. The active run and the tracking URI of the caller stay.
+    A folder of files names where its pictures go: any other place than ``folder`` gets none.
     """
 
     name = "MLflow"
@@ -273,9 +278,11 @@ class MlflowSink(Logger):
     def __init__(self, folder: Path, run_id: str, config: RunConfig) -> None:
         uri = config.telemetry.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._uri = uri or (folder / "mlruns").as_uri()
+        self._folder = None if uri else folder.resolve()
         self._run_id, self._config = run_id, config
         self._client: MlflowClient
         self._there = ""
+        self._takes_pictures = True
 
     def start(self, event: RunStarted) -> None:
         from mlflow import MlflowClient
@@ -287,12 +294,15 @@ class MlflowSink(Logger):
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
         earlier = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{self._run_id}'", max_results=1)
+        tags, run_name = {_RUN_TAG: self._run_id}, self._config.name or self._run_id
+        info = (earlier[0] if earlier else client.create_run(experiment, run_name=run_name, tags=tags)).info
+        self._there = info.run_id
+        if self._folder is not None and not _is_below(info.artifact_uri, self._folder):
+            self._takes_pictures = False
+            _log.warning("MLflow's files in the run folder send pictures to %s: they are left out", info.artifact_uri)
         if earlier:
-            self._there = earlier[0].info.run_id
             client.update_run(self._there, status="RUNNING")
             return
-        tags, run_name = {_RUN_TAG: self._run_id}, self._config.name or self._run_id
-        self._there = client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
         settings = flattened({**self._config.model_dump(mode="json"), "plan": plan_values(event.plan)})
         parameters = [Param(_allowed(key), str(value)[:_VALUE_LENGTH]) for key, value in settings.items()]
         for start in range(0, len(parameters), _PARAMS_A_CALL):
@@ -306,11 +316,18 @@ class MlflowSink(Logger):
         self._client.log_batch(self._there, metrics=metrics)
 
     def picture(self, event: PictureDrawn) -> None:
-        file = f"pictures/{event.name}-epoch-{event.epoch:04d}.png"
-        self._client.log_image(self._there, event.pixels, artifact_file=file)
+        if self._takes_pictures:
+            file = f"pictures/{event.name}-epoch-{event.epoch:04d}.png"
+            self._client.log_image(self._there, event.pixels, artifact_file=file)
 
     def end(self, event: RunEnded | None) -> None:
         self._client.set_terminated(self._there, "FAILED" if event is None else _STATUS.get(event.status, "FAILED"))
+
+
+def _is_below(uri: str, folder: Path) -> bool:
+    """Whether ``uri`` is that of a file in ``folder``."""
+    parts = urlparse(uri)
+    return parts.scheme in {"", "file"} and Path(url2pathname(parts.path)).resolve().is_relative_to(folder)
 
 
 def _allowed(name: str) -> str:

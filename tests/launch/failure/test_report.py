@@ -201,6 +201,8 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
         ),
         ("OSError: [Errno 28] No space left on device: '/x'", "disk-full"),
         ("OSError: [Errno 24] Too many open files", "open-files"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "threads"),
+        ("RuntimeError: Resource temporarily unavailable", "threads"),
         ("torch.AcceleratorError: CUDA error: device-side assert triggered", "device-assert"),
         ("RuntimeError: Expected to have finished reduction in the prior iteration", "unused-parameters"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,28 @@ def test_a_waiting_job_leaves_the_queue_when_it_is_stopped(
             time.sleep(0.1)
         assert "pending" in lockstep("show", "run")[1]
         assert lockstep("stop", "run")[1].endswith("stopped\n")
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+
+
+def test_stop_leaves_a_job_of_another_folder_alone(slurm: dict[str, str], tmp_path: Path, lockstep: Run) -> None:
+    later = ("--sbatch-option", "begin=now+1hour")
+    process = command(tmp_path, slurm, "train", TOY, *JOB, *later, "--save-dir", "my run")
+    run, forged = tmp_path / "my run", tmp_path / "forged"
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not (run / "slurm.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        shutil.copytree(run, forged)
+        (forged / "job.sbatch").unlink()
+        (forged / "job.sbatch").symlink_to(run / "job.sbatch")
+        code, _, error = lockstep("stop", str(forged))
+        assert (code, f"slurm job {job_id(run)}" in error) == (2, True), error
+        assert ask(slurm, "squeue", "--noheader", "--jobs", job_id(run), "--format=%T") == "PENDING"
+        assert lockstep("stop", str(run))[0] == 0
         process.communicate(timeout=WAIT_S)
     finally:
         process.kill()

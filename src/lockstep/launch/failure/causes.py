@@ -62,6 +62,12 @@ _BY_TEXT = {
     r"Too many open files|Errno 24|received 0 items of ancdata": Cause(
         "open-files", "the process has reached its limit of open files", "raise it: ulimit -n 65536"
     ),
+    r"can't start new thread|(RuntimeError|BlockingIOError): .*Resource temporarily unavailable": Cause(
+        "threads",
+        "a thread or process could not be started: the user, or the container, has reached its limit of them",
+        "raise the limit (ulimit -u 4096; docker run --pids-limit=-1), or use fewer ranks and loader workers",
+        "`ps -eLf | wc -l` counts them",
+    ),
     r"device-side assert triggered": Cause(
         "device-assert",
         "an index was out of range in a GPU kernel, most often a label that is not below the number of classes",

@@ -213,13 +213,13 @@ def _keep(run_dir: RunDir, error: str) -> None:
 
 
 def task_failure(error: Exception) -> LockstepError | None:
-    """The report of an error before there was a run, in the user's code or for lack of memory; ``None``: another."""
+    """The report of an error before there was a run, in the user's code or at a limit of the system; else ``None``."""
     own = records.describe(0, error)
     what = f"{own.type}: {own.message}"
     cause = find_cause(what)
     if records.involves_user_code(error):
         what += f"\n{textwrap.indent(own.traceback.rstrip(), '  ')}"
-    elif cause is None or cause.key != "memory":
+    elif cause is None or cause.key not in ("memory", "threads"):
         return None
     return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
 

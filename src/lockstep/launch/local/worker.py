@@ -45,7 +45,6 @@ def main(function: str, folder: str) -> int:
     """
     launcher = os.environ.get(environment.LAUNCHER_PID)
     if launcher is not None:  # this process ends with it
-        parent_death.watch_pipe(parent_death.take_lifeline())
         parent_death.die_with_parent(int(launcher))
     stop = signals.StopRequest().install()
     signals.accept()
@@ -73,6 +72,8 @@ def _run(rank: Rank, function: str) -> int:
     logs, number = rank.folder.logs, rank.world.rank
     try:
         records.error_file(logs, number).unlink(missing_ok=True)
+        if environment.LAUNCHER_PID in os.environ:
+            parent_death.watch_pipe(parent_death.take_lifeline())
         with rank_output(logs, number), log_file(logs, number).open("a", encoding="utf-8") as log:
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):

@@ -155,11 +155,21 @@ class _Log:
 
 
 def stop(run: RunDir, job: Job, timeout: float) -> str:
-    """End a submitted run: out of the queue, or with a checkpoint when it runs; the status that it then has."""
+    """End a submitted run: out of the queue, or with a checkpoint when it runs; the status that it then has.
+
+    Raises :class:`RunFolderError` where SLURM knows the job by another script: the file may name any job.
+    """
     now = state(job)
     if now is None or _OVER.match(now):
         fix = f"see `lockstep show {run.path}`"
         raise RunFolderError(f"slurm job {job.id} is over ({now or 'unknown to SLURM'})", fix=fix)
+    script = Path(_ask("squeue", "--noheader", "--jobs", str(job.id), "--states", "all", "--format", "%o").strip())
+    if script.name != SCRIPT or script.parent.resolve() != run.path.resolve():
+        raise RunFolderError(
+            f"slurm job {job.id}, which slurm.json of run {run.read().id} names, does not train it",
+            why=f"its script is {script}; the run folder may be from another machine",
+            fix=f"look at it: scontrol show job {job.id}; if it does train the run: scancel --signal=TERM {job.id}",
+        )
     if now.startswith(("PENDING", "REQUEUED", "SUSPENDED")):
         _ask("scancel", str(job.id))
         return run.update(status="stopped").status
