@@ -187,14 +187,14 @@ def test_what_modules_log_decides_what_is_shown(tmp_path: Path, capfd: pytest.Ca
 
     result, output, _ = trained(SeveralValidations(), callbacks=[RichProgressBar()])
     assert result.best_metric == {"val_loss/dataloader_idx_0": 1.0, "val_loss/dataloader_idx_1": 2.0}
-    assert "judged by val_loss/dataloader_idx_0" in output
+    assert "val_loss/dataloader_idx_0 is monitored" in output
     result, output, rows = trained(LoggedByHand())
     assert "nan" not in output
     assert all(row["loss"] > 0 for row in rows)
     result, output, rows = trained(SaysNothing())
     assert not any("loss" in line for line in output.splitlines() if " step " in line)
     assert [row["loss"] for row in rows] == [None] * 8
-    assert "No epoch is the best: the module does not log 'val_loss'" in output
+    assert "Without val_loss no checkpoint is the best one" in output
     result, _, rows = trained(Untrained())
     assert (result.status, rows[-1]["lr"]) == ("completed", None)
     config = settings(tmp_path / "half", epochs=1)

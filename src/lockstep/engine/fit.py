@@ -315,14 +315,9 @@ class Fit:
         return metrics
 
     def _judge(self, metrics: dict[str, float]) -> bool:
-        monitor = self.parts.rank.plan.monitor
-        value = metrics.get(monitor)
-        if value is None:
-            text = f"Monitored metric {monitor!r} was not reported; available: {', '.join(metrics)}."
-            self.parts.rank.note("monitor_missing", text, "warning")
-            return False
-        self.parts.update.judge(value)
-        return self.log.judge(metrics, value)
+        if (value := metrics.get(self.parts.rank.plan.monitor)) is not None:
+            self.parts.update.judge(value)
+        return self.log.judge(metrics)
 
     def _end_step(self, step: StepResult) -> None:
         """Decide whether the run ends here; if not, time this rank's work in a step that will be logged."""

@@ -29,6 +29,7 @@ from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.rundir.files import JsonLines, read_jsonl
 from lockstep.rundir.heartbeat import Activity, pulse
+from lockstep.telemetry.loggers import monitored, row_name
 
 
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -130,7 +131,7 @@ class RunLog:
         self._interval = self._epoch = self._speed.mark()
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
-        self._has_warned = False
+        self._has_warned = self._has_noted_monitor = False
         self._ranks = RankWatch(rank, timed, self._speed, state.step)
         self.pause()
 
@@ -304,19 +305,40 @@ class RunLog:
         attempt, epoch = self._rank.attempt, state.epoch + 1
         self._rank.sink.emit(Evaluated(attempt, epoch, state.step, metrics, improved, state.samples_seen))
 
-    def judge(self, metrics: Mapping[str, float], value: float) -> bool:
-        """Whether this evaluation is the best so far; without improvement for too long, the run ends.
+    def judge(self, metrics: Mapping[str, float], *, uses_patience: bool = True) -> bool:
+        """Return whether an evaluation is the best so far; without improvement for too long, the run ends.
 
-        ``value``: the monitored metric's, equal on all ranks. Metrics named ``val_…`` are kept with the best.
+        Args:
+            metrics: the same on all ranks; those of the validation are kept with the best.
+            uses_patience: whether an evaluation without improvement counts towards the end.
         """
-        plan, patience = self._rank.plan, self._patience
-        if judge(self.state, metrics, value, plan.mode, self.state.epoch + 1):
-            return True
-        if 0 < patience <= self.state.evaluations_without_gain:
+        plan, state, patience = self._rank.plan, self.state, self._patience
+        name, value = monitored(metrics, plan.monitor) or ("", math.nan)
+        if name not in (plan.monitor, row_name(plan.monitor)):
+            self._note_monitor(name, metrics)
+        without_gain = state.evaluations_without_gain
+        if not name or judge(state, metrics, value, plan.mode, state.epoch + 1):
+            return bool(name)
+        if not uses_patience:
+            state.evaluations_without_gain = without_gain
+        elif 0 < patience <= state.evaluations_without_gain:
             self.ended_by = EndedBy.COMPLETED
             text = f"Early stopping: {plan.monitor} has not improved for {patience} evaluations."
             self._rank.note("early_stopping", text)
         return False
+
+    def _note_monitor(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Note once that evaluations do not report the monitored metric; ``name``: of the one in its place, if any."""
+        if self._has_noted_monitor:
+            return
+        self._has_noted_monitor = True
+        monitor, stops_early = self._rank.plan.monitor, self._patience > 0
+        reported = " or ".join(other for other in metrics if row_name(other).startswith("val_"))
+        text = f"Without {monitor} no checkpoint is the best one{', and the run does not stop early' * stops_early}: "
+        text += f"set checkpoint.monitor={reported}, or report {monitor}." if reported else "no evaluation reports it."
+        if name:
+            text = f"There are several validation loaders: {name} is monitored. checkpoint.monitor sets another name."
+        self._rank.note("monitor_missing", text, "warning" if stops_early and not name else "info")
 
     @property
     def final_evaluation(self) -> dict[str, float]:

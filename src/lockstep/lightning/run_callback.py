@@ -23,12 +23,12 @@ from lockstep.engine.optim.step import match_layouts
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
-from lockstep.engine.state import EndedBy, judge
+from lockstep.engine.state import EndedBy
 from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
 from lockstep.engine.task import Task
 from lockstep.lightning.dataloaders import Step, epoch_steps
 from lockstep.rundir.heartbeat import Activity, pulse
-from lockstep.telemetry.loggers import as_row, monitored, row_name
+from lockstep.telemetry.loggers import as_row, row_name
 
 #: What stands for the run's own checkpoints where Lightning wants a path.
 OWN = "lockstep"
@@ -68,7 +68,6 @@ class RunLogCallback(Checkpoint):
         self._earlier: dict[str, Any] = {}
         self._lr = math.nan
         self._norm: float | None = None
-        self._remarked = False
         #: Whether the latest validation was within an epoch, and so has been judged already.
         self._judged = False
         #: Whether the state to save is kept, from before the end of the epoch.
@@ -275,28 +274,12 @@ class RunLogCallback(Checkpoint):
         return False
 
     def _judge(self, row: Mapping[str, float]) -> bool:
-        """Judge by rank 0's value: what a module logs without sync_dist differs between ranks."""
-        monitor = self._rank.plan.monitor
-        found = self._rank.collectives.broadcast(monitored(row, monitor))
-        name = None if found is None else found[0]
-        if not self._remarked and name not in (monitor, row_name(monitor)):
-            self._remarked = True
-            text = f"There are several validation loaders: the best epoch is judged by {name}."
-            if name is None:
-                names = ", ".join(_of_validation(row)) or "nothing"
-                text = f"No epoch is the best: the module does not log {monitor!r}; its validation logs {names}."
-            self._rank.note("monitor_missing", f"{text} checkpoint.monitor sets another name.")
-        if found is None:
-            return False
-        state, every = self._state, self._rank.config.validation.every_steps
-        is_due = self._is_epoch_over or (every is not None and state.step % every == 0)
-        if is_due or self._log.ended_by is not EndedBy.COMPLETED:
-            return self._log.judge(_of_validation(row), found[1])
+        """Judge by rank 0's values: what a module logs without sync_dist differs between ranks."""
+        every = self._rank.config.validation.every_steps
+        is_due = self._is_epoch_over or (every is not None and self._state.step % every == 0)
         # Without max_steps there would be no evaluation here: it may be the best, and does not count otherwise.
-        without_gain = state.evaluations_without_gain
-        improved = judge(state, _of_validation(row), found[1], self._rank.plan.mode, state.epoch + 1)
-        state.evaluations_without_gain = 0 if improved else without_gain
-        return improved
+        uses_patience = is_due or self._log.ended_by is not EndedBy.COMPLETED
+        return self._log.judge(self._rank.collectives.broadcast(dict(row)), uses_patience=uses_patience)
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:

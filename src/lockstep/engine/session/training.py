@@ -89,7 +89,7 @@ class Training(Saves):
         self.stream: Any = None
         self.window: Window | None = None
         self.stage, self.loops, self.place, self._calls, self._checked = 0, 0, -1, 0, 0
-        self.has_stepped, self.is_cut, self.is_ghost, self._is_unjudged = False, False, False, False
+        self.has_stepped, self.is_cut, self.is_ghost = False, False, False
         self.reshuffles, self.skips, self._left_out = True, rank.config.data.on_bad_row == "skip", 0
         self._flags: Flags | None = None
         self._origins = prepared.origins(self._shards.check_call if self._shards else None)
@@ -400,7 +400,7 @@ class Training(Saves):
 
     def end_epoch(self, logged: Mapping[str, float]) -> None:
         """Write the epoch's row, and save; ``logged`` may be the best so far."""
-        log, monitor = self.log, self.rank.plan.monitor
+        log = self.log
         self.ranks.check("the end of an epoch")
         if self._left_in is not None:
             self.rank.note(
@@ -416,18 +416,9 @@ class Training(Saves):
         rates = {"lr": next(iter(self._updates())).lr, "samples_per_s": speed.samples_per_s}
         self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
         # Where the run ends within an epoch, nothing is judged: without the stop there would be no evaluation there.
-        improved = monitor in logged and not self.is_cut and log.judge(logged, logged[monitor])
-        if monitor not in logged and self.state.best_step is None and not self._is_unjudged:
-            self._is_unjudged = True
-            names = [name for name in logged if name.startswith("val_")]
-            own = f"checkpoint.monitor={' or '.join(names)}, which is logged, or " if names else ""
-            waits = self.rank.config.training.early_stopping_patience > 0
-            self.rank.note(
-                "no_best",
-                f"Without {monitor} no checkpoint is the best one{', and no run stops early' * waits}: set {own}"
-                f"session.log({monitor.removeprefix('val_')}=...) after the loop over batches.",
-                "warning" if waits else "info",
-            )
+        # A loop may evaluate in some epochs only.
+        is_evaluated = self.state.best_step is None or self.rank.plan.monitor in logged
+        improved = is_evaluated and not self.is_cut and log.judge(logged)
         log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
         self.stage = self.stage if self.is_cut else 0
         self.save(best=improved)
