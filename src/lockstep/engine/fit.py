@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
 from lockstep.engine.diagnostics.step_trace import Trace, trace_file
 from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.run_log import RunLog, record_samples, report_skipped
+from lockstep.engine.run_log import RunLog, record_samples
 from lockstep.engine.state import EndedBy, RunResult
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.task import Datasets, Task
@@ -31,9 +31,16 @@ from lockstep.engine.training_data import begin_epoch, begin_stream, kept_on, lo
 from lockstep.engine.validation import Validation
 from lockstep.rundir.heartbeat import Activity, pulse
 
-#: A name, whether to call it there, and what to call: with the :class:`Window` of the step that starts, or the
-#: :class:`StepResult` of the one that has ended.
-Hook = tuple[str, Callable[[Any], bool], Callable[[Any], None]]
+#: What a task's hooks are: a function of a :class:`StepResult` and the model, and after how many steps to call it.
+TaskHook = tuple[Callable[..., Mapping[str, float] | None], int]
+_OUT_OF_RANGE = (
+    "The total of the loss is infinite in step {step}: the task sums it in half precision, whose largest number is "
+    "65,504 in float16. Return one value per item, Loss(values, count): they are summed in single precision."
+)
+_NOTHING_COUNTED = (
+    "Epoch {epoch} has trained nothing: in none of its steps did the loss have items and a finite value. A count of 0 "
+    "says that all samples are left out (weights, ignored labels)."
+)
 
 
 class Fitting(Protocol):
@@ -140,127 +147,78 @@ class Fit:
         return log.finish(final)
 
     def _train(self) -> None:
-        """Take steps until the run ends, and call hooks around them."""
-        rank, plan, state, log, trace = self.parts.rank, self.parts.rank.plan, self.parts.state, self.log, self.trace
-        before, after = self._hooks_before(), self._hooks_after()
+        """Take steps until the run ends."""
+        rank, state, log, trace = self.parts.rank, self.parts.state, self.log, self.trace
         start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
-        loader = loaded(self.source, plan, rank.world, **start, settled=self.validation.settle_loader)
+        loader = loaded(self.source, rank.plan, rank.world, **start, settled=self.validation.settle_loader)
         batches = TimedBatches(loader if trace is None else trace.batches(loader))
+        task_hooks = self.task.hooks()
         self.parts.train()
         self.task._lockstep_context.is_training = True
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
         settings = rank.config.telemetry
         with contextlib.closing(loader), memory_snapshot(rank) if settings.memory_snapshot else nullcontext():
-            windows = _announced(walk(plan, rank.world, **start), before)
+            windows = self._begun(walk(rank.plan, rank.world, **start))
             steps = training_steps(self.parts, windows, batches, lambda: log.requests(state.step + 1))
             with profiled(rank, steps, state.step) if settings.profile else nullcontext(steps) as watched:
                 for step in watched:
                     log.step(step.window.size, batches.waited_s())
-                    for _, when, do in after:
-                        if when(step):
-                            do(step)
+                    self._end_step(step, task_hooks)
                     if log.ended_by is not None:
                         break
         log.flush()
         if trace is not None:
             trace.write()
 
-    def _hooks_before(self) -> list[Hook]:
-        hooks: list[Hook] = []
-        rank = self.parts.rank
+    def _begun(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Begin the epoch and the step of each window. It is asked for right before its step."""
+        rank, epoch, record = self.parts.rank, -1, None
         if rank.config.telemetry.record_samples and (rank.world.is_main or not rank.plan.pipelined):
             # Before, since a step needs all ranks: whichever rank dies, every file has all that a checkpoint has.
             record = record_samples(rank, self.parts.state, self.source.indices)
-            hooks.append(("record the samples", _always, record))
-        begun = set[int]()  # epochs of this attempt
+        for window in windows:
+            if record is not None:
+                record(window)
+            if window.epoch != epoch:
+                epoch = window.epoch
+                begin_epoch(self.datasets.train, epoch, rank.plan.task.train_samples)
+                self._callback("on_epoch_start")
+            self._callback("on_step_start")
+            yield window
 
-        def begins(window: Window) -> bool:
-            is_new = window.epoch not in begun
-            begun.add(window.epoch)
-            return is_new
-
-        hooks.append(("begin the epoch", begins, self._begin_epoch))
-        if self.parts.callbacks:
-            hooks.append(("on_step_start", _always, lambda window: self._callback("on_step_start")))
-        return hooks
-
-    def _begin_epoch(self, window: Window) -> None:
-        begin_epoch(self.datasets.train, window.epoch, self.parts.rank.plan.task.train_samples)
-        self._callback("on_epoch_start")
-
-    def _hooks_after(self) -> list[Hook]:
-        rank, trace, checkpoints, losses = self.parts.rank, self.trace, self.checkpoints, self.log.losses
-        total, every_steps = rank.plan.total_steps, rank.config.validation.every_steps
-
-        def ends_epoch(step: StepResult) -> bool:
-            return step.epoch_ended or step.step >= total
-
-        def saves(step: StepResult) -> bool:
-            return step.flags is not None and step.flags.save > 0 and not step.epoch_ended
-
-        hooks: list[Hook] = []
+    def _end_step(self, step: StepResult, task_hooks: Sequence[TaskHook]) -> None:
+        """Call what follows a step, and decide whether the run ends here."""
+        log, trace, checkpoints, parts = self.log, self.trace, self.checkpoints, self.parts
+        ends_epoch = step.epoch_ended or step.step >= parts.rank.plan.total_steps
         if trace is not None:
-            update = trace.after_update
-            hooks.append(("trace the update", _always, lambda s: update(s.window.requests, s.loss_total, s.loss_count)))
-        hooks.append(("sum the loss", _always, lambda step: losses.add(step.loss_total, step.loss_count)))
-        strategy = self.parts.strategy
-        hooks.append(("name a sum out of range", lambda step: strategy.sums_in_half, self._out_of_range()))
-        if rank.config.averaging.name != "none":
-            averages = self.parts.update.averages
-            hooks.append(("average the weights", _always, lambda step: averages.update(step.step)))
-        if self.parts.callbacks:
-            hooks.append(("on_step_end", _always, lambda step: self._callback("on_step_end")))
-        for number, (do, every) in enumerate(self.task.hooks()):
-            hooks.append((f"hook {number} of the task", _every(every), self._of_task(do)))
-        hooks.append(("log", lambda step: self.log.is_logged(step.step), self._log_step))
-        if every_steps and self.datasets.val is not None:
-            due = _every(every_steps)
-            hooks.append(("validate", lambda step: due(step) and not ends_epoch(step), self._validate_within_epoch))
-        if self.source.skipped:
-            hooks.append(("report skipped samples", ends_epoch, self._skipped()))
-        hooks.append(("end the epoch", ends_epoch, self._end_epoch))
-        hooks.append(("save", saves, lambda step: checkpoints.save()))
-        hooks.append(("end the step", _always, self._end_step))
+            trace.after_update(step.window.requests, step.loss_total, step.loss_count)
+        log.losses.add(step.loss_total, step.loss_count)
+        if parts.strategy.sums_in_half and math.isinf(step.loss_total):
+            log.note_once("loss_out_of_range", _OUT_OF_RANGE.format(step=step.step))
+        parts.update.averages.update(step.step)
+        self._callback("on_step_end")
+        for hook, every in task_hooks:
+            if step.step % every == 0:
+                self.scalars.update(hook(step, parts.model) or {})
+        if log.is_logged(step.step):
+            self._log_step(step)
+        if ends_epoch:
+            self._end_epoch(step)
+        elif self._is_due(step.step):
+            self._validate_within_epoch()
+        if step.flags is not None and step.flags.save and not ends_epoch:
+            checkpoints.save()
+        log.agreed(step.flags)
+        if log.ended_by is None and (step.step + 1) % parts.rank.config.telemetry.log_interval == 0:
+            log.time_own_work()
         if trace is not None:
-            after = trace.after_hooks
-            hooks.append(
-                ("trace the hooks", _always, lambda step: after(step.step, merged=checkpoints.saved_at == step.step))
-            )
-        return hooks
+            trace.after_hooks(step.step, merged=checkpoints.saved_at == step.step)
 
-    def _of_task(self, hook: Callable[..., Any]) -> Callable[[StepResult], None]:
-        def call(step: StepResult) -> None:
-            self.scalars.update(hook(step, self.parts.model) or {})
-
-        return call
-
-    def _skipped(self) -> Callable[[StepResult], None]:
-        """Notes how many samples have been left out so far, where that has changed (``data.on_bad_row``)."""
-        known = 0
-
-        def report(step: StepResult) -> None:
-            nonlocal known
-            known = report_skipped(self.parts.rank, known)
-
-        return report
-
-    def _out_of_range(self) -> Callable[[StepResult], None]:
-        """Notes the first total of a task that sums in half precision, where it is infinite."""
-        is_noted = False
-
-        def report(step: StepResult) -> None:
-            nonlocal is_noted
-            if not is_noted and math.isinf(step.loss_total):
-                is_noted = True
-                text = (
-                    f"The total of the loss is infinite in step {step.step}: the task sums it in half precision, whose "
-                    "largest number is 65,504 in float16. Return one value per item, Loss(values, count): they are "
-                    "summed in single precision."
-                )
-                self.parts.rank.note("loss_out_of_range", text, "warning")
-
-        return report
+    def _is_due(self, step: int) -> bool:
+        """Whether an evaluation is due after ``step`` (``validation.every_steps``)."""
+        every = self.parts.rank.config.validation.every_steps
+        return every is not None and self.datasets.val is not None and step % every == 0
 
     def _callback(self, event: str) -> None:
         self.parts.callbacks.call(event, self.task._lockstep_context, self.parts.strategy.module)
@@ -277,21 +235,18 @@ class Fit:
         Where ``max_steps`` ends the run, it is evaluated, too. Such an evaluation judges nothing: without the stop
         there would be none, and a run that resumes has the best and the patience of one that was not stopped.
         """
+        if self.source.skipped:
+            self.log.report_skipped()
         loss, speed = self.log.epoch_so_far()
         epoch = step.window.epoch + 1
         if step.epoch_ended:
             self._callback("on_epoch_end")
             if math.isnan(loss):
-                text = (
-                    f"Epoch {epoch} has trained nothing: in none of its steps did the loss have items "
-                    "and a finite value. A count of 0 says that all samples are left out (weights, ignored labels)."
-                )
-                self.parts.rank.note("nothing_counted", text, "warning")
+                self.parts.rank.note("nothing_counted", _NOTHING_COUNTED.format(epoch=epoch), "warning")
         row, improved = {"train_loss": loss}, False
         config, is_last = self.parts.rank.config, step.step >= self.parts.rank.plan.total_steps
-        every_epochs, every_steps = config.validation.every_epochs, config.validation.every_steps
-        is_due = step.epoch_ended and (epoch % every_epochs == 0 or epoch >= config.training.epochs)
-        is_due = is_due or bool(every_steps and step.step % every_steps == 0)
+        is_due = step.epoch_ended and (epoch % config.validation.every_epochs == 0 or epoch >= config.training.epochs)
+        is_due = is_due or self._is_due(step.step)
         if self.datasets.val is not None and (is_due or is_last):
             row |= self._validate()
             improved = is_due and self._judge(row)
@@ -301,7 +256,7 @@ class Fit:
         self.log.epoch(row, improved, ended=step.epoch_ended)
         self.checkpoints.save(best=improved)
 
-    def _validate_within_epoch(self, step: StepResult) -> None:
+    def _validate_within_epoch(self) -> None:
         metrics = self._validate()
         improved = self._judge(metrics)
         self.log.evaluated(metrics, improved)
@@ -318,29 +273,6 @@ class Fit:
         if (value := metrics.get(self.parts.rank.plan.monitor)) is not None:
             self.parts.update.judge(value)
         return self.log.judge(metrics)
-
-    def _end_step(self, step: StepResult) -> None:
-        """Decide whether the run ends here; if not, time this rank's work in a step that will be logged."""
-        self.log.agreed(step.flags)
-        if self.log.ended_by is None and (step.step + 1) % self.parts.rank.config.telemetry.log_interval == 0:
-            self.log.time_own_work()
-
-
-def _always(at: Any) -> bool:
-    return True
-
-
-def _every(steps: int) -> Callable[[StepResult], bool]:
-    return lambda step: step.step % steps == 0
-
-
-def _announced(windows: Iterator[Window], hooks: Sequence[Hook]) -> Iterator[Window]:
-    """``windows``; each is asked for right before its step, which is when the hooks are called."""
-    for window in windows:
-        for _, when, do in hooks:
-            if when(window):
-                do(window)
-        yield window
 
 
 def build_fit(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Fit:

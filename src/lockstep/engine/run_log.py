@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,16 +74,6 @@ class LossMeter:
         self._device_sums.zero_()
 
 
-def report_skipped(rank: RankContext, known: int) -> int:
-    """How many samples have been left out so far (``data.on_bad_row``), with a note if there are not ``known``."""
-    files = rank.run_dir.path.glob("skipped-rank*.jsonl") if rank.world.is_main else ()
-    count = len({row["index"] for file in files for row in read_jsonl(file)})
-    if count != known:
-        text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
-        rank.note("samples_skipped", text, "warning")
-    return count
-
-
 def record_samples(
     rank: RankContext, state: TrainState, indices: Callable[[BatchRequest], NDArray[np.int64]]
 ) -> Callable[..., None]:
@@ -131,7 +121,7 @@ class RunLog:
         self._interval = self._epoch = self._speed.mark()
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
-        self._has_warned = self._has_noted_monitor = False
+        self._noted, self._left_out = set[str](), 0
         self._ranks = RankWatch(rank, timed, self._speed, state.step)
         self.pause()
 
@@ -170,6 +160,21 @@ class RunLog:
 
     def unpause(self) -> None:
         self._speed.unpause()
+
+    def note_once(self, key: str, text: str, level: Literal["info", "warning"] = "warning") -> None:
+        """Note something the first time that it happens in an attempt."""
+        if key not in self._noted:
+            self._noted.add(key)
+            self._rank.note(key, text, level)
+
+    def report_skipped(self) -> None:
+        """Note how many samples have been left out so far, if that has changed (``data.on_bad_row``)."""
+        files = self._rank.run_dir.path.glob("skipped-rank*.jsonl") if self._rank.world.is_main else ()
+        count = len({row["index"] for file in files for row in read_jsonl(file)})
+        if count != self._left_out:
+            self._left_out = count
+            text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
+            self._rank.note("samples_skipped", text, "warning")
 
     # Steps.
 
@@ -239,12 +244,11 @@ class RunLog:
         self._check_skipped()
 
     def _warn_of_skipped(self, skipped: int) -> None:
-        """Once in an attempt; with a scaled loss, steps are skipped until the scale fits."""
+        """With a scaled loss, steps are skipped until the scale fits."""
         new = skipped - self.state.skipped_steps
-        if new and not self._has_warned and self._rank.plan.placement["precision"] != "16-mixed":
-            self._has_warned = True
+        if new and self._rank.plan.placement["precision"] != "16-mixed":
             text = f"{many(new, 'step')} skipped without a finite gradient: the loss, or an input, is NaN or infinite."
-            self._rank.note("steps_skipped", f"{text} --set debug.detect_anomaly=true finds the operator.", "warning")
+            self.note_once("steps_skipped", f"{text} --set debug.detect_anomaly=true finds the operator.")
 
     def _check_skipped(self) -> None:
         """Refuse to continue when too many steps had no finite gradient. Equal on all ranks: all raise, or none."""
@@ -329,16 +333,13 @@ class RunLog:
 
     def _note_monitor(self, name: str, metrics: Mapping[str, float]) -> None:
         """Note once that evaluations do not report the monitored metric; ``name``: of the one in its place, if any."""
-        if self._has_noted_monitor:
-            return
-        self._has_noted_monitor = True
         monitor, stops_early = self._rank.plan.monitor, self._patience > 0
         reported = " or ".join(other for other in metrics if row_name(other).startswith("val_"))
         text = f"Without {monitor} no checkpoint is the best one{', and the run does not stop early' * stops_early}: "
         text += f"set checkpoint.monitor={reported}, or report {monitor}." if reported else "no evaluation reports it."
         if name:
             text = f"There are several validation loaders: {name} is monitored. checkpoint.monitor sets another name."
-        self._rank.note("monitor_missing", text, "warning" if stops_early and not name else "info")
+        self.note_once("monitor_missing", text, "warning" if stops_early and not name else "info")
 
     @property
     def final_evaluation(self) -> dict[str, float]:

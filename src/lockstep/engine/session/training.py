@@ -19,7 +19,7 @@ from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import freeze_again, restoring
-from lockstep.engine.run_log import LossMeter, RunLog, as_numbers, report_skipped
+from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
 from lockstep.engine.session.origins import LoopTensors, Part
 from lockstep.engine.session.prepared import Beside, PreparedModels, parameters_of, tensors_of
 from lockstep.engine.session.saving import Resumed
@@ -90,7 +90,7 @@ class Training(Saves):
         self.window: Window | None = None
         self.stage, self.loops, self.place, self._calls, self._checked = 0, 0, -1, 0, 0
         self.has_stepped, self.is_cut, self.is_ghost = False, False, False
-        self.reshuffles, self.skips, self._left_out = True, rank.config.data.on_bad_row == "skip", 0
+        self.reshuffles, self.skips = True, rank.config.data.on_bad_row == "skip"
         self._flags: Flags | None = None
         self._origins = prepared.origins(self._shards.check_call if self._shards else None)
         self._bodies, self._has_repeated = 0, False
@@ -414,7 +414,8 @@ class Training(Saves):
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
         rates = {"lr": next(iter(self._updates())).lr, "samples_per_s": speed.samples_per_s}
-        self._left_out = report_skipped(self.rank, self._left_out) if self.skips else 0
+        if self.skips:
+            log.report_skipped()
         # Where the run ends within an epoch, nothing is judged: without the stop there would be no evaluation there.
         # A loop may evaluate in some epochs only.
         is_evaluated = self.state.best_step is None or self.rank.plan.monitor in logged
