@@ -84,7 +84,7 @@ def training_steps(
         update.apply(state.step, reduced.count, reduced.divisor, want_norm=(state.step + 1) % norm_every == 0)
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
         ended = batch.window(window.stop) is None
-        yield StepResult(state.step, window, update.lr, reduced.total, reduced.count, ended, reduced.flags)
+        yield StepResult(state.step, window, update.rates.lr, reduced.total, reduced.count, ended, reduced.flags)
 
 
 class TimedBatches:
@@ -252,7 +252,7 @@ class Fit:
             improved = is_due and self._judge(row)
         row |= {"lr": step.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         if step.epoch_ended:
-            self.parts.update.end_epoch()
+            self.parts.update.rates.advance("epoch")
         self.log.epoch(row, improved, ended=step.epoch_ended)
         self.checkpoints.save(best=improved)
 
@@ -271,7 +271,7 @@ class Fit:
 
     def _judge(self, metrics: dict[str, float]) -> bool:
         if (value := metrics.get(self.parts.rank.plan.monitor)) is not None:
-            self.parts.update.judge(value)
+            self.parts.update.rates.advance("metric", value)
         return self.log.judge(metrics)
 
 

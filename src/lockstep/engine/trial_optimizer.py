@@ -9,7 +9,8 @@ from lockstep._compat.torch import compiler_not_imported
 from lockstep.config import RunConfig
 from lockstep.engine.blueprint import blueprint, trial_of
 from lockstep.engine.generators import generators_kept
-from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer, scheduler_of
+from lockstep.engine.optim.optimizers import build_optimizer, check_optimizer
+from lockstep.engine.optim.rates import scheduler_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 

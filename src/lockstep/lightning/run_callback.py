@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep._compat.lightning import call_before
 from lockstep.engine.optim.averages import Averages
-from lockstep.engine.optim.step import match_layouts
+from lockstep.engine.optim.groups import match_layouts
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog

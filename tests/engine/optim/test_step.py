@@ -186,7 +186,7 @@ def test_the_rate_that_is_told_is_that_of_a_group_that_has_one() -> None:
     groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias], "lr": 0.1}]
     schedule = Schedule(name="constant", lr=0.1, total_steps=4, steps_per_epoch=1)
     update = Update(model, torch.optim.SGD(groups), schedule, Precision("32", CPU, 0.125), None)
-    assert (update.lr, update.optimizer.param_groups[0]["lr"]) == (pytest.approx(0.1), 0.0)
+    assert (update.rates.lr, update.optimizer.param_groups[0]["lr"]) == (pytest.approx(0.1), 0.0)
 
 
 def test_the_rates_of_all_groups_follow_the_schedule_and_its_scale_also_after_a_resume() -> None:
@@ -200,7 +200,7 @@ def test_the_rates_of_all_groups_follow_the_schedule_and_its_scale_also_after_a_
 
     def take(update: Update, step: int) -> list[float]:
         update.apply(step, 1, 1.0, want_norm=False)
-        assert update.lr == update.optimizer.param_groups[0]["lr"], "what is told is what runs"
+        assert update.rates.lr == update.optimizer.param_groups[0]["lr"], "what is told is what runs"
         return [group["lr"] for group in update.optimizer.param_groups]
 
     update, resumed = two_groups(), two_groups()
@@ -222,19 +222,19 @@ def test_plateau_lowers_the_rate_of_its_schedule_and_resumes() -> None:
     def rates(update: Update, values: list[float]) -> list[float]:
         found = []
         for value in values:
-            update.judge(value)
+            update.rates.advance("metric", value)
             update._set_lr(50)
-            found.append(update.lr)
+            found.append(update.rates.lr)
         return found
 
     update = made()
     update._set_lr(0)
-    assert update.lr == pytest.approx(0.05)  # warm-up
+    assert update.rates.lr == pytest.approx(0.05)  # warm-up
     assert rates(update, [0.5, 0.6, 0.6]) == pytest.approx([0.1] * 3)
     resumed = made()
     resumed.load_state_dict(update.state_dict())
     assert rates(resumed, [0.6, 0.6, 0.6, 0.7]) == rates(update, [0.6, 0.6, 0.6, 0.7])
-    assert update.lr == pytest.approx(0.025)
+    assert update.rates.lr == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize(("name", "value"), [("betas", (0.9,)), ("eps", None), ("fused", "x"), ("initial_lr", "x")])

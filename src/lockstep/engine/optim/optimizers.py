@@ -1,34 +1,23 @@
-"""The configured optimizer of a model: torch's, Lion, any class by its path, and Muon with AdamW beside it.
-
-And its parameter groups: what a checkpoint keeps of them, and how it fits an optimizer made later.
-"""
+"""The configured optimizer of a model: torch's, Lion, any class by its path, and Muon with AdamW beside it."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep._compat.torch import has_scheduler, note_step, plain_name, take_step
+from lockstep._compat.torch import has_scheduler, take_step
 from lockstep.config import OptimizerConfig
 from lockstep.config.sections import OPTIMIZERS
 from lockstep.engine.partition import blocks_of
-from lockstep.engine.task import Scheduler, Task
+from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.errors import ConfigError, TaskError, UnsupportedError, many
-from lockstep.planning import Schedule
-
-Names = list[list[str]]
-Settings = list[dict[str, Any]]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -101,73 +90,6 @@ def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> No
             why="they would be neither reduced over ranks nor saved",
             fix="return the modules that have them from Task.modules()",
         )
-
-
-# What a checkpoint keeps of the groups.
-
-
-def settings_of(optimizer: Optimizer) -> Settings:
-    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-
-
-def names_of(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Names:
-    """Each group's parameters by their names in the model."""
-    name_of = {id(parameter): name for name, parameter in named.items()}
-    return [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def fitted(
-    saved: dict[str, Any], names: Names | None, optimizer: Optimizer, named: Mapping[str, nn.Parameter]
-) -> dict[str, Any]:
-    """``saved``, an optimizer's state dict, with parameters numbered as in ``optimizer``.
-
-    Groups that a hook added in an earlier attempt are added to ``optimizer``. What does not fit is left as it is, for
-    ``optimizer`` to refuse.
-    """
-    if names is None:
-        everything = [name for name, p in named.items() if p.is_floating_point() or p.is_complex()]
-        names = [[name for name in everything if named[name].requires_grad]]
-        if names_of(optimizer, named) != [everything] or len(saved["param_groups"][0]["params"]) != len(names[0]):
-            return saved
-    own, names = names_of(optimizer, named), [[plain_name(name) for name in group] for group in names]
-    taken = set(chain.from_iterable(own))
-    for added, group in list(zip(names, saved["param_groups"], strict=True))[len(own) :]:
-        if taken.isdisjoint(added):
-            optimizer.add_param_group({**group, "params": [named[name] for name in added]})
-            own.append(added)
-    if own == names or len(own) != len(names) or any(set(a) - set(b) for a, b in zip(names, own, strict=True)):
-        return saved
-    numbers = {name: number for number, name in enumerate(chain.from_iterable(own))}
-    before = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    moved = {old: numbers[name] for old, name in zip(before, chain.from_iterable(names), strict=True)}
-    groups = zip(saved["param_groups"], own, strict=True)
-    return {
-        "state": {moved[old]: state for old, state in saved["state"].items() if old in moved},
-        "param_groups": [{**group, "params": [numbers[name] for name in ours]} for group, ours in groups],
-    }
-
-
-def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, *, keep: Sequence[str] = ()) -> None:
-    """Put back settings that the configuration has changed since a loaded checkpoint was saved.
-
-    Others stay as the checkpoint has them: some optimizers keep estimates in their groups (Prodigy, Schedule-Free).
-    """
-    for number, (group, settings) in enumerate(zip(optimizer.param_groups, now, strict=False)):
-        before = then[number] if then is not None and number < len(then) else {}
-        for name, value in settings.items():
-            if name not in keep and (name not in before or not _same(value, before[name])):
-                group[name] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
-    if isinstance(one, Sequence) and not isinstance(one, str):  # a tuple may come back as a list
-        return isinstance(other, Sequence) and list(one) == list(other)
-    return bool(one == other)
-
-
-# The configured optimizer.
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: Task | None = None) -> Optimizer:
@@ -350,54 +272,3 @@ def _muon(
     if others:
         parts.append(AdamW(others, betas=config.betas, eps=config.eps, fused=fused, **same))
     return parts[0] if len(parts) == 1 else Several(parts)
-
-
-def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
-    """The task's own scheduler of ``optimizer``."""
-    made = task.scheduler(optimizer)
-    if made is None:
-        return None
-    by_metric = isinstance(made, ReduceLROnPlateau)
-    found = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
-    kind = type(found.scheduler).__name__
-    if not isinstance(found.scheduler, LRScheduler) or found.interval not in ("step", "epoch", "metric"):
-        raise TaskError(
-            "the task's scheduler() did not return a scheduler",
-            why=f"it returned {type(made).__name__}, of {kind} and {found.interval!r}",
-            fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
-        )
-    if isinstance(found.scheduler, ReduceLROnPlateau) != (found.interval == "metric"):
-        raise TaskError(
-            f"the task's scheduler() returned a {kind} that steps by {found.interval}",
-            why="ReduceLROnPlateau steps by a metric, and no other scheduler does",
-            fix="return it without lockstep.Scheduler" if found.interval != "metric" else "use 'step' or 'epoch'",
-        )
-    note_step(optimizer)
-    return found
-
-
-def check_steps(scheduler: Scheduler, schedule: Schedule) -> None:
-    """Raise :class:`TaskError` where a scheduler made for a number of steps, as ``OneCycleLR``, is for too few."""
-    limit = getattr(scheduler.scheduler, "total_steps", None)
-    epochs = math.ceil(schedule.total_steps / schedule.steps_per_epoch)
-    steps = {"step": schedule.total_steps, "epoch": epochs}.get(scheduler.interval, 0)
-    if isinstance(limit, int) and steps > limit:
-        unit = "optimizer step" if scheduler.interval == "step" else "epoch"
-        raise TaskError(
-            f"the scheduler {type(scheduler.scheduler).__name__} is made for {many(limit, unit)}, the run has {steps}",
-            why="it raises an error when it is stepped more often",
-            fix=f"make it in Task.scheduler() with total_steps={steps}, or train for fewer steps (training.max_steps, "
-            "training.epochs); a resumed run has the number of its checkpoint",
-        )
-
-
-def advance(scheduler: Scheduler, *value: float) -> None:
-    """Step a scheduler. Raises :class:`TaskError` where it cannot, as one that has no steps left."""
-    try:
-        cast(Any, scheduler.scheduler).step(*value)
-    except Exception as error:
-        raise TaskError(
-            f"the scheduler {type(scheduler.scheduler).__name__} failed in its step {scheduler.scheduler.last_epoch}",
-            why=f"{type(error).__name__}: {error}",
-            fix=f"make it for all steps of the run; it steps by {scheduler.interval}",
-        ) from error

@@ -297,7 +297,7 @@ class Training(Saves):
             if count:
                 scalars[f"{name}_loss"] = total / count
         skipped = sum(update.skipped for update in self._updates())
-        self.log.log_step(update.lr, norm, scalars, skipped=skipped, without_items=None)
+        self.log.log_step(update.rates.lr, norm, scalars, skipped=skipped, without_items=None)
 
     # Backward calls and steps.
 
@@ -413,7 +413,7 @@ class Training(Saves):
             self._left_in = None
         loss, speed = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
-        rates = {"lr": next(iter(self._updates())).lr, "samples_per_s": speed.samples_per_s}
+        rates = {"lr": next(iter(self._updates())).rates.lr, "samples_per_s": speed.samples_per_s}
         if self.skips:
             log.report_skipped()
         # Where the run ends within an epoch, nothing is judged: without the stop there would be no evaluation there.

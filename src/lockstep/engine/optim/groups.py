@@ -1,0 +1,124 @@
+"""The groups and the state of an optimizer: what a checkpoint keeps, and how it fits an optimizer made later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import chain, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lockstep._compat.torch import plain_name
+
+Names = list[list[str]]
+Settings = list[dict[str, Any]]
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
+def names_of(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Names:
+    """Each group's parameters by their names in the model."""
+    name_of = {id(parameter): name for name, parameter in named.items()}
+    return [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def fitted(
+    saved: dict[str, Any], names: Names | None, optimizer: Optimizer, named: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """``saved``, an optimizer's state dict, with parameters numbered as in ``optimizer``.
+
+    Groups that a hook added in an earlier attempt are added to ``optimizer``. What does not fit is left as it is, for
+    ``optimizer`` to refuse.
+    """
+    if names is None:
+        everything = [name for name, p in named.items() if p.is_floating_point() or p.is_complex()]
+        names = [[name for name in everything if named[name].requires_grad]]
+        if names_of(optimizer, named) != [everything] or len(saved["param_groups"][0]["params"]) != len(names[0]):
+            return saved
+    own, names = names_of(optimizer, named), [[plain_name(name) for name in group] for group in names]
+    taken = set(chain.from_iterable(own))
+    for added, group in list(zip(names, saved["param_groups"], strict=True))[len(own) :]:
+        if taken.isdisjoint(added):
+            optimizer.add_param_group({**group, "params": [named[name] for name in added]})
+            own.append(added)
+    if own == names or len(own) != len(names) or any(set(a) - set(b) for a, b in zip(names, own, strict=True)):
+        return saved
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(own))}
+    before = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    moved = {old: numbers[name] for old, name in zip(before, chain.from_iterable(names), strict=True)}
+    groups = zip(saved["param_groups"], own, strict=True)
+    return {
+        "state": {moved[old]: state for old, state in saved["state"].items() if old in moved},
+        "param_groups": [{**group, "params": [numbers[name] for name in ours]} for group, ours in groups],
+    }
+
+
+def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, *, keep: Sequence[str] = ()) -> None:
+    """Put back settings that the configuration has changed since a loaded checkpoint was saved.
+
+    Others stay as the checkpoint has them: some optimizers keep estimates in their groups (Prodigy, Schedule-Free).
+    """
+    for number, (group, settings) in enumerate(zip(optimizer.param_groups, now, strict=False)):
+        before = then[number] if then is not None and number < len(then) else {}
+        for name, value in settings.items():
+            if name not in keep and (name not in before or not _same(value, before[name])):
+                group[name] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    if isinstance(one, Sequence) and not isinstance(one, str):  # a tuple may come back as a list
+        return isinstance(other, Sequence) and list(one) == list(other)
+    return bool(one == other)
+
+
+def match_layouts(optimizer: Optimizer) -> None:
+    """Lay out restored states in memory as their parameters are.
+
+    A checkpoint keeps values, row by row. A fused optimizer reads a parameter and its moments in the order
+    of memory, so with weights of another layout (``channels_last``) it would mix up their elements.
+    """
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue  # some optimizers keep more than torch's
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def check_restored(optimizer: Optimizer) -> None:
+    """Raise :class:`ValueError` where a restored state cannot be one of torch's Adam, AdamW or SGD.
+
+    Their ``load_state_dict`` takes anything; the first step would fail, in native code perhaps.
+    """
+    adam = {"step", "exp_avg", "exp_avg_sq"}
+    expected = {Adam: adam, AdamW: adam, SGD: set[str]()}.get(type(optimizer))
+    if expected is None:
+        return
+    defaults = {**optimizer.defaults, "initial_lr": 0.0}
+    for group, (name, default) in product(optimizer.param_groups, defaults.items()):
+        if not _is_like(group.get(name), default):
+            raise ValueError(f"the optimizer's {name} is {str(group.get(name))[:80]}")
+    for parameter, state in optimizer.state.items():
+        missing = expected - state.keys()
+        if missing:
+            raise ValueError(f"the optimizer's state lacks {', '.join(sorted(missing))}")
+        for name, value in state.items():
+            fits = value is None if not isinstance(value, Tensor) else value.shape in (parameter.shape, torch.Size())
+            if not fits or (name == "step" and value.dim()):
+                raise ValueError(f"the optimizer's {name} does not fit a parameter of shape {tuple(parameter.shape)}")
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether ``value`` may be the setting of an optimizer whose default is ``default``."""
+    if isinstance(default, (tuple, list)):
+        return isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_like, value, default))
+    if default is None or isinstance(default, bool):
+        return value is None or isinstance(value, bool)
+    return isinstance(value, (int, float, Tensor))
