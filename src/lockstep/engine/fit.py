@@ -25,7 +25,7 @@ from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog, record_samples
 from lockstep.engine.state import EndedBy, RunResult
-from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.reducers import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import begin_epoch, begin_stream, kept_on, loaded, training_source, walk
 from lockstep.engine.validation import Validation

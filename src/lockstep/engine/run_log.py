@@ -24,7 +24,7 @@ from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
 from lockstep.engine.save_policy import SavePolicy, retained
 from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
-from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.reducers import Flags
 from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.rundir.files import JsonLines, read_jsonl

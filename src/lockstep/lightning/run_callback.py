@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import EndedBy
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags
+from lockstep.engine.strategies.reducers import FLAG_INTERVAL, StepSums
 from lockstep.engine.task import Task
 from lockstep.lightning.dataloaders import Step, epoch_steps
 from lockstep.rundir.heartbeat import Activity, pulse
@@ -230,17 +229,14 @@ class RunLogCallback(Checkpoint):
 
     def _agree(self, trainer: pl.Trainer) -> None:
         """Sum losses and requests over ranks, so that all of them act on the same step."""
-        device, over = trainer.strategy.root_device, self._is_epoch_over
-        losses = torch.stack([loss.double() * size for loss, size in self._losses]).sum() if self._losses else 0.0
-        count = float(sum(size for _, size in self._losses))
-        self._losses = []
-        sums = torch.tensor([0.0, count, *self._log.requests(self._state.step)], dtype=torch.float64, device=device)
-        sums[0] += losses
-        if self._rank.collectives.size > 1:
-            dist.all_reduce(sums)
-        total, count, *requests = sums.tolist()
+        over, self._losses, losses = self._is_epoch_over, [], self._losses
+        sums = StepSums(trainer.strategy.root_device)
+        sums.begin(self._log.requests(self._state.step))
+        for loss, size in losses:
+            sums.add(loss.double() * size, size)
+        total, count, _, flags = sums.reduced(0)
+        assert flags is not None
         self._log.losses.add(total, count)
-        flags = Flags(*requests)
         if flags.save and not over:
             self._due = False
         self._log.agreed(flags)

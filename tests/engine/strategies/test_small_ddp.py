@@ -19,7 +19,8 @@ from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
-from lockstep.engine.strategies.ddp import FlatStrategy, joint_bytes, pack, unpack
+from lockstep.engine.strategies.ddp import FlatStrategy, joint_bytes
+from lockstep.engine.strategies.reducers import pack, unpack
 from lockstep.engine.task import Loss, Task
 from lockstep.hardware.world import World
 from lockstep.planning import Plan, Schedule

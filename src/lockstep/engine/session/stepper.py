@@ -18,18 +18,14 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.prepared import Owned, PreparedModels, parameters_of
-from lockstep.engine.strategies.base import FLAG_INTERVAL, Flags, Reduced, StepSums
-from lockstep.engine.strategies.ddp import BUCKET_BYTES, GradientBuckets, pack, unpack
 from lockstep.engine.strategies.exact import LaneSums
+from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, StepSums
 from lockstep.engine.task import Scheduler
 from lockstep.engine.trained import is_mean
 from lockstep.errors import TaskError, UnsupportedError
 
 if TYPE_CHECKING:
     from lockstep.engine.session.sharding import Shards
-
-#: In the tail of the last bucket: what ``pack`` gives, then calls that touched, its square, and unused gradients.
-NUMBERS = len(pack(0.0, 0.0, Flags())) + 3
 
 
 class _Call(NamedTuple):
@@ -86,7 +82,7 @@ class SessionOptimizer:
         self.name, self.optimizer, self._rank, self._device = name, prepared.optimizers[name], rank, rank.device
         optimizer, self._look, self._group = self.optimizer, look, group
         self._divided = None if shards is None else shards.of(optimizer)
-        self._sums = None if shards is None else StepSums(rank.device)
+        self._reducer: Reducer = Alone() if shards is None else StepSums(rank.device, float(rank.collectives.size))
         schedulers = [one for one in prepared.schedulers.values() if one.optimizer is optimizer]
         self._scheduler = schedulers[-1] if schedulers else None
         self._max_norm = rank.config.training.max_grad_norm
@@ -109,7 +105,7 @@ class SessionOptimizer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: GradientBuckets | None = None
         self._lanes: LaneSums | None = None
-        self._has_reduced, self._reads, self._applies = False, False, False
+        self._has_reduced, self._applies = False, False
         #: The scheduler's position after the step before.
         self._scheduled: int | None = None
         self._unguard = guard_step(optimizer, self._refuse_own_step)
@@ -134,8 +130,9 @@ class SessionOptimizer:
         if self._group is not None:
             cap = self._rank.config.distributed.bucket_cap_mb
             cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
-            how: dict[str, Any] = {"numbers": NUMBERS, "cap_bytes": cap_bytes, "look": self._look}
-            self._buckets = GradientBuckets(self._trained, self._device, self._group, **how)
+            self._reducer = self._buckets = GradientBuckets(
+                self._trained, self._device, self._group, cap_bytes=cap_bytes, look=self._look
+            )
             if self._buckets.overlaps:
                 self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
 
@@ -210,7 +207,8 @@ class SessionOptimizer:
             )
         self.calls.append(_Call(total, count, touched))
         if self._buckets is not None and self._buckets.is_armed:
-            self._buckets.launch(self._numbers(flags()))
+            self._add_calls(flags())
+            self._buckets.send()
 
     def begin_pass(self) -> None:
         """Begin a second pass over the micro-batches of the window. Raises :class:`UnsupportedError`: a sum is open."""
@@ -229,7 +227,8 @@ class SessionOptimizer:
     def end_micro_batch(self, request: BatchRequest) -> None:
         """The body has run for ``request``, which is not the last one of the window, or the window's step follows."""
         if self._lanes is not None:
-            self._lanes.end(request, *self._local())
+            self._lanes.add(*self._local())
+            self._lanes.end(request)
         self._earlier = len(self.calls)
 
     def notice_clearing(self) -> None:
@@ -294,12 +293,11 @@ class SessionOptimizer:
 
     # Reduction and step.
 
-    def _numbers(self, flags: Flags) -> list[Any]:
-        touched = float(sum(call.touched for call in self.calls))
-        unused = float(touched > 0 and any(p.grad is None for p in self._trained))
-        total, count = self._local()
-        count = count.double() if isinstance(count, Tensor) else count
-        return [*pack(total, count, flags), touched, touched * touched, unused]
+    def _add_calls(self, flags: Flags) -> None:
+        self._reducer.begin(flags)
+        for call in self.calls:
+            if call.touched:
+                self._reducer.add(call.total, call.count)
 
     def reduce(self, flags: Flags, request: BatchRequest, step: int) -> Reduced:
         """Sum gradients and numbers over ranks and micro-batches, the last of which is ``request``. Collective."""
@@ -313,33 +311,13 @@ class SessionOptimizer:
                 )
             self._has_reduced = True
             self.end_micro_batch(request)
-            return self._lanes.reduced(flags, step)
-        if self._sums is not None:
-            self._sums.begin(flags)
-            self._sums.add(*self._local())
-            self._sums.send()
-            return self._sums.reduced(step, float(self._rank.collectives.size))
-        if self._buckets is not None:
-            return self._reduce_buckets(self._buckets, flags, step)
-        return Reduced(*self._local(), 1.0, flags)
-
-    def _reduce_buckets(self, buckets: GradientBuckets, flags: Flags, step: int) -> Reduced:
-        if not buckets.is_launched:
-            buckets.launch(self._numbers(flags))
-        used = [p.grad is not None for p in self._trained]
-        tail = buckets.wait()
-        if not (self._reads or self._device.type == "cpu" or step % FLAG_INTERVAL == 0):
-            # Zeros stand in for a gradient that no rank has, until numbers are read again.
-            total, count, _ = unpack(tail[:-3].double())
-            return Reduced(total, count, 1.0, None)
-        *numbers, touched, squares, unused = tail.tolist()
-        if unused:
-            self._reads = True
-            buckets.leave_out(used)
-        total, count, agreed = unpack(numbers)
-        if self._rank.collectives.size * squares != touched**2:
-            count = self._count_anywhere()
-        return Reduced(total, count, 1.0, agreed)
+            return self._lanes.reduced(step, flags)
+        buckets = self._buckets
+        if buckets is None or not buckets.is_launched:
+            self._add_calls(flags)
+        reduced = self._reducer.reduced(step)
+        is_uneven = buckets is not None and buckets.is_uneven
+        return reduced._replace(count=self._count_anywhere()) if is_uneven else reduced
 
     def _count_anywhere(self) -> float:
         """The count of calls that reached the parameters on some ranks only. Collective."""

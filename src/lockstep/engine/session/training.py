@@ -24,8 +24,9 @@ from lockstep.engine.session.origins import LoopTensors, Part
 from lockstep.engine.session.prepared import Beside, PreparedModels, parameters_of, tensors_of
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.stepper import SessionOptimizer, SharedPrecision, backward, build_steppers, checked_loss
-from lockstep.engine.strategies.base import Flags, Reduced, SeededDraws
+from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.strategies.exact import LaneSums
+from lockstep.engine.strategies.reducers import Flags, Reduced
 from lockstep.errors import CheckpointError, CollectiveError, TaskError, UnsupportedError
 
 #: Windows of an attempt in which losses are checked to be sums, and followed to batches and weights.

@@ -11,96 +11,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import backward
 from lockstep.data.order import dropout_seed
 from lockstep.data.reader import GENERATORS, Unreadable
-from lockstep.data.requests import Window
+from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import arrival, wait
+from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.strategies.reducers import Alone, Flags, Reduced, Reducer, announce_change
 from lockstep.engine.task import Task
 from lockstep.engine.trained import CheckedLoss, bare, without_count
-from lockstep.errors import TaskError, UnsupportedError
-
-#: On a GPU, reading the agreed flags costs a host sync; they are read every this many steps.
-FLAG_INTERVAL = 16
-
-
-class Flags(NamedTuple):
-    """Requests that all ranks must agree on: they travel with the step's count, as sums over ranks.
-
-    ``changed``: parameters were frozen or unfrozen since the step before.
-    """
-
-    stop: float = 0.0
-    time_up: float = 0.0
-    save: float = 0.0
-    changed: float = 0.0
-
-
-class Reduced(NamedTuple):
-    """Sums over all ranks and micro-batches of a step. ``flags`` is ``None`` when they were not read."""
-
-    total: Tensor
-    count: Tensor | float  # type: ignore[assignment]  # hides tuple.count()
-    divisor: float
-    flags: Flags | None
-
-
-class StepSums:
-    """Loss, count and flags of a step, summed over all ranks while the backward pass runs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
-        self._work: dist.Work | None = None
-
-    def begin(self, flags: Flags) -> None:
-        self._sums.zero_()
-        if any(flags):
-            self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
-
-    def add(self, total: Tensor | float, count: Tensor | float) -> None:
-        """A micro-batch of this rank."""
-        self._sums[0] += total.detach() if isinstance(total, Tensor) else total
-        self._sums[1] += count
-
-    def send(self) -> None:
-        """All micro-batches of this rank are in. Collective."""
-        self._work = dist.all_reduce(self._sums, async_op=True)
-
-    def reduced(self, step: int, divisor: float) -> Reduced:
-        wait(self._work)
-        return read_sums(self._sums, step, divisor)
-
-    def announce_change(self) -> None:
-        """Other ranks must have seen the same parameters change as this one. Collective."""
-        self.begin(Flags(changed=1.0))
-        self.send()
-        wait(self._work)
-        check_change(Flags(*self._sums[2:].tolist()), dist.get_world_size(), announced=True)
-
-
-def read_sums(sums: Tensor, step: int, divisor: float) -> Reduced:
-    """Total, count and flags from their sums over ranks. Reading flags waits for a GPU, so not every step does."""
-    reads = sums.device.type == "cpu" or step % FLAG_INTERVAL == 0
-    flags = check_change(Flags(*sums[2:].tolist()), dist.get_world_size()) if reads else None
-    return Reduced(sums[0].clone(), sums[1].clone(), divisor, flags)
-
-
-def check_change(flags: Flags, ranks: int, *, announced: bool = False) -> Flags:
-    """``flags``, summed over ``ranks``; ``announced``: this rank is one of those where parameters changed."""
-    if flags.changed != (ranks if announced else 0):
-        raise TaskError(
-            "parameters were frozen or unfrozen on some ranks only",
-            why=f"requires_grad changed on {flags.changed:.0f} of {ranks} ranks before this step",
-            fix="call requires_grad_() on every rank alike: hooks run on all of them",
-        )
-    return flags
+from lockstep.errors import UnsupportedError
 
 
 class SeededDraws:
@@ -172,13 +97,13 @@ class Strategy:
         self._model = bare(self.module) if replica.forward is None else replica.forward
         self._wrapped = self._model is not bare(self.module)
         self._parameters = list(self.module.parameters())
-        self._follow()
         self._precision = replica.precision
         #: ``self._arrived(batch)``: on the device.
         self._arrived = arrival(self._device)
         self._graphs = replica.compiled and self._device.type == "cuda"
         self.draws = SeededDraws(replica.seed, replica.devices or (self._device,))
         self._buffers = Buffers(self.module, self._device, self._merges)
+        self._follow()
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Compute and reduce the gradients of ``window``; ``batches``: of its requests, in order."""
@@ -214,9 +139,13 @@ class Strategy:
         self._buffers.begin()
 
     def _follow(self) -> None:
-        """Take note of the parameters that are trained now."""
+        """Sum the gradients of the parameters that are trained now."""
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._reducer = self._make_reducer()
+
+    def _make_reducer(self) -> Reducer:
+        return Alone()
 
     def _adapt(self) -> None:
         """Train the parameters that require a gradient now. Collective."""
@@ -228,6 +157,7 @@ class Strategy:
                 why="they are divided among the ranks as they were at the start",
                 fix="call requires_grad_() in the task's model(), or use --strategy ddp",
             )
+        announce_change(self._reducer)
         self._follow()
 
     def _clear(self) -> None:
@@ -236,17 +166,21 @@ class Strategy:
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Forward and backward of every micro-batch, and what ranks then exchange."""
-        totals: Tensor | None = None
-        counts: Tensor | float = 0.0
-        for place in range(len(window.requests)):
-            total, count = self._forward_pass(next(batches), step, self._rank + (place << 16))
-            self._backward(total)
-            # A new tensor: a CUDA graph writes the next total to the same memory.
-            totals = total.detach().clone() if totals is None else totals + total.detach()
-            self._keep_gradients(more=place + 1 < len(window.requests))
-            counts = counts + (count.detach() if isinstance(count, Tensor) else count)
-        assert totals is not None, "a single process always has samples"
-        return Reduced(totals, counts, 1.0, flags)
+        self._reducer.begin(flags)
+        for place, request in enumerate(window.requests):
+            is_last = place == len(window.requests) - 1 and not window.irregular
+            self._micro_batch(request, next(batches), step, place, is_last=is_last)
+        return self._reducer.reduced(step)
+
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+        """Forward and backward of the request at ``place`` in a window; ``is_last``: every rank is at its last one."""
+        if request.ghost:
+            self._ghost(batch)
+            return
+        total, count = self._forward_pass(batch, step, self._rank + (place << 16))
+        self._reducer.add(total, count, is_last=is_last)
+        self._backward(total)
+        self._keep_gradients(more=not is_last)
 
     def _ghost(self, batch: Any) -> None:
         """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""

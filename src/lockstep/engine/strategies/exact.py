@@ -14,7 +14,7 @@ zeros, so those of the finished sum are made positive.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import foreach_add_, foreach_copy_
-from lockstep.data.requests import BatchRequest, Window
+from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import Group, wire_device
-from lockstep.engine.strategies.base import Flags, Reduced, Replica, Strategy, check_change, read_sums
+from lockstep.engine.strategies.base import Replica, Strategy
+from lockstep.engine.strategies.reducers import Flags, Reduced, Reducer, read_sums
 from lockstep.hardware.world import World
 
 Leaf = list[Tensor]
+_NO_FLAGS = Flags()
 
 
 class TreeSum:
@@ -50,8 +52,8 @@ class TreeSum:
 
     def result(self) -> Leaf | None:
         """The sum of all leaves, whose number is a power of two; ``None`` if all were empty."""
-        assert len(self._stack) == 1, "the number of leaves must be a power of two"
-        return self._stack[0][1]
+        assert len(self._stack) < 2, "the number of leaves must be a power of two"
+        return self._stack[0][1] if self._stack else None
 
 
 class TreeAllReduce:
@@ -133,13 +135,19 @@ class LaneSums:
         self._counters = buffers.tensors("max", "once") if buffers else []
         self.begin()
 
-    def begin(self) -> None:
-        self._tree, self._all_used = TreeSum(), False
+    def begin(self, flags: Flags = _NO_FLAGS) -> None:
+        """Begin a step; ``flags``: of this rank, unless they are given to :meth:`reduced`."""
+        self._tree, self._all_used, self._flags = TreeSum(), False, flags
+        self._added: tuple[Tensor | float, ...] = ()
         self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
 
-    def end(self, request: BatchRequest, *numbers: Any) -> None:
-        """Add the lane ``request``, with the first of the numbers; of one without samples, what it did is dropped."""
-        self._tree.push(None if request.ghost or request.size == 0 else self._leaf(request, numbers))
+    def add(self, total: Tensor | float, count: Tensor | float, *, is_last: bool = False) -> None:
+        self._added = total.detach() if isinstance(total, Tensor) else total, count
+
+    def end(self, request: BatchRequest) -> None:
+        """Push the lane ``request`` with what was added; of one without samples, what it did is dropped."""
+        self._tree.push(None if request.ghost or request.size == 0 else self._leaf(request, self._added))
+        self._added = ()
         for parameter in self._parameters:
             parameter.grad = None
         for buffer, value in zip((*self._statistics, *self._counters), self._starts, strict=True):
@@ -188,10 +196,14 @@ class LaneSums:
             buffer.copy_(next(values))
         return sums[: self._numbers]
 
-    def reduced(self, flags: Flags, step: int) -> Reduced:
-        """Sums over lanes and ranks, taken: of two numbers and of ``flags``, which are not read in each. Collective."""
-        sums = self.take(self.total(*flags))
-        return read_sums(sums, step, 1.0) if self._ranks > 1 else Reduced(sums[0], sums[1], 1.0, flags)
+    def reduced(self, step: int, flags: Flags | None = None) -> Reduced:
+        """Sum over lanes and ranks, and take the sums, unless a change is announced. Collective."""
+        flags = self._flags if flags is None else flags
+        total, announces = self.total(*flags), flags.changed > 0
+        sums = total[-1][: self._numbers] if announces else self.take(total)
+        if self._ranks == 1:
+            return Reduced(sums[0], sums[1], 1.0, flags)
+        return read_sums(sums, step, 1.0, announced=announces)
 
 
 class ExactStrategy(Strategy):
@@ -200,27 +212,16 @@ class ExactStrategy(Strategy):
     _merges = "exact"
 
     def __init__(self, replica: Replica, world: World) -> None:
-        super().__init__(replica)
         self._world = world
-        self._lanes = LaneSums(self._trained, self._buffers, self._device, world)
+        super().__init__(replica)
 
-    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._lanes.begin()
-        for request in window.requests:
-            batch = next(batches)
-            numbers: tuple[Any, ...] = ()
-            if request.size:
-                total, count = self._forward_pass(batch, step, request.part)
-                self._backward(total)
-                numbers = total.detach(), count
-            self._lanes.end(request, *numbers)
-        return self._lanes.reduced(flags, step)
-
-    def _adapt(self) -> None:
-        if self._world.size > 1:
-            self._lanes.begin()
-            self._lanes.end(BatchRequest(0, 0, 0, 0))
-            flags = self._lanes.total(*Flags(changed=1.0))[-1].tolist()
-            check_change(Flags(*flags[2 : 2 + len(Flags._fields)]), self._world.size, announced=True)
-        super()._adapt()
+    def _make_reducer(self) -> Reducer:
         self._lanes = LaneSums(self._trained, self._buffers, self._device, self._world)
+        return self._lanes
+
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+        if request.size:
+            total, count = self._forward_pass(batch, step, request.part)
+            self._lanes.add(total, count)
+            self._backward(total)
+        self._lanes.end(request)

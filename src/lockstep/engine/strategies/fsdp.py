@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep._compat.torch import SENT_TYPES, NormBase, foreach_norm, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
-from lockstep.data.requests import Window
+from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
@@ -37,7 +37,8 @@ from lockstep.engine.partition import (
     compiled,
     pick,
 )
-from lockstep.engine.strategies.base import Asked, Flags, RanksStrategy, Reduced, Replica, StepSums
+from lockstep.engine.strategies.base import Asked, RanksStrategy, Replica
+from lockstep.engine.strategies.reducers import Reducer, StepSums
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError, many
 from lockstep.hardware.world import World
@@ -155,21 +156,16 @@ class FsdpStrategy(RanksStrategy):
     def __init__(self, replica: Replica, sharded: ShardedModel) -> None:
         super().__init__(replica)
         self._sharded = sharded
-        self._sums = StepSums(replica.device)
 
-    def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._sums.begin(flags)
-        for place, request in enumerate(window.requests):
-            batch = next(batches)
-            last = place == len(window.requests) - 1
-            with self._sits_out() if request.ghost else nullcontext():
-                total, count = self._forward_pass(batch, step, self._rank + (place << 16))
-                if not request.ghost:
-                    self._sums.add(total, count)
-                if last:
-                    self._sums.send()
-                self._backward(total)
-        return self._sums.reduced(step, float(dist.get_world_size()))
+    def _make_reducer(self) -> Reducer:
+        return StepSums(self._device, float(dist.get_world_size()))
+
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+        with self._sits_out() if request.ghost else nullcontext():
+            total, count = self._forward_pass(batch, step, self._rank + (place << 16))
+            if not request.ghost:
+                self._reducer.add(total, count, is_last=is_last)
+            self._backward(total)
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         found: dict[str, Any] = gathered(state, keep=keep)

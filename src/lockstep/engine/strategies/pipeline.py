@@ -30,7 +30,8 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
-from lockstep.engine.strategies.base import Flags, Reduced, Replica, StepSums, Strategy
+from lockstep.engine.strategies.base import Replica, Strategy
+from lockstep.engine.strategies.reducers import Flags, Reduced, Reducer, StepSums
 from lockstep.engine.strategies.stages import (
     Answer,
     Inputs,
@@ -165,12 +166,14 @@ class PipelineStrategy(Strategy):
         self._pipeline, self._kind = model, config.pipeline.schedule
         self._down, self._up = (Line(replica.device, config.distributed.timeout_s) for _ in range(2))
         self._generators = _generators(replica.device)
-        self._sums = StepSums(replica.device)
         if not (model.is_first or model.is_last):  # which do not look at the batch
             self._arrived = lambda batch: batch
 
+    def _make_reducer(self) -> Reducer:
+        return StepSums(self._device)
+
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
-        self._sums.begin(flags)
+        self._reducer.begin(flags)
         running: dict[int, tuple[Inputs, Any]] = {}
         for is_forward, place in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
             if is_forward:
@@ -179,8 +182,7 @@ class PipelineStrategy(Strategy):
                 self._backward_of(*running.pop(place))
         self._down.flush()
         self._up.flush()
-        self._sums.send()
-        return self._sums.reduced(step, 1.0)
+        return self._reducer.reduced(step)
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         return self._pipeline.whole(state, collectives, keep=keep)
@@ -222,7 +224,7 @@ class PipelineStrategy(Strategy):
     def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
         """This rank's inputs of a micro-batch, and what its backward begins with."""
         total, count = self._forward_pass(batch, step, place << 16)
-        self._sums.add(total, count)
+        self._reducer.add(total, count, is_last=False)
         inputs, output = self._passed
         del self._passed  # the activations are kept until their backward, and no longer
         return inputs, total if self._pipeline.is_last else output

@@ -19,7 +19,7 @@ from lockstep.engine.fit import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.runtime import rank_device, runtime
-from lockstep.engine.strategies.base import Flags
+from lockstep.engine.strategies.reducers import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk
 from lockstep.lab.bench.trials import Case, TrialRank
