@@ -376,10 +376,10 @@ class Refused(Toy):
     [
         (lambda total, count: total / count, "the task's loss is not a sum and a count"),
         (lambda total, count: (total.item(), count), "the task's loss total is not a tensor"),
-        (lambda total, count: (total / count, count), "the task's loss total is a mean, and its count is"),
+        (lambda total, count: (total / count, count), "the loss is a mean, and its count is"),
         (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
-        (lambda total, count: (total, -count), "the task's loss count is -"),
-        (lambda total, count: (total, torch.tensor(torch.nan)), "the task's loss count is nan"),
+        (lambda total, count: (total, -count), "the count of the loss is -"),
+        (lambda total, count: (total, torch.tensor(torch.nan)), "the count of the loss is nan"),
     ],
 )
 def test_a_loss_is_checked_on_the_first_training_batch(tmp_path: Path, returned: Any, words: str) -> None:

@@ -18,22 +18,19 @@ from lockstep.errors import TaskError, UnsupportedError
 
 
 class Trained(nn.Module):
-    """A model and modules beside it, moved, trained and saved together.
+    """Modules that are moved, trained and saved together.
 
-    Names of parameters and keys of the state dict are the model's own; those of the others begin with
-    ``modules.<name>.``.
+    Names of parameters and keys of the state dict begin with the prefix by which each module is given. That of a task's
+    model is empty, and those of modules beside it are ``modules.<name>.``.
     """
 
-    def __init__(self, model: nn.Module, extras: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.model = model
-        self.extras = nn.ModuleDict(extras)
+        self.prefixes = tuple(modules)
+        self.parts = nn.ModuleList(modules.values())
 
     def _parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Modules with the prefix of their keys."""
-        yield prefix, self.model
-        for name, module in self.extras.items():
-            yield f"{prefix}modules.{name}.", module
+        return ((prefix + part, module) for part, module in zip(self.prefixes, self.parts, strict=True))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -70,7 +67,8 @@ def build_model(task: Task) -> nn.Module:
                 fix="return the module inside; select devices with --devices, and a strategy with --strategy",
             )
     model, extras = compiled_in_place(model), {name: compiled_in_place(extra) for name, extra in extras.items()}
-    trained = Trained(model, extras) if extras else model
+    beside = {f"modules.{name}.": module for name, module in extras.items()}
+    trained = Trained({"": model, **beside}) if beside else model
     separate_elements(trained)
     return trained
 
@@ -87,12 +85,13 @@ def separate_elements(model: nn.Module) -> None:
 
 def bare(module: nn.Module) -> nn.Module:
     """The task's model itself: what its functions are called with."""
-    return module.model if isinstance(module, Trained) else module
+    return module.parts[0] if isinstance(module, Trained) else module
 
 
 def refuse_modules(model: nn.Module, strategy: str) -> None:
     if isinstance(model, Trained):
-        what = f"strategy {strategy} divides the model, and cannot train modules beside it: {', '.join(model.extras)}"
+        names = ", ".join(prefix.split(".")[1] for prefix in model.prefixes[1:])
+        what = f"strategy {strategy} divides the model, and cannot train modules beside it: {names}"
         raise UnsupportedError(what, fix="make them part of the model, or use --strategy ddp")
 
 
@@ -234,22 +233,26 @@ def summed(values: Tensor) -> Tensor:
     return (values.float() if values.itemsize < 4 else values).sum()
 
 
-def refuse_mean(loss: Loss) -> None:
-    """Raise :class:`TaskError` where the total is a mean over several items, or the count is negative."""
-    count = float(loss.count)
+def refuse_mean(total: Tensor, count: float, fix: str) -> None:
+    """Raise :class:`TaskError` where ``total`` is a mean over ``count`` items, or the count is negative."""
     if not count >= 0:
         raise TaskError(
-            f"the task's loss count is {count:g}",
+            f"the count of the loss is {count:g}",
             why="the gradient is divided by it, so it must be the number of items, or the sum of weights from 0 up",
-            fix="return Loss(total, count) with a count of at least 0",
+            fix="give a count of at least 0",
         )
-    if is_mean(loss.total, count):
+    if is_mean(total, count):
         raise TaskError(
-            f"the task's loss total is a mean, and its count is {count:g}",
-            why=f"a total is divided by its count, so gradients would be 1/{count:g} of those of the mean",
-            fix="use reduction='sum', or multiply: Loss(mean * count, count); a mean of equal weight for each "
-            "micro-batch is Loss(mean, 1)",
+            f"the loss is a mean, and its count is {count:g}",
+            why=f"a sum is divided by its count, so gradients would be 1/{count:g} of those of the mean",
+            fix=fix,
         )
+
+
+_FIX_OF_MEAN = (
+    "use reduction='sum', or multiply: Loss(mean * count, count); a mean of equal weight for each micro-batch is "
+    "Loss(mean, 1)"
+)
 
 
 class CheckedLoss:
@@ -262,7 +265,8 @@ class CheckedLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         loss = self._loss(model, batch)
         if not self._is_checked:
-            refuse_mean(check_loss(loss))
+            checked = check_loss(loss)
+            refuse_mean(checked.total, float(checked.count), _FIX_OF_MEAN)
             self._is_checked = True
         total, count = loss
         if total.dim():

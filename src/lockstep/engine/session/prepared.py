@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
 from types import FrameType
@@ -37,18 +37,6 @@ from lockstep.errors import TaskError, many
 
 if TYPE_CHECKING:
     from lockstep.engine.session.sharding import Shards
-
-
-class Models(Trained):
-    """Several models by name, moved, trained and saved together. Keys of the state dict begin with ``<name>.``."""
-
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        nn.Module.__init__(self)
-        self.models = nn.ModuleDict(models)
-
-    def _parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self.models.items():
-            yield f"{prefix}{name}.", module
 
 
 class Owned(nn.Module):
@@ -126,7 +114,8 @@ class PreparedModels:
     def container(self) -> nn.Module:
         """The model, or all of them as one module."""
         if self._container is None:
-            self._container = next(iter(self.models.values())) if len(self.models) == 1 else Models(self.models)
+            named = {f"{name}.": model for name, model in self.models.items()}
+            self._container = next(iter(self.models.values())) if len(named) == 1 else Trained(named)
         return self._container
 
     def autocast(self) -> AbstractContextManager[Any]:

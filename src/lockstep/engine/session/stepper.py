@@ -21,7 +21,7 @@ from lockstep.engine.session.prepared import Owned, PreparedModels, parameters_o
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, StepSums
 from lockstep.engine.task import Scheduler
-from lockstep.engine.trained import is_mean
+from lockstep.engine.trained import is_mean, refuse_mean
 from lockstep.errors import TaskError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -439,12 +439,9 @@ def _refuse_wrong_count(total: Tensor, items: float, samples: int, *, is_sum: bo
             fix="add the mean to the first one before backward(), or call session.backward(mean * n, count=0) for "
             "a second mean of the same n samples",
         )
-    if is_sum and is_mean(total, items):
-        raise TaskError(
-            f"the loss is a mean, and its count is {items:g}",
-            why=f"a sum is divided by its count, so the gradient would be 1/{items:g} of that of the mean",
-            fix="use reduction='sum'; or weight= in place of count=, if it is a mean by nature",
-        )
+    if is_sum:
+        fix = "use reduction='sum'; or weight= in place of count=, if it is a mean by nature"
+        refuse_mean(total, items, fix)
     if is_sum and items == 1 and is_mean(total, samples):
         raise TaskError(
             f"the loss is a mean of {samples} samples, and its count is 1",
