@@ -10,6 +10,7 @@ from src.model.lightning_module import AutoencoderModule
 from src.model.lightning_picture import ReconstructionPicture
 
 from lockstep.lightning import fit
+from lockstep.lightning.callbacks import Upload
 
 config = yaml.safe_load(Path(sys.argv[1] if sys.argv[1:] else "config/config.yaml").read_text())
 seed_everything(config["seed"], workers=True)
@@ -20,8 +21,7 @@ result = fit(
     config={
         "runs_dir": config["runs_dir"],
         "training": {**config["training"], "seed": config["seed"]},
-        "telemetry": {"upload_to": config["upload_to"]},
     },
-    trainer={"callbacks": [ReconstructionPicture()]},
+    trainer={"callbacks": [ReconstructionPicture(), Upload(target=config["upload_to"])]},
 )
 print(f"{result.run_dir}: best epoch {result.best_epoch}: {result.best_metric}")

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig
+from lockstep.config.load import merge
 from lockstep.rundir.folder import RunDir
+from lockstep.rundir.remote import is_url
 from lockstep.rundir.summary import find_run
 
 if TYPE_CHECKING:
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, by its folder, its id, the beginning of its id, or ``last``.
+    """A run, by its folder, its id, the beginning of its id, ``last``, or the URL of its mirror.
 
     ``lockstep.train`` and ``lockstep.fit`` return one. Its values are read from the run folder, so that those of a run
-    in progress change.
+    in progress change. Those of a mirror are of the moment at which this object was made.
 
     Args:
         run: which one.
-        runs_dir: the folder in which ids and ``last`` are looked up.
+        runs_dir: the folder in which ids and ``last`` are looked up, and to which :meth:`resume` fetches a mirror.
 
     Raises:
         RunFolderError: there is no such run, or several.
@@ -35,6 +37,8 @@ class Run:
 
     def __init__(self, run: str | Path = "last", *, runs_dir: str | Path = "runs") -> None:
         self._dir = find_run(str(run), Path(runs_dir))
+        self._url = str(run) if is_url(str(run)) else None
+        self._runs_dir = Path(runs_dir)
         self._task: Task | type[Task] | None = None
         self._result: RunResult | None = None
 
@@ -43,6 +47,7 @@ class Run:
         """The run of an attempt that has ended in this process."""
         run = cls.__new__(cls)
         run._dir = RunDir(result.run_dir)
+        run._url, run._runs_dir = None, run._dir.path.parent
         run._task = None if isinstance(task, str) else task
         run._result = result
         return run
@@ -142,9 +147,13 @@ class Run:
             RunFolderError: the run is still running, or ``task`` is missing. CheckpointError: no checkpoint is valid.
         """
         from lockstep.launch import api as launch
+        from lockstep.launch.run_claim import run_at
         from lockstep.launch.session.script import resume_session
 
         given = mapping_of(config, settings)
+        if self._url is not None:
+            given = merge({"storage": {"mirror": self._url}}, given)
+            self._dir, self._url = run_at(self._url, self._runs_dir), None
         if resume_session(self._dir, given, None) is not None:
             self._result = None
             return self
@@ -176,6 +185,7 @@ class Run:
         how: dict[str, Any] = {"split": split, "devices": devices, "checkpoint": checkpoint, "data": path}
         from lockstep.launch.finished.evaluation import evaluate
 
+        self._fetch(checkpoint)
         return dict(evaluate(self._dir, task=task or self._task, **how)["metrics"])
 
     def export(
@@ -199,6 +209,7 @@ class Run:
         """
         from lockstep.launch.finished.export import export
 
+        self._fetch(checkpoint)
         export(self._dir, Path(out), checkpoint=checkpoint, program=program, task=task or self._task)
         return Path(out)
 
@@ -214,7 +225,15 @@ class Run:
         """
         from lockstep.launch.finished.reopen import load_model
 
+        self._fetch(checkpoint)
         return load_model(self._dir, checkpoint, task=task or self._task)[1]
+
+    def _fetch(self, checkpoint: str | int) -> None:
+        """Fetch the weights of a checkpoint, if this is the copy of a mirror."""
+        if self._url is not None:
+            from lockstep.launch.finished.reopen import fetch_weights
+
+            fetch_weights(self._url, self._dir, checkpoint)
 
     def stop(self, timeout: float = 60.0) -> str:
         """Stop a run in progress after saving a checkpoint; returns its status.

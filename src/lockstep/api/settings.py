@@ -42,6 +42,7 @@ class Settings(TypedDict, total=False):
     download: bool  # let the task download its data
     num_workers: int | Literal["auto"] | None  # loader processes per rank
     save_dir: str | os.PathLike[str] | None  # the run's folder
+    mirror: str | None  # URL of a copy of the run's folder, from which any machine resumes
     runs_dir: str | os.PathLike[str]  # where new run folders are made
     log_interval: int  # optimizer steps between logged values
     profile: str | None  # "A:B": record optimizer steps A to B with torch's profiler

@@ -19,8 +19,13 @@ from lockstep.telemetry.console import is_terminal, print_table, say, value_text
 if TYPE_CHECKING:
     from lockstep.rundir.folder import RunDir
 
-RunRef = Annotated[str, Parameter(help="The run: its folder, id, the beginning of its id, or `last`.")]
+RunRef = Annotated[
+    str, Parameter(help="The run: its folder, id, the beginning of its id, `last`, or the URL of its mirror.")
+]
 RunsDir = Annotated[Path, Parameter(name="--runs-dir", help="Where runs are looked for. Default: runs.")]
+RunsPlace = Annotated[
+    str, Parameter(name="--runs-dir", help="Where runs are looked for: a folder, or a URL of mirrors. Default: runs.")
+]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document instead of tables.")]
 
 DEFAULT_RUNS_DIR = Path("runs")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, answer, find, print_values, verb
+from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, RunsPlace, answer, find, print_values, verb
 from lockstep.telemetry.console import duration, print_plan, print_table, say, value_text
 
 if TYPE_CHECKING:
@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 @verb("[OPTIONS]")
-def runs(*, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
+def runs(*, runs_dir: RunsPlace = str(DEFAULT_RUNS_DIR), as_json: AsJson = False) -> None:
+    from lockstep.rundir.copies import CopiedRuns
+    from lockstep.rundir.remote import is_url
     from lockstep.rundir.summary import summaries
 
-    found = summaries(runs_dir, lambda why: say(f"warning: {why}", sys.stderr))
-    answer({"runs": found}, partial(_print_runs, found, runs_dir), as_json)
+    folder = CopiedRuns(runs_dir).refresh() if is_url(runs_dir) else Path(runs_dir)
+    found = summaries(folder, lambda why: say(f"warning: {why}", sys.stderr))
+    answer({"runs": found}, partial(_print_runs, found, folder), as_json)
 
 
 def _print_runs(found: list[dict[str, Any]], runs_dir: Path, stream: TextIO) -> None:

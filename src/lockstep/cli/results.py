@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, answer, find, flag, print_values, verb
 from lockstep.cli.settings import fork_ranks_from_here
 from lockstep.errors import UsageError
+from lockstep.rundir.remote import is_url
 
 if TYPE_CHECKING:
     from lockstep.rundir.folder import RunDir
@@ -32,7 +33,13 @@ def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, 
     if step is None and checkpoint not in {"best", "last"}:
         what = f"invalid value for --checkpoint: {checkpoint!r}"
         raise UsageError(what, fix="write best, last, or a step such as 1200")
-    return find(run, runs_dir), checkpoint if step is None else step
+    chosen = checkpoint if step is None else step
+    found = find(run, runs_dir)
+    if is_url(run):
+        from lockstep.launch.finished.reopen import fetch_weights
+
+        fetch_weights(run, found, chosen)
+    return found, chosen
 
 
 def _print(result: Mapping[str, Any], as_json: bool) -> None:
@@ -92,7 +99,7 @@ def export(
     /,
     *,
     out: Annotated[
-        Path | None, flag("Folder to write to, new or empty. Default: the folder export of the run.")
+        Path | None, flag("Folder to write to, new or empty. Default: export, in the run folder or, of a mirror, here.")
     ] = None,
     checkpoint: Annotated[str, weights_flag(" to export")] = "best",
     program: Annotated[
@@ -109,5 +116,6 @@ def export(
     found, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.export import export as write_export
 
-    result = write_export(found, out or found.path / "export", checkpoint=chosen, program=program)
+    folder = out or (Path("export") if is_url(run) else found.path / "export")
+    result = write_export(found, folder, checkpoint=chosen, program=program)
     _print(result if as_json else {**result, "files": ", ".join(result["files"])}, as_json)

@@ -40,7 +40,8 @@ _OF_SETTINGS = {
         "fast_dev_run",
     ),
     FILES: (
-        *("data_dir", "download", "num_workers", "save_dir", "runs_dir", "log_interval", "profile"),
+        *("data_dir", "download", "num_workers", "save_dir", "mirror", "runs_dir", "log_interval"),
+        "profile",
         "profile_ranks",
     ),
 }
@@ -51,6 +52,7 @@ _TEXTS = {
     "rdzv": "HOST[:PORT]",
     "init_from": "RUN",
     "num_workers": "INT|auto",
+    "mirror": "URL",
     "profile": "A:B",
     "profile_ranks": "N,...",
 }

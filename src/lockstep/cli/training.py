@@ -14,9 +14,10 @@ from cyclopts import Group, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, flag, verb
 from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
-from lockstep.config.load import from_keywords, load
+from lockstep.config.load import from_keywords, load, merge
 from lockstep.errors import UsageError
 from lockstep.launch.process.signals import held_back
+from lockstep.rundir.remote import is_url
 from lockstep.telemetry.console import say
 
 _SLURM = Group("On a cluster", sort_key=6)
@@ -117,7 +118,8 @@ samples. On other devices the global batch does not change.
 Examples:
   lockstep resume last
   lockstep resume run-1a2b3c4d --devices gpu:0
-  lockstep resume last --epochs 40"""
+  lockstep resume last --epochs 40
+  lockstep resume s3://bucket/run              # a run's mirror: the run folder is fetched to --runs-dir"""
 
 
 @verb("RUN [OPTIONS]", RESUME)
@@ -139,12 +141,18 @@ def resume(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
     overrides = load(sets=[*(set or ()), *([] if epochs is None else [f"training.epochs={epochs}"])])
-    found = find(run, runs_dir)
+    if is_url(run):
+        overrides = merge({"storage": {"mirror": run}}, overrides)
+    else:
+        found = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
+        from lockstep.launch.run_claim import run_at
         from lockstep.launch.session.script import resume_session
         from lockstep.rundir.origin import script_of
 
+    if is_url(run):
+        found = run_at(run, runs_dir)
     fork_ranks_from_here(devices, script=script_of(found) is not None)
     code = resume_session(found, overrides, devices)
     if code is not None:

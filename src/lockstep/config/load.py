@@ -26,6 +26,8 @@ _CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
 
 #: Settings of earlier versions and their replacements. Removed at the next minor version.
 REMOVED = {
+    "telemetry.upload_to": "use storage.mirror",
+    "telemetry.upload_every_epochs": "leave it out; storage.mirror copies each checkpoint when it is complete",
     "telemetry.monitor": "use telemetry.system_metrics",
     "training.engine": "leave it out; `lockstep lightning fit` trains a LightningModule",
     "pipeline.in_process": "leave it out: a pipeline has one process per device",
@@ -59,6 +61,7 @@ SHORT_NAMES = {
     "skip_bad": "task.skip_bad",
     "num_workers": "data.num_workers",
     "save_dir": "save_dir",
+    "mirror": "storage.mirror",
     "runs_dir": "runs_dir",
     "log_interval": "telemetry.log_interval",
     "profile": "telemetry.profile",

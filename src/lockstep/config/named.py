@@ -75,7 +75,7 @@ def targets_in(config: Mapping[str, Any]) -> list[Reference]:
     telemetry = _section(config, "telemetry")
     data = _section(config, "data")
     settings: dict[str, Any] = {
-        "telemetry.upload_to": telemetry.get("upload_to"),
+        "storage.mirror": _section(config, "storage").get("mirror"),
         "telemetry.mlflow_uri": telemetry.get("mlflow_uri"),
     }
     if telemetry.get("wandb"):  # to the user's account

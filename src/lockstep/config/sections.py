@@ -360,14 +360,21 @@ class CheckpointConfig(Section):
     )
 
 
+class StorageConfig(Section):
+    mirror: str | None = setting(
+        None,
+        "mirror the run folder at this URL of fsspec, e.g. s3://bucket/run; unset: no mirror",
+        pattern=r"^[^:]+.*://",
+    )
+    mirror_wait_s: float = setting(600.0, "seconds that the end of a run waits for its mirror", gt=0)
+
+
 class TelemetryConfig(Section):
     log_interval: int = setting(50, "optimizer steps between rows of steps.jsonl", ge=1)
     tensorboard: Switch = setting("auto", "auto: on when it is installed")
     progress: Annotated[Literal["auto", "bar", "plain", "off", "silent"], BeforeValidator(_word)] = setting(
         "auto", "auto: a bar on terminals, else lines; off: warnings and summary; silent: nothing"
     )
-    upload_to: str | None = setting(None, "copy the run folder to this path or URL of fsspec, in the background")
-    upload_every_epochs: int = setting(1, "upload every N epochs, besides the end of the run", ge=1)
     system_metrics: bool = setting(True, "sample GPUs and host once a second, on each node, to system-<node>.jsonl")
     csv: bool = setting(False, "also write every logged number to logs/metrics.csv")
     wandb: bool = setting(False, "also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)")
@@ -464,6 +471,7 @@ class RunConfig(Section):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     lightning: LightningConfig = Field(default_factory=LightningConfig)

@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lockstep.checkpoint.mirror import fetch_run, mirrored_record
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import one_micro_batch
+from lockstep.config import RunConfig, dump, one_micro_batch, resolve
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
@@ -76,16 +76,31 @@ def _set_failed_aside(run: RunDir) -> None:
 
 
 def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
-    """The run to resume, if ``--resume`` was given and the folder has one."""
+    """The run to resume, if ``--resume`` was given and the folder, or else its mirror, has one."""
     if not resume:
         return None
     if config.save_dir is None:
         fix = "add --save-dir DIR, or use `lockstep resume RUN`"
         raise ConfigError("--resume needs a run folder", why="no --save-dir was given", fix=fix)
     if not (config.save_dir / "run.json").exists():
-        return None
+        if config.storage.mirror is None:
+            return None
+        return fetch_run(config.storage.mirror, config.save_dir, warn)
     run = RunDir.open(config.save_dir)
     refuse_running(run)
+    return run
+
+
+def run_at(url: str, runs_dir: Path) -> RunDir:
+    """The run that is mirrored at ``url``, to resume it: its folder in ``runs_dir``, which is fetched if it is missing.
+
+    Raises :class:`RunFolderError`: the mirror cannot be read, has no run, or its run is still running.
+    """
+    folder = absolute(runs_dir / mirrored_record(url).id)
+    if (folder / "run.json").exists():
+        return RunDir.open(folder)
+    run = fetch_run(url, folder, warn)
+    assert run is not None, "it has a record"
     return run
 
 

@@ -30,9 +30,10 @@ from lockstep.hardware.monitor import INTERVAL_S
 from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.folder import RunDir, new_run_id, utc_now
 from lockstep.rundir.heartbeat import Heartbeat
+from lockstep.rundir.mirror import Mirror, refuse_inside
+from lockstep.rundir.remote import Remote, is_url
 from lockstep.telemetry.loggers import as_row, monitored, row_name
 from lockstep.telemetry.sinks import monitored as device_monitor
-from lockstep.telemetry.upload import Retry, Uploader
 
 __all__ = [
     "AgreedEarlyStopping",
@@ -393,17 +394,17 @@ class ConfigurationCheck(Callback):
 
 
 class Upload(FitCallback):
-    """Copies ``local_dir`` to ``target`` every N epochs and at the end; only rank 0, in a background thread.
+    """Mirrors ``local_dir`` at ``target`` every N epochs and at the end; only rank 0, in a background thread.
 
-    Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is retried,
-    then reported as a warning; it never ends the training.
+    Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is reported once and
+    tried again; it never ends the training. A setting of Lockstep's own runs does the same: ``storage.mirror``.
 
     Args:
         local_dir: for instance the folder of checkpoints and logs; ``None``: the run folder, or in a Trainer of your
             own its ``default_root_dir``.
         target: any path or URL that fsspec knows, such as ``s3://bucket/run``.
         every_n_epochs: how often, besides the end.
-        retry: how often a file is tried.
+        wait_s: how long the end waits for the last copy.
 
     Raises:
         ConfigError: fsspec does not know the target.
@@ -415,24 +416,29 @@ class Upload(FitCallback):
         target: str | None = None,
         *,
         every_n_epochs: int = 1,
-        retry: Retry | None = None,
+        wait_s: float = 600.0,
     ) -> None:
         if target is None:
             raise ConfigError("Upload has no target", fix="give a path or an address, such as s3://bucket/run")
-        self._target, self._every, self._retry = target, every_n_epochs, retry
-        self.uploader = None if local_dir is None else Uploader(local_dir, target, retry=retry)
+        self._target = target if is_url(target) else Path(target).absolute().as_uri()
+        self._every, self._wait_s = every_n_epochs, wait_s
+        Remote(self._target)
+        self.mirror = None if local_dir is None else self._mirror_of(Path(local_dir))
+
+    def _mirror_of(self, folder: Path) -> Mirror:
+        refuse_inside(self._target, folder)
+        return Mirror(folder, self._target, interval_s=None, report=_log.warning)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.uploader is None and stage == "fit":
+        if self.mirror is None and stage == "fit":
             root = Path(trainer.default_root_dir)
-            local_dir = root.parent if (root.parent / "run.json").exists() else root
-            self.uploader = Uploader(local_dir, self._target, retry=self._retry)
+            self.mirror = self._mirror_of(root.parent if (root.parent / "run.json").exists() else root)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # At the start of the next one: an epoch's checkpoint is written after most callbacks have heard of its end.
         due = trainer.current_epoch > 0 and trainer.current_epoch % self._every == 0
-        if trainer.is_global_zero and due and self.uploader is not None:
-            self.uploader.request()
+        if trainer.is_global_zero and due and self.mirror is not None:
+            self.mirror.request()
 
     def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
         self._finish(trainer)
@@ -443,5 +449,5 @@ class Upload(FitCallback):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and self.uploader is not None:
-            self.uploader.close()
+        if trainer.is_global_zero and self.mirror is not None:
+            self.mirror.close(self._wait_s)

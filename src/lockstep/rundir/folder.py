@@ -296,7 +296,7 @@ class RunDir:
             announce(run.heartbeat_file, handing_over=True)
             write_json(run.run_file, record.model_dump())
 
-        _refuse_occupied(path)
+        refuse_occupied(path)
         try:
             files.make_folder(path, fill)
         except StorageError as error:
@@ -312,8 +312,7 @@ class RunDir:
 
     def begin_attempt(self, plan: Mapping[str, Any], placement: Mapping[str, Any], resumed_from_step: int = 0) -> int:
         """Record that the calling process trains from this step on; returns the attempt's number, from 1."""
-        numbers = [int(name) for name in names_in(self.attempts) if _is_number(name)]
-        attempt = max([self.read().attempt, *numbers]) + 1
+        attempt = self.last_attempt() + 1
         folder = self.attempts / str(attempt)
         building = self.attempts / files.temporary_name(str(attempt))
         with files.storing(folder):
@@ -333,6 +332,10 @@ class RunDir:
         begun = {"status": "pending", "error": None, "completed_at": None}
         self.update(attempt=attempt, placement=dict(placement), **process, **begun)
         return attempt
+
+    def last_attempt(self) -> int:
+        """The number of the newest attempt, from 1; 0 before the first one."""
+        return max([self.read().attempt, *(int(name) for name in names_in(self.attempts) if _is_number(name))])
 
     def keep_plan(self, plan: Mapping[str, Any], attempt: int) -> None:
         """Replace the plan of the newest attempt."""
@@ -455,7 +458,7 @@ class RunDir:
         return found
 
 
-def _refuse_occupied(path: Path) -> None:
+def refuse_occupied(path: Path) -> None:
     """Raise :class:`RunFolderError` unless ``path`` is free: missing, or an empty folder."""
     if not os.path.lexists(path):
         return

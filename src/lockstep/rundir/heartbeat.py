@@ -227,12 +227,14 @@ class Activity(IntEnum):
     ENDING = 9
     AWAITING_SAVE = 10
     WRITING_PROFILE = 11
+    MIRRORING = 12
 
     @property
     def is_untimed(self) -> bool:
         """Whether nothing is known about how long it may take: starts, compilers, metrics over all rows."""
         first = self in (Activity.STARTING, Activity.COMPILING)
-        return first or self in (Activity.COMPUTING_METRICS, Activity.WRITING_PROFILE, Activity.ENDING)
+        last = self in (Activity.WRITING_PROFILE, Activity.ENDING, Activity.MIRRORING)
+        return first or last or self is Activity.COMPUTING_METRICS
 
     @property
     def is_evaluation(self) -> bool:
@@ -252,6 +254,7 @@ _PHRASES = {
     Activity.SAVING: "saving a checkpoint",
     Activity.AWAITING_SAVE: "waiting for rank 0 to save a checkpoint",
     Activity.WRITING_PROFILE: "writing a profile",
+    Activity.MIRRORING: "copying the end of the run to its mirror",
 }
 
 

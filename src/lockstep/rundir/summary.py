@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, RunFolderError
+from lockstep.rundir.copies import Copy
 from lockstep.rundir.files import absolute, damaged, flattened, is_folder, last_row, names_in, read_json
 from lockstep.rundir.folder import RunDir, RunRecord, or_else
+from lockstep.rundir.remote import is_url
 
 #: A run folder from elsewhere may contain texts of any length.
 _MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
@@ -212,11 +214,15 @@ def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[t
 def find_run(ref: str, runs_dir: Path) -> RunDir:
     """The run that ``ref`` names: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
 
+    Of the URL of a mirror, its copy on this machine, which is only read and has no weights.
+
     Raises:
         RunFolderError: no run has this name, or several have.
     """
     if not ref or "\0" in ref:
         raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
+    if is_url(ref):
+        return Copy(ref).refresh()
     here = Path(ref).expanduser()
     if os.sep in ref or os.path.lexists(here / "run.json"):
         return RunDir.open(here)

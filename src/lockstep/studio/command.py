@@ -28,8 +28,8 @@ def studio(
         int | None, flag("Port on 127.0.0.1; 0 lets the system choose. Default: 8756, or any if it is taken.")
     ] = None,
     runs_dir: Annotated[
-        Path, flag("Where runs are found and made. Default: runs.", name="--runs-dir")
-    ] = DEFAULT_RUNS_DIR,
+        str, flag("Where runs are found and made, or a URL of mirrors to look at. Default: runs.", name="--runs-dir")
+    ] = str(DEFAULT_RUNS_DIR),
     task: Annotated[
         list[str] | None,
         flag(
@@ -57,10 +57,13 @@ def studio(
         ) from None
     from lockstep.cli.settings import flag_table
     from lockstep.hardware.detect import detect_devices
+    from lockstep.rundir.copies import CopiedRuns
+    from lockstep.rundir.remote import is_url
     from lockstep.studio.settings import offered_tasks
 
+    folder = CopiedRuns(runs_dir).follow() if is_url(runs_dir) else Path(runs_dir)
     options = Options(
-        runs_dir=runs_dir,
+        runs_dir=folder,
         tasks=offered_tasks(task or ()),
         flags=flag_table(),
         warm=True,

@@ -25,7 +25,7 @@ from lockstep.tasks import BUILT_IN
 REFUSED = {
     "save_dir": "the studio chooses the run's folder",
     "runs_dir": "the studio was started with a runs folder",
-    "telemetry.upload_to": "it is an address that the run writes to",
+    "storage.mirror": "it is an address that the run writes to",
     "telemetry.mlflow_uri": "it is an address that the run writes to",
     "launch.rdzv": "it is an address whose objects the run would load",
     "launch.nodes": "each machine of such a run is started from its own terminal",

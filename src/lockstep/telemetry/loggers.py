@@ -366,7 +366,7 @@ def _off(logger: str) -> str | bool:
 QUIET: Mapping[str, Any] = {
     **{name: _off(name) for name in LOGGERS},
     **{"progress": "silent", "system_metrics": False},
-    **dict.fromkeys(("upload_to", "profile", "forecast")),
+    **dict.fromkeys(("profile", "forecast")),
 }
 
 

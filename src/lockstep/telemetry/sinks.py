@@ -1,4 +1,4 @@
-"""What keeps a run's record: sinks of events on rank 0 (folder, console, upload, loggers), the load of each node."""
+"""What keeps a run's record: sinks of events on rank 0 (folder, mirror, console, loggers), the load of each node."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lockstep.errors import StorageError, TaskError
 from lockstep.hardware.monitor import INTERVAL_S, Monitor, SystemSource
 from lockstep.rundir.files import JsonLines, make_folders, write_bytes
 from lockstep.rundir.folder import RunDir, utc_now, write_json
+from lockstep.rundir.mirror import MirrorSink, check_mirror
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers
-from lockstep.telemetry.upload import Uploader, UploadSink, check_target
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,24 +32,24 @@ RESULTS_FILE = "training_results.json"
 
 
 def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events.Fanout:
-    """The sinks of a run: its folder (essential); console, upload and loggers (switched off if they fail)."""
+    """The sinks of a run: its folder and mirror (essential); console and loggers (switched off if they fail)."""
     mode = config.telemetry.progress
     optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
-    if config.telemetry.upload_to is not None:
-        every = config.telemetry.upload_every_epochs
-        optional.append(UploadSink(Uploader(run_dir.path, config.telemetry.upload_to), every_epochs=every))
-    return events.Fanout(essential=[RunFolderSink(run_dir)], optional=[*optional, *loggers(run_dir, config)])
+    essential: list[events.Sink] = [RunFolderSink(run_dir)]
+    if config.storage.mirror is not None:
+        essential.append(MirrorSink(run_dir, config.storage.mirror, wait_s=config.storage.mirror_wait_s))
+    return events.Fanout(essential=essential, optional=[*optional, *loggers(run_dir, config)])
 
 
 def check_sinks(config: RunConfig, folder: Path | None) -> None:
-    """Raise :class:`ConfigError` unless the loggers and the upload that ``config`` asks for can be made.
+    """Raise :class:`LockstepError` unless the loggers and the mirror that ``config`` asks for can be used.
 
     ``folder``: the run's; ``None`` when its name is still to be chosen.
     """
     for name in LOGGERS:
         is_wanted(name, config)
-    if config.telemetry.upload_to is not None:
-        check_target(config.telemetry.upload_to, folder)
+    if config.storage.mirror is not None:
+        check_mirror(config.storage.mirror, folder)
 
 
 @contextmanager

@@ -165,6 +165,7 @@ class Lab:
             # Whole: the hashes of two files of weights are compared.
             "checkpoint": {"every_steps": every, "every_s": None, "keep_last": keep, "sharded": "off"},
             # Nothing of these runs leaves their folder, and it is removed.
+            "storage": {"mirror": None},
             "telemetry": {**QUIET, "log_interval": 1, "record_samples": False},
             "launch": {"max_restarts": 0, "nodes": None, "rdzv": None},
             "debug": {

@@ -114,6 +114,7 @@ def verify_script(
                 "hardware": {"selected_devices": devices},
                 "training": {"max_steps": steps},
                 "telemetry": {"log_interval": 1, "progress": "silent"},
+                "storage": {"mirror": None},
                 "debug": {"trace": trace},
                 "save_dir": tempfile.mkdtemp(dir=folder) + "/run",
             }

@@ -139,6 +139,7 @@ def bench_script(
                 "hardware": {"selected_devices": names[:count]},
                 "training": {"max_steps": warm_up + steps, "threads": 1},
                 "telemetry": {"log_interval": max(1, warm_up), "progress": "silent"},
+                "storage": {"mirror": None},
                 "save_dir": str(Path(folder, f"{repeat}-{count}-{mode}")),
             }
             if one:

@@ -246,6 +246,11 @@ class HangWatch:
                 return None
         return HangReport(timeout_s=self._timeout_s, ranks=self._places(signs, states, silent_s, stacks))
 
+    def is_mirroring(self, alive: Collection[int]) -> bool:
+        """Whether a rank of ``alive`` has ended its training and waits for the run's mirror."""
+        signs = zip(self._pids, self._signs(), strict=True)
+        return any(rank in alive and sign.activity is Activity.MIRRORING for rank, sign in signs)
+
     def places_after(self, timeout_s: float, alive: Collection[int]) -> HangReport:
         """Where the ranks of ``alive`` are, after another one has waited for them in a collective for ``timeout_s``."""
         now, signs = self._clock(), {}

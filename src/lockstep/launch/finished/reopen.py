@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lockstep.checkpoint.mirror import fetch_checkpoint
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.engine.reopened import restore
 from lockstep.engine.task import Task
@@ -11,6 +12,7 @@ from lockstep.engine.trained import bare, build_model
 from lockstep.errors import CheckpointError
 from lockstep.launch.run_claim import task_again
 from lockstep.rundir.folder import RunDir
+from lockstep.rundir.remote import Remote
 
 
 def load_model(
@@ -27,6 +29,11 @@ def load_model(
 def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
     """The checkpoint that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`."""
     return CheckpointStore(run.checkpoints).load(find_step(run, checkpoint))
+
+
+def fetch_weights(url: str, copy: RunDir, checkpoint: str | int) -> None:
+    """Complete a checkpoint in the copy of a mirror. Raises :class:`CheckpointError`: it is missing or damaged."""
+    fetch_checkpoint(Remote(url), copy.checkpoints, find_step(copy, checkpoint))
 
 
 def find_step(run: RunDir, checkpoint: str | int) -> int:

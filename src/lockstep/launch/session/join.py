@@ -132,8 +132,8 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     _refuse_for_tasks_only(config)
     if world.from_outside:
         parent_death.die_with_parent(os.getppid())
-    check_sinks(config, config.save_dir)
     team, store = ending.enter_context(meeting(world, config))
+    team.together(lambda: check_sinks(config, config.save_dir), here=world.is_main)
     stop = started[0].stop if started else ending.enter_context(StopRequest())
     if world.from_outside:
         placement = place_together(team, config, world)

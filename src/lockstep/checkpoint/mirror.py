@@ -1,0 +1,145 @@
+"""Fetching a run from its mirror: its records, and its latest valid checkpoint and best one by their hashes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.checkpoint.manifest import MANIFEST, folder_name, read_manifest, step_in, verify_files
+from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, StorageError
+from lockstep.rundir.copies import no_run
+from lockstep.rundir.files import absolute, make_folder, remove, write_json, write_text
+from lockstep.rundir.folder import LIVE, RunDir, RunRecord, refuse_occupied
+from lockstep.rundir.remote import CHECKPOINTS, Remote, is_weights, reaching
+
+#: A run on another machine has ended if its heartbeat at the mirror stays the same for so many seconds.
+SILENCE_S = 60.0
+#: How often a file is asked for, with pauses of 1, 2, 4, … seconds: an outage of a minute is no error.
+TRIES = 7
+#: Between two looks at the heartbeat.
+_LOOK_S = 2.0
+
+
+def mirrored_record(url: str) -> RunRecord:
+    """The record of the run at ``url``. Raises :class:`RunFolderError`: there is none, or it cannot be read."""
+    with reaching(url):
+        record = Remote(url).record()
+    if record is None:
+        raise no_run(url)
+    return record
+
+
+def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir | None:
+    """Make ``folder``, a missing or an empty one, from the mirror at ``url``; ``None``: it has no run.
+
+    The folder is there whole or not at all. Checkpoints without a manifest are half uploaded, and left out; one that
+    differs from its hashes is reported, and the one before it is taken.
+
+    Raises:
+        RunFolderError: the mirror cannot be read, its run is still running, or the folder has other files.
+    """
+    remote, folder = Remote(url), absolute(folder)
+    with reaching(url):
+        names = remote.names()
+    if "run.json" not in names:
+        return None
+
+    refuse_occupied(folder)
+
+    def fill(building: Path) -> None:
+        with reaching(url):
+            for name in names:
+                if not name.startswith(f"{CHECKPOINTS}/"):
+                    _get(remote, name, building / name)
+            _await_end(remote, RunDir(building))
+            for inner in ("attempts", "logs", CHECKPOINTS):
+                (building / inner).mkdir(exist_ok=True)
+            _fetch_checkpoints(remote, names, building / CHECKPOINTS, report)
+
+    try:
+        make_folder(folder, fill)
+    except StorageError:
+        if not (folder / "run.json").exists():  # else another node has fetched it
+            raise
+    report(f"run {RunDir(folder).read().id} was fetched from {url} to {folder}")
+    return RunDir.open(folder)
+
+
+def _await_end(remote: Remote, run: RunDir) -> None:
+    """Raise :class:`RunFolderError` if the run is running: on another machine, if its heartbeat goes on."""
+    beat, record = run.progress(), run.read()
+    if run.judge(record) not in LIVE:
+        return
+    deadline = time.monotonic() + SILENCE_S
+    before = remote.read_if_there(run.heartbeat_file.name)
+    is_here = beat is not None and beat.host == socket.gethostname()
+    while not is_here and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        if remote.read_if_there(run.heartbeat_file.name) != before:
+            break
+    else:
+        if not is_here:
+            if beat is not None:
+                write_json(run.heartbeat_file, {**beat.model_dump(), "ended": True})
+            return
+    raise RunFolderError(
+        f"run {record.id} is still {record.status}",
+        why=f"process {record.pid} on {record.host} still writes its mirror {remote.url}",
+        fix="wait for it, or stop it there",
+    )
+
+
+def _fetch_checkpoints(remote: Remote, names: Collection[str], folder: Path, report: Callable[[str], None]) -> None:
+    """Fetch the latest valid checkpoint and the best one, and let ``last`` and ``best`` mean them."""
+    steps = sorted(step for name in names if name.endswith(f"/{MANIFEST}") and (step := step_in(name.split("/")[1])))
+    pointed = remote.read_if_there(f"{CHECKPOINTS}/best") or b""
+    best = step_in(pointed.decode("ascii", "replace").strip())
+    chosen: dict[str, int] = {}
+    for pointer, candidates in (("last", reversed(steps)), ("best", [best] if best in steps else [])):
+        for step in candidates:
+            if step is None or pointer in chosen:
+                continue
+            try:
+                fetch_checkpoint(remote, folder, step)
+                chosen[pointer] = step
+            except NewerFormatError:
+                raise
+            except (CheckpointError, FileNotFoundError) as error:
+                remove(folder / folder_name(step))
+                report(f"the checkpoint of step {step} in {remote.url} is broken and passed over: {error}")
+    for pointer, step in chosen.items():
+        write_text(folder / pointer, folder_name(step) + "\n")
+
+
+def fetch_checkpoint(remote: Remote, folder: Path, step: int) -> None:
+    """Complete the checkpoint of ``step`` below ``folder``: files that are there with the right hash are left alone.
+
+    Raises :class:`CheckpointError`: a file at the mirror differs from its hash.
+    """
+    place, target = f"{CHECKPOINTS}/{folder_name(step)}", folder / folder_name(step)
+    with reaching(remote.url):
+        _get(remote, f"{place}/{MANIFEST}", target / MANIFEST)
+        manifest = read_manifest(target)
+        for name, digest in manifest.files.items():
+            if "/" in name or not is_weights(f"{place}/{name}"):
+                raise CheckpointError(f"{target / MANIFEST} is damaged", why=f"it names a file {name!r}")
+            try:
+                verify_files(target, replace(manifest, files={name: digest}))
+            except CheckpointError:
+                _get(remote, f"{place}/{name}", target / name)
+        verify_files(target, manifest)
+
+
+def _get(remote: Remote, name: str, target: Path) -> None:
+    for number in range(TRIES):
+        try:
+            return remote.get(name, target)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception:  # whatever the storage's library raises
+            if number == TRIES - 1:
+                raise
+            time.sleep(2.0**number)

@@ -1,0 +1,95 @@
+"""Copies of mirrors on this machine, for commands that read runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError, RunFolderError
+from lockstep.rundir.files import make_folders, names_in, remove
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.remote import CHECKPOINT, MANIFEST, Remote, is_weights, reaching
+
+#: Seconds between two copies of what is followed.
+INTERVAL_S = 5.0
+
+
+class Copy:
+    """A copy of a mirror on this machine, without weights, for commands that read a run.
+
+    Args:
+        folder: default: one for this URL below the user's cache folder (XDG Base Directory Specification).
+
+    Raises:
+        RunFolderError: the mirror cannot be read, or has no run.
+    """
+
+    def __init__(self, url: str, folder: Path | None = None) -> None:
+        self.remote = Remote(url)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "mirrors"
+        digest = hashlib.sha256(self.remote.url.encode()).hexdigest()[:16]
+        self.run = RunDir(folder or cache / digest / (self.remote.url.rpartition("/")[2] or "run"))
+        self._marks: dict[str, Any] = {}
+
+    def refresh(self) -> RunDir:
+        """Copy what is new or has changed; the run."""
+        with reaching(self.remote.url):
+            names = self.remote.names()
+            if "run.json" not in names:
+                raise no_run(self.remote.url)
+            for name, mark in names.items():
+                if not is_weights(name) and self._marks.get(name) != mark:
+                    with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                        self.remote.get(name, self.run.path / name)
+                    self._marks[name] = mark
+        folders = {name.split("/")[1] for name in names if name.endswith(f"/{MANIFEST}")}
+        for name in names_in(self.run.checkpoints):
+            if CHECKPOINT.fullmatch(name) and name not in folders:
+                remove(self.run.checkpoints / name)
+        self.run.read()
+        return self.run
+
+
+def no_run(url: str) -> RunFolderError:
+    fix = "check the address: it is the value of storage.mirror"
+    return RunFolderError(f"there is no run at {url}", why="it has no run.json", fix=fix)
+
+
+class CopiedRuns:
+    """Copies, in one folder, of the runs that are mirrored at a URL or directly below it."""
+
+    def __init__(self, url: str) -> None:
+        self._remote = Remote(url)
+        self._folder = Copy(url).run.path.parent / "runs"
+        self._copies: dict[str, Copy] = {}
+
+    def refresh(self) -> Path:
+        """Copy what is new or has changed; the folder. Raises :class:`RunFolderError`."""
+        with reaching(self._remote.url):
+            names = self._remote.names()
+        for place, _, name in (name.rpartition("/") for name in names):
+            if name == "run.json" and "/" not in place and place not in self._copies:
+                url = f"{self._remote.url}/{place}".rstrip("/")
+                self._copies[place] = Copy(url, self._folder / url.rpartition("/")[2])
+        for copy in self._copies.values():
+            copy.refresh()
+        make_folders(self._folder)
+        return self._folder
+
+    def follow(self) -> Path:
+        """As :meth:`refresh`, again and again in a thread."""
+
+        def run() -> None:
+            while True:
+                time.sleep(INTERVAL_S)
+                with contextlib.suppress(LockstepError):  # an outage: the page shows what was there
+                    self.refresh()
+
+        folder = self.refresh()
+        threading.Thread(target=run, name="lockstep-mirror", daemon=True).start()
+        return folder
