@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from lockstep.errors import RunFolderError
 from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir.files import read_json, read_jsonl
 from lockstep.rundir.folder import RunDir
+from tests import s3
 from tests.e2e.test_exact import fingerprint
 from tests.e2e.test_train import TOY, finish, start
 from tests.samples import audit_samples
@@ -185,3 +187,43 @@ def test_exact_weights_are_those_of_a_run_that_nobody_killed(tmp_path: Path, see
 def test_a_kill_while_the_ranks_start_or_restore(tmp_path: Path, seed: int, undisturbed: str) -> None:
     run = drill(tmp_path, EXACT, (2, 1, 4, 2), kill_while_starting, seed)
     assert fingerprint(run.path) == undisturbed
+
+
+# From the mirror alone.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, *long_form(400, 409)])
+def test_killed_runs_resume_from_their_mirror_alone(tmp_path: Path, seed: int, undisturbed: str) -> None:
+    """Each time the machine is lost with the run folder, while the storage refuses, cuts and delays requests."""
+    chance = random.Random(seed)
+    with s3.serve() as storage:
+        url, env = f"s3://{s3.BUCKET}/run", storage.environment
+        settings = {**EXACT, "storage": {"mirror": url}}
+        (tmp_path / "drill.yaml").write_text(json.dumps(settings))
+        command: tuple[str, ...] = ("train", TOY, "--save-dir", "run", "--resume", "--config", "drill.yaml")
+        run = RunDir(tmp_path / "run")
+        for attempt, ranks in enumerate((2, 1, 2), 1):
+            resumes = ("resume", url, "--runs-dir", "runs") if attempt == 2 else command
+            process = start(*resumes, "--devices", ",".join(["cpu"] * ranks), cwd=tmp_path, env=env)
+            if attempt == 3:
+                finish(process, timeout_s=150.0)
+                run = RunDir(tmp_path / "run")
+                break
+            wait_until(process, lambda: storage.has(f"attempts/{attempt}/mirror.json") and storage.has("run.json"))
+            run = RunDir(next((tmp_path / "runs").iterdir()) if attempt == 2 else tmp_path / "run")
+            saved = max([0, *CheckpointStore(run.checkpoints).steps()])
+            storage.pause_s, storage.cuts = chance.choice([0.0, 0.05]), chance.choice([0, 2])
+            storage.status = chance.choice([0, 0, 503])
+            step = min(saved + chance.randint(2, 10), LAST_KILL)
+            wait_until(process, lambda: has_begun(run, attempt, step))
+            kill(process, run.path, everything, chance)
+            print(f"seed {seed}, {ranks} ranks: killed in or after step {step}; {storage}")
+            storage.status = storage.cuts = 0
+            shutil.rmtree(run.path)
+        names = [name for name, _ in storage.puts]
+    assert (run.status(), run.read().attempt) == ("completed", 3)
+    found = [(epoch.epoch, epoch.used, epoch.repeated, epoch.unused) for epoch in audit_samples(run)]
+    assert found == [(epoch, SAMPLES, (), ()) for epoch in range(1, EPOCHS + 1)]
+    assert fingerprint(run.path) == undisturbed
+    assert names[-1] == "run/run.json", "the end of the run is there"

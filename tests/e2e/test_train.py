@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ REDUCER = ("--set", "distributed.bucket_cap_mb=1")
 TOY = f"{ROOT / 'tests' / 'toys.py'}:Toy"
 
 
-def start(*arguments: str, module: tuple[str, ...] = ("lockstep",), cwd: Path, **how: bool) -> subprocess.Popen[str]:
+def start(
+    *arguments: str,
+    module: tuple[str, ...] = ("lockstep",),
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    **how: bool,
+) -> subprocess.Popen[str]:
     command = (*(("-m",) if module else ()), *module, *arguments)
-    env = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
-    return commands.start(*command, cwd=cwd, env=env, merged=True, **how)
+    environ = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", **(env or {}))
+    return commands.start(*command, cwd=cwd, env=environ, merged=True, **how)
 
 
 def finish(process: subprocess.Popen[str], code: int = 0, timeout_s: float = 90.0) -> str:

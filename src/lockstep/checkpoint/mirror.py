@@ -69,27 +69,22 @@ def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir |
 
 
 def _await_end(remote: Remote, run: RunDir) -> None:
-    """Raise :class:`RunFolderError` if the run is running: on another machine, if its heartbeat goes on."""
+    """Wait until it is sure that no process trains the run any more. Raises :class:`RunFolderError`: one does."""
     beat, record = run.progress(), run.read()
-    if run.judge(record) not in LIVE:
-        return
-    deadline = time.monotonic() + SILENCE_S
-    before = remote.read_if_there(run.heartbeat_file.name)
     is_here = beat is not None and beat.host == socket.gethostname()
-    while not is_here and time.monotonic() < deadline:
+    before = remote.read_if_there(run.heartbeat_file.name)
+    deadline = time.monotonic() + SILENCE_S
+    while run.judge(record) in LIVE and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-        if remote.read_if_there(run.heartbeat_file.name) != before:
-            break
-    else:
-        if not is_here:
-            if beat is not None:
-                write_json(run.heartbeat_file, {**beat.model_dump(), "ended": True})
-            return
-    raise RunFolderError(
-        f"run {record.id} is still {record.status}",
-        why=f"process {record.pid} on {record.host} still writes its mirror {remote.url}",
-        fix="wait for it, or stop it there",
-    )
+        is_running = is_here and run.judge(record) in LIVE and not run.is_between_processes(record)
+        if is_running or remote.read_if_there(run.heartbeat_file.name) != before:
+            raise RunFolderError(
+                f"run {record.id} is still {record.status}",
+                why=f"process {record.pid} on {record.host} writes its mirror {remote.url}",
+                fix="wait for it, or stop it there",
+            )
+    if beat is not None:
+        write_json(run.heartbeat_file, {**beat.model_dump(), "ended": True})
 
 
 def _fetch_checkpoints(remote: Remote, names: Collection[str], folder: Path, report: Callable[[str], None]) -> None:

@@ -362,11 +362,16 @@ class CheckpointConfig(Section):
 
 class StorageConfig(Section):
     mirror: str | None = setting(
-        None,
-        "mirror the run folder at this URL of fsspec, e.g. s3://bucket/run; unset: no mirror",
-        pattern=r"^[^:]+.*://",
+        None, "copy the run folder to this URL of fsspec while it grows, such as s3://bucket/run; unset: no mirror"
     )
     mirror_wait_s: float = setting(600.0, "seconds that the end of a run waits for its mirror", gt=0)
+
+    @field_validator("mirror")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not value.partition("://")[1]:
+            raise ValueError("must be a URL, such as s3://bucket/run or file:///disk/run")
+        return value
 
 
 class TelemetryConfig(Section):

@@ -310,12 +310,12 @@ class Mirror:
         keep = {*names_in(self.folder / CHECKPOINTS), *map(self._target, POINTERS)}
         if not self._published or keep == self._kept:
             return
-        for name in sorted(remote.names(CHECKPOINTS), key=lambda name: not name.endswith(f"/{MANIFEST}")):
-            checkpoint = name.split("/")[1]
-            if CHECKPOINT.fullmatch(checkpoint) and checkpoint not in keep:
-                remote.remove(name)
-                self._published.pop(checkpoint, None)
-                self._sent.pop(name, None)
+        there = {name.split("/")[1] for name in remote.names(CHECKPOINTS)}
+        for checkpoint in filter(CHECKPOINT.fullmatch, there - keep):
+            remote.remove_checkpoint(checkpoint)
+            self._published.pop(checkpoint, None)
+            gone = f"{CHECKPOINTS}/{checkpoint}/"
+            self._sent = {name: mark for name, mark in self._sent.items() if not name.startswith(gone)}
         self._kept = keep
 
     def _refuse_superseded(self, remote: Remote) -> None:

@@ -26,7 +26,7 @@ def is_url(text: str) -> bool:
 
 
 class Remote:
-    """The files below a URL. Makes an instance of fsspec's for this process: instances do not survive a fork.
+    """The files below a URL. Not to be used after a fork: make a new one, for which fsspec connects anew.
 
     Raises :class:`ConfigError` for an unknown protocol or a missing package; methods raise what fsspec raises.
     """
@@ -37,7 +37,7 @@ class Remote:
 
         self.url = url.rstrip("/")
         try:
-            self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
             extra = "pip install 'lockstep-train[s3]'" if url.startswith(("s3:", "s3a:")) else "install that package"
             raise ConfigError(f"{url} needs a package that is not installed", why=str(error)[:300], fix=extra) from None
@@ -96,6 +96,16 @@ class Remote:
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self.path(name))
+
+    def remove_checkpoint(self, checkpoint: str) -> None:
+        """Remove a checkpoint, its manifest first: what is left of one without a manifest is not read."""
+        folder = f"{CHECKPOINTS}/{checkpoint}"
+        self.remove(f"{folder}/{MANIFEST}")
+        for name in self.names(folder):
+            self.remove(name)
+        if self._has_folders:
+            with contextlib.suppress(OSError):
+                self._files.rmdir(self.path(folder))
 
     def names(self, folder: str = "") -> dict[str, Any]:
         """The files below ``folder``, and something of each that changes with its content.
