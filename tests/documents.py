@@ -53,6 +53,7 @@ ELSEWHERE = {
     r"--nnodes|--nodes 2(?!.*--on slurm)": ("needs several nodes", "tests/dist/test_nodes.py"),
     r"^scripts/gpu/check|gpu_workloads|--gpu-ids": ("needs GPUs", "tests/test_gpu_check.py"),
     r"^(ssh|curl) |lockstep studio": ("serves until it is stopped", "tests/studio/test_security.py"),
+    r"s3://": ("needs a bucket", "tests/rundir/test_mirror.py"),
     r"lockstep stop": ("needs a run that is training", "tests/cli/test_running.py"),
     r"^python (-m )?(benchmarks|scripts|pace)[./]": ("measures for minutes, or needs files", "tests/benchmarks"),
     r"main(_multi_gpu)?\.py|[ /]train(_\w+)?\.py|test_distributed_setup": ("is the script of another guide", None),

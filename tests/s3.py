@@ -81,7 +81,7 @@ def serve() -> Iterator[Storage]:
     """A server with one bucket, until the end of the block."""
     import urllib.request
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     storage = Storage()
     server = make_server("127.0.0.1", 0, _Faulty(storage), threaded=True)
     storage.url = f"http://127.0.0.1:{server.port}"

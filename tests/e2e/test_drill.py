@@ -192,38 +192,39 @@ def test_a_kill_while_the_ranks_start_or_restore(tmp_path: Path, seed: int, undi
 # From the mirror alone.
 
 
+def kill_and_lose(
+    process: subprocess.Popen[str], folder: Path, attempt: int, storage: s3.Storage, chance: random.Random
+) -> None:
+    """Kill everything at a random step, while the storage refuses, cuts and delays requests; remove the run folder."""
+    wait_until(process, lambda: storage.has(f"attempts/{attempt}/mirror.json") and storage.has("run.json"))
+    run = RunDir(next(folder.glob("runs/*" if attempt == 2 else "run")))
+    saved = max([0, *CheckpointStore(run.checkpoints).steps()])
+    storage.status = chance.choice([0, 0, 503])
+    storage.pause_s, storage.cuts = chance.choice([0.0, 0.05]), chance.choice([0, 2])
+    step = min(saved + chance.randint(2, 10), LAST_KILL)
+    wait_until(process, lambda: has_begun(run, attempt, step))
+    kill(process, run.path, everything, chance)
+    print(f"killed in or after step {step}; {storage.status}, {storage.cuts} cuts, {storage.pause_s} s")
+    storage.status = storage.cuts = 0
+    shutil.rmtree(run.path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *long_form(400, 409)])
 def test_killed_runs_resume_from_their_mirror_alone(tmp_path: Path, seed: int, undisturbed: str) -> None:
-    """Each time the machine is lost with the run folder, while the storage refuses, cuts and delays requests."""
+    """As when a machine is lost with its disk, twice; each time another one goes on."""
     chance = random.Random(seed)
     with s3.serve() as storage:
         url, env = f"s3://{s3.BUCKET}/run", storage.environment
-        settings = {**EXACT, "storage": {"mirror": url}}
-        (tmp_path / "drill.yaml").write_text(json.dumps(settings))
-        command: tuple[str, ...] = ("train", TOY, "--save-dir", "run", "--resume", "--config", "drill.yaml")
-        run = RunDir(tmp_path / "run")
-        for attempt, ranks in enumerate((2, 1, 2), 1):
-            resumes = ("resume", url, "--runs-dir", "runs") if attempt == 2 else command
-            process = start(*resumes, "--devices", ",".join(["cpu"] * ranks), cwd=tmp_path, env=env)
-            if attempt == 3:
-                finish(process, timeout_s=150.0)
-                run = RunDir(tmp_path / "run")
-                break
-            wait_until(process, lambda: storage.has(f"attempts/{attempt}/mirror.json") and storage.has("run.json"))
-            run = RunDir(next((tmp_path / "runs").iterdir()) if attempt == 2 else tmp_path / "run")
-            saved = max([0, *CheckpointStore(run.checkpoints).steps()])
-            storage.pause_s, storage.cuts = chance.choice([0.0, 0.05]), chance.choice([0, 2])
-            storage.status = chance.choice([0, 0, 503])
-            step = min(saved + chance.randint(2, 10), LAST_KILL)
-            wait_until(process, lambda: has_begun(run, attempt, step))
-            kill(process, run.path, everything, chance)
-            print(f"seed {seed}, {ranks} ranks: killed in or after step {step}; {storage}")
-            storage.status = storage.cuts = 0
-            shutil.rmtree(run.path)
-        names = [name for name, _ in storage.puts]
+        (tmp_path / "drill.yaml").write_text(json.dumps({**EXACT, "storage": {"mirror": url}}))
+        begin = ("train", TOY, "--save-dir", "run", "--resume", "--config", "drill.yaml", "--devices")
+        resume = ("resume", url, "--runs-dir", "runs", "--devices")
+        kill_and_lose(start(*begin, "cpu,cpu", cwd=tmp_path, env=env), tmp_path, 1, storage, chance)
+        kill_and_lose(start(*resume, "cpu", cwd=tmp_path, env=env), tmp_path, 2, storage, chance)
+        finish(start(*begin, "cpu,cpu", cwd=tmp_path, env=env), timeout_s=150.0)
+    run = RunDir(tmp_path / "run")
     assert (run.status(), run.read().attempt) == ("completed", 3)
+    assert b'"status": "completed"' in dict(storage.puts)["run/run.json"]
     found = [(epoch.epoch, epoch.used, epoch.repeated, epoch.unused) for epoch in audit_samples(run)]
     assert found == [(epoch, SAMPLES, (), ()) for epoch in range(1, EPOCHS + 1)]
     assert fingerprint(run.path) == undisturbed
-    assert names[-1] == "run/run.json", "the end of the run is there"

@@ -40,12 +40,18 @@ def _takes_text(setting: str) -> bool:
 #: Every setting that takes a text, and those of a task that Lockstep itself reads.
 SETTINGS = [
     *(key for key in all_keys(RunConfig) if _takes_text(key)),
-    *("task.datamodule", "task.ckpt_path", "task.cli.model.class_path", "task.trainer.default_root_dir"),
+    *(
+        "storage.mirror",
+        "task.datamodule",
+        "task.ckpt_path",
+        "task.cli.model.class_path",
+        "task.trainer.default_root_dir",
+    ),
 ]
 #: Settings that a resume must refuse by name, whatever text they have.
 REFUSED = {
     *("task.name", "task.datamodule", "task.cli.model.class_path", "task.trainer.default_root_dir", "optimizer.name"),
-    *("telemetry.upload_to", "telemetry.mlflow_uri"),
+    *("storage.mirror", "telemetry.mlflow_uri"),
 }
 #: Files that a run may have and this one has not; `script.json` has tests below.
 MORE_FILES = (
@@ -248,19 +254,19 @@ def test_without_a_list_the_fix_names_all_at_once_and_works(
 ) -> None:
     world = World.make(tmp_path, *listener)
     run = copy(trained, tmp_path)
-    target = str(world.folder / "mirror")
-    change(run, parse_path("telemetry.upload_to", target))
+    target = world.folder / "mirror"
+    change(run, parse_path("storage.mirror", target.as_uri()))
     (run / "secret").symlink_to("run.json")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "unwritable"))
     (tmp_path / "unwritable").write_text("a file: no list can be written below it")
     code, _, error = command("resume", run, "--devices", "cpu")
-    assert (code, "task.name" in error, "telemetry.upload_to" in error) == (2, True, True)
+    assert (code, "task.name" in error, "storage.mirror" in error) == (2, True, True)
     words = error.partition("name it: ")[2].split()
     assert words[:3] == ["lockstep", "resume", str(run)]
-    assert not Path(target).exists()
+    assert not target.exists()
     code, _, error = command(*words[1:], "--devices", "cpu")
     assert code == 0, error
-    files = {file.name for file in Path(target).iterdir()}
+    files = {file.name for file in target.iterdir()}
     assert {"run.json", "steps.jsonl"} <= files
     assert "secret" not in files, "a link is not followed"
 
@@ -279,13 +285,13 @@ def test_script_json_starts_only_a_script_that_the_user_has_started(
 ) -> None:
     world = World.make(tmp_path, *listener)
     path = str(tmp_path / "runs" / "run" / "evil.py") if kind == "inside" else f"{world.outside}/evil.py"
-    given = {"telemetry": {"upload_to": str(tmp_path / "mirror")}} if kind == "settings" else {}
+    given = {"storage": {"mirror": (tmp_path / "mirror").as_uri()}} if kind == "settings" else {}
     run = script_run(trained, tmp_path, path, given=given)
     if kind != "outside":  # even then
         named.add([script_reference(path, [], str(tmp_path))])
     code, _, error = command("resume", run, "--devices", "cpu")
     assert code == 2
-    assert ("telemetry.upload_to" if kind == "settings" else "script.json") in error
+    assert ("storage.mirror" if kind == "settings" else "script.json") in error
     assert not world.canary.exists()
     if kind == "outside":
         named.add([script_reference(path, ["--other"], str(tmp_path))])
@@ -296,7 +302,7 @@ def test_the_pages_routes(trained: Path, tmp_path: Path, listener: tuple[int, li
     world = World.make(tmp_path, *listener)
     attacks: dict[str, Callable[[Path], object]] = {
         "optimizer.name": lambda run: change(run, parse_path("optimizer.name", f"{world.outside}/evil.py:Evil")),
-        "telemetry.upload_to": lambda run: change(run, parse_path("telemetry.upload_to", str(tmp_path / "mirror"))),
+        "storage.mirror": lambda run: change(run, parse_path("storage.mirror", (tmp_path / "mirror").as_uri())),
         "script.json": lambda run: (run / "script.json").write_text(
             json.dumps({"path": f"{world.outside}/evil.py", "arguments": [], "folder": str(tmp_path), "given": {}})
         ),
@@ -343,9 +349,9 @@ def _ask_everything(address: Address, run: str, name: str) -> None:
     if name == "optimizer.name":
         assert ask("POST", "/duplicate").status_code == 422
         assert ask("POST", "/evaluate", {"split": "val", "checkpoint": "last"}).status_code == 422
-    elif name == "telemetry.upload_to":
+    elif name == "storage.mirror":
         copied = ask("POST", "/duplicate").json()["data"]
-        assert "telemetry.upload_to" in copied["left_out"]
+        assert "storage.mirror" in copied["left_out"]
     assert ask("DELETE", "").status_code == 200
 
 

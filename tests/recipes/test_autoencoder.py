@@ -88,13 +88,14 @@ def test_a_folder_is_refused() -> None:
         train("autoencoder", {"data": {"data_dir": "somewhere"}})
 
 
-def test_it_learns_and_its_run_folder_is_uploaded(tmp_path: Path) -> None:
+def test_it_learns_and_its_run_folder_is_mirrored(tmp_path: Path) -> None:
     """The copy is a run folder in which `last` and `best` mean what they meant; pictures show what it reconstructs."""
     settings = {
         "save_dir": str(tmp_path / "run"),
         "hardware": {"selected_devices": ["cpu"]},
         "training": {"epochs": 6, "threads": 1},
-        "telemetry": {"upload_to": str(tmp_path / "copy"), "upload_every_epochs": 2, "progress": "silent"},
+        "storage": {"mirror": f"file://{tmp_path}/copy"},
+        "telemetry": {"progress": "silent"},
     }
     result = train("autoencoder", settings)
     mean_image = load_digits("val").images.var(axis=0).mean()
@@ -113,7 +114,7 @@ def test_it_learns_and_its_run_folder_is_uploaded(tmp_path: Path) -> None:
     logged = EventAccumulator(str(run.logs), {"images": 0}).Reload().Images("reconstructions")
     assert [(image.step, image.width, image.height) for image in logged] == [(44 * k, 768, 128) for k in range(1, 7)]
     assert read_run(run).drawn == {"reconstructions": (run.pictures / files[-1]).read_bytes()}
-    more = {**settings, "save_dir": str(copy.path), "telemetry": {"upload_to": None}}
+    more = {**settings, "save_dir": str(copy.path), "storage": {"mirror": None}}
     more["training"] = {"epochs": 7, "threads": 1}
     assert train("autoencoder", more, resume=True).step == 7 * 44
     assert [row["epoch"] for row in copy.epochs()] == list(range(1, 8))

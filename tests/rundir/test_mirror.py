@@ -17,6 +17,7 @@ import torch
 import lockstep
 from lockstep.checkpoint.mirror import fetch_run
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.cli.main import main
 from lockstep.config import resolve
 from lockstep.errors import LockstepError
 from lockstep.rundir import mirror as mirror_module
@@ -24,6 +25,7 @@ from lockstep.rundir.folder import RunDir
 from lockstep.rundir.mirror import Mirror, check_mirror
 from lockstep.rundir.remote import Remote
 from tests import s3
+from tests.gloo import ROOT
 from tests.toys import Toy
 
 PLAN: dict[str, Any] = {"task": {"name": "toy"}, "decisions": {}, "notes": []}
@@ -267,6 +269,40 @@ def test_a_slow_mirror_holds_up_the_end_no_longer_than_it_may(storage: s3.Storag
     save(run, store, 1)
     assert mirror.close(0.3) is False
     assert str(run.path) in said[-1]
+
+
+def test_a_mirror_is_read_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """By the library and the command line: results, weights, metrics, a new run's first weights, and a resume."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/mirrors/first"
+    settings: dict[str, Any] = {"devices": "cpu", "config": {"telemetry.progress": "silent"}}
+    task = f"{ROOT / 'tests' / 'toys.py'}:Toy"
+    run = lockstep.train(task, save_dir="run", mirror=url, epochs=2, **settings)
+    before = content(tmp_path / "mirrors" / "first")
+    copy = lockstep.Run(url)
+    assert (copy.status, copy.history, copy.metrics) == ("completed", run.history, run.metrics)
+    assert copy.evaluate(split="val") == run.evaluate(split="val")
+    weights = copy.load_model("last").state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in run.load_model("last").state_dict().items())
+    assert main(["runs", "--runs-dir", f"file://{tmp_path}/mirrors", "--json"]) == 0
+    [listed] = json.loads(capsys.readouterr().out)["runs"]
+    assert main(["show", url, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (listed["id"], shown["id"], shown["step"]) == (run.id, run.id, run.step)
+    assert [checkpoint["step"] for checkpoint in shown["checkpoints"]] == [13, 26]
+    assert main(["export", url, "--no-program"]) == 0
+    assert [file.name for file in (tmp_path / "export").glob("*.safetensors")]
+    assert content(tmp_path / "mirrors" / "first") == before, "reading writes nothing"
+    warm = lockstep.train(task, init_from=url, fast_dev_run=True, save_dir="warm", **settings)
+    assert warm.config.init_from is not None
+    shutil.rmtree("run")
+    resumed = lockstep.Run(url, runs_dir="runs").resume(epochs=3)
+    assert (resumed.run_dir, resumed.step, resumed.status) == (tmp_path / "runs" / run.id, 39, "completed")
+    assert lockstep.Run(url).history == resumed.history
+    with pytest.raises(LockstepError) as refusal:
+        lockstep.Run(f"{url}-missing")
+    assert (refusal.value.code, refusal.value.exit_code) == ("RUN_NOT_USABLE", 2)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_bad_settings_are_an_answer_and_forbidden_ones_a_refusal(two_gpus: Addre
     assert "training.epochs" in wrong["problem"]["fix"]
     wrong = plan(two_gpus, ["cpu"], task={"samples": "many"})
     assert wrong["problem"]["code"] == "INVALID_CONFIG"
-    for config in ({"save_dir": "elsewhere"}, {"telemetry": {"upload_to": "s3://x"}}, {"task": {"name": "os:system"}}):
+    for config in ({"save_dir": "elsewhere"}, {"storage": {"mirror": "s3://x"}}, {"task": {"name": "os:system"}}):
         refused = two_gpus.post("/api/plan", {"task": TOY, "config": config}, 422)
         assert refused["code"] == "SETTING_NOT_ALLOWED"
     for task in ("os:system", "../evil.py:Task", "har; rm -rf /", ""):

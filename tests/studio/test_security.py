@@ -269,7 +269,7 @@ def test_a_restart_keeps_the_token(folder: Path) -> None:
 NOT_THE_PAGES = {
     "save_dir": "elsewhere",
     "runs_dir": "elsewhere",
-    "telemetry.upload_to": "s3://evil",
+    "storage.mirror": "s3://evil",
     "telemetry.mlflow_uri": "http://evil.example",
     "launch.rdzv": "evil.example",
     "launch.nodes": "2",

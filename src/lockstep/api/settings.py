@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from lockstep.config import Precision, RunConfig, Strategy
 from lockstep.config.load import from_keywords, merge, nested
+from lockstep.rundir.remote import is_url
 
 
 class Settings(TypedDict, total=False):
@@ -67,8 +68,17 @@ def mapping_of(config: RunConfig | Mapping[str, Any] | None, settings: Mapping[s
 
 
 def weights_folder(ref: str, runs_dir: Path) -> str:
-    """A folder as it is; else the folder of the run that ``ref`` means. Raises :class:`RunFolderError`."""
+    """A folder as it is; else the folder of the run that ``ref`` means. Raises :class:`RunFolderError`.
+
+    Of a mirror, it is a copy with the best weights.
+    """
     from lockstep.rundir.summary import find_run
 
+    if is_url(ref):
+        from lockstep.launch.finished.reopen import fetch_weights
+
+        copy = find_run(ref, runs_dir)
+        fetch_weights(ref, copy, "best")
+        return str(copy.path)
     folder = Path(ref).expanduser()
     return str(folder) if folder.exists() else str(find_run(ref, runs_dir.expanduser()).path)

@@ -13,7 +13,7 @@ from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, S
 from lockstep.rundir.copies import no_run
 from lockstep.rundir.files import absolute, make_folder, remove, write_json, write_text
 from lockstep.rundir.folder import LIVE, RunDir, RunRecord, refuse_occupied
-from lockstep.rundir.remote import CHECKPOINTS, Remote, is_weights, reaching
+from lockstep.rundir.remote import CHECKPOINTS, Remote, is_of_checkpoint, is_weights, reaching
 
 #: A run on another machine has ended if its heartbeat at the mirror stays the same for so many seconds.
 SILENCE_S = 60.0
@@ -52,7 +52,7 @@ def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir |
     def fill(building: Path) -> None:
         with reaching(url):
             for name in names:
-                if not name.startswith(f"{CHECKPOINTS}/"):
+                if not is_of_checkpoint(name):
                     _get(remote, name, building / name)
             _await_end(remote, RunDir(building))
             for inner in ("attempts", "logs", CHECKPOINTS):
@@ -64,7 +64,6 @@ def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir |
     except StorageError:
         if not (folder / "run.json").exists():  # else another node has fetched it
             raise
-    report(f"run {RunDir(folder).read().id} was fetched from {url} to {folder}")
     return RunDir.open(folder)
 
 
@@ -83,7 +82,7 @@ def _await_end(remote: Remote, run: RunDir) -> None:
                 why=f"process {record.pid} on {record.host} writes its mirror {remote.url}",
                 fix="wait for it, or stop it there",
             )
-    if beat is not None:
+    if beat is not None and run.judge(record) in LIVE:
         write_json(run.heartbeat_file, {**beat.model_dump(), "ended": True})
 
 

@@ -85,7 +85,7 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
     if not (config.save_dir / "run.json").exists():
         if config.storage.mirror is None:
             return None
-        return fetch_run(config.storage.mirror, config.save_dir, warn)
+        return _fetched(config.storage.mirror, config.save_dir)
     run = RunDir.open(config.save_dir)
     refuse_running(run)
     return run
@@ -99,8 +99,15 @@ def run_at(url: str, runs_dir: Path) -> RunDir:
     folder = absolute(runs_dir / mirrored_record(url).id)
     if (folder / "run.json").exists():
         return RunDir.open(folder)
-    run = fetch_run(url, folder, warn)
+    run = _fetched(url, folder)
     assert run is not None, "it has a record"
+    return run
+
+
+def _fetched(url: str, folder: Path) -> RunDir | None:
+    run = fetch_run(url, folder, warn)
+    if run is not None:
+        sys.stderr.write(f"note: run {run.read().id} was fetched from {printable(url)}; its folder is {run.path}\n")
     return run
 
 

@@ -30,9 +30,11 @@ from lockstep.rundir.remote import (
     CHECKPOINT,
     CHECKPOINTS,
     MANIFEST,
+    POINTERS,
     Remote,
     in_words,
     is_local_only,
+    is_of_checkpoint,
     is_weights,
     reaching,
 )
@@ -46,7 +48,6 @@ SHARE_OF_TIME = 20
 #: Seconds between lines of progress while the end of a run waits for its mirror.
 PROGRESS_S = 5.0
 
-POINTERS = ("best", "last")
 _CLAIM = "mirror.json"
 #: How long a mirror that another starting attempt has claimed may lack its run.json.
 _STARTING_S = 5.0
@@ -169,7 +170,8 @@ class Mirror:
         thread.join(min(PROGRESS_S / 2, wait_s))
         while thread.is_alive() and time.monotonic() < deadline:
             pulse.goes_on()
-            self._report(f"mirror: {self._left()} to copy to {self.url}" + f": {self.failure}" * bool(self.failure))
+            problem = f" ({self.failure})" if self.failure else ""
+            self._report(f"mirror: {self._left()} to copy to {self.url}{problem}")
             thread.join(max(0.0, min(PROGRESS_S, deadline - time.monotonic())))
         if thread.is_alive():
             self._abandoned.set()
@@ -244,6 +246,7 @@ class Mirror:
                 self._claim(remote)
             except RunFolderError as error:
                 raise _Superseded(f"{error.what}: {error.why}") from None
+        self._refuse_superseded(remote)
         self._send_records(remote, everything=everything)
         while (name := self._next_checkpoint(remote)) is not None and not self._abandoned.is_set():
             self._send_checkpoint(remote, name)
@@ -340,8 +343,7 @@ class Mirror:
 
     def _records(self) -> list[Path]:
         """The files besides checkpoints, ``run.json`` last."""
-        checkpoints = self.folder / CHECKPOINTS
-        files = [file for file in self._files() if not file.is_relative_to(checkpoints)]
+        files = [file for file in self._files() if not is_of_checkpoint(file.relative_to(self.folder).as_posix())]
         return sorted(files, key=lambda file: (file == self.folder / "run.json", file))
 
     def _files(self) -> Iterator[Path]:
@@ -353,9 +355,8 @@ class Mirror:
                     yield file
 
     def _send(self, remote: Remote, file: Path, name: str) -> None:
-        """Send a file unless the mirror has it: what was sent is known by time, size and number of the file."""
-        status = file.stat()
-        mark = (status.st_mtime_ns, status.st_size, status.st_dev, status.st_ino)
+        """Send a file unless its present content has been sent."""
+        mark = _mark(file)
         if self._sent.get(name) == mark:
             return
         # Frozen weights, of which checkpoints have hard links, are copied there.
@@ -370,15 +371,20 @@ class Mirror:
 
     def _left(self) -> str:
         """How many files are not at the mirror, and their size."""
-        sizes = [size for file in self._files() if (size := self._unsent_bytes(file)) is not None]
+        sizes = []
+        for file in self._files():
+            name = file.relative_to(self.folder).as_posix()
+            with contextlib.suppress(OSError):
+                mark = _mark(file)
+                if self._sent.get(name) != mark and (is_weights(name) or not is_of_checkpoint(name)):
+                    sizes.append(mark[1])
         return f"{many(len(sizes), 'file')} ({sum(sizes) / 1e6:,.1f} MB)"
 
-    def _unsent_bytes(self, file: Path) -> int | None:
-        with contextlib.suppress(OSError):
-            status = file.stat()
-            sent = self._sent.get(file.relative_to(self.folder).as_posix(), ())
-            return None if sent[:2] == (status.st_mtime_ns, status.st_size) else status.st_size
-        return None
+
+def _mark(file: Path) -> tuple[int, ...]:
+    """What changes with the content of a file: its time and size, and its number, since JSON files are replaced."""
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size, status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, LockstepError, RunFolderError
 from lockstep.rundir.files import TEMPORARY, make_folders, temporary_name
 from lockstep.rundir.folder import RunRecord, parse_record
 
-MANIFEST, CHECKPOINTS = "manifest.json", "checkpoints"
+MANIFEST, CHECKPOINTS, POINTERS = "manifest.json", "checkpoints", ("best", "last")
 #: The name of a checkpoint's folder.
 CHECKPOINT = re.compile(r"step-\d{8,15}")
 #: Never copied: the lock of the local folder, and a pickle, which runs code.
@@ -157,7 +157,12 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
+def is_of_checkpoint(name: str) -> bool:
+    """Whether a file of a run belongs to a checkpoint, or is ``last`` or ``best``."""
+    folder, _, rest = name.partition("/")
+    return folder == CHECKPOINTS and (rest in POINTERS or CHECKPOINT.match(rest) is not None)
+
+
 def is_weights(name: str) -> bool:
     """Whether a file of a run is the large part of a checkpoint: not its manifest."""
-    folder, _, rest = name.removeprefix(f"{CHECKPOINTS}/").partition("/")
-    return name.startswith(f"{CHECKPOINTS}/") and CHECKPOINT.fullmatch(folder) is not None and rest != MANIFEST
+    return is_of_checkpoint(name) and name.count("/") == 2 and not name.endswith(f"/{MANIFEST}")
