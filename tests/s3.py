@@ -62,7 +62,7 @@ class _Faulty:
             storage.refused += 1
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             respond(f"{storage.status} as told", [("Content-Type", "application/xml")])
-            return [_ERROR.format(code=_CODES[storage.status]).encode()]
+            return [b"" if method == "HEAD" else _ERROR.format(code=_CODES[storage.status]).encode()]
         statuses: list[str] = []
 
         def noted(status: str, *more: Any) -> Any:

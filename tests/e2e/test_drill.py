@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -228,3 +229,22 @@ def test_killed_runs_resume_from_their_mirror_alone(tmp_path: Path, seed: int, u
     found = [(epoch.epoch, epoch.used, epoch.repeated, epoch.unused) for epoch in audit_samples(run)]
     assert found == [(epoch, SAMPLES, (), ()) for epoch in range(1, EPOCHS + 1)]
     assert fingerprint(run.path) == undisturbed
+
+
+def test_a_stop_waits_for_the_mirror(tmp_path: Path) -> None:
+    """For longer than ranks may take to end, while the storage is away; nobody is killed, and all is there."""
+    with s3.serve() as storage:
+        settings = {**FAST, "launch": {"stop_grace_s": 1.0}, "storage": {"mirror": f"s3://{s3.BUCKET}/run"}}
+        (tmp_path / "drill.yaml").write_text(json.dumps(settings))
+        begin = ("train", TOY, "--save-dir", "run", "--config", "drill.yaml", "--devices", "cpu,cpu")
+        process, run = start(*begin, cwd=tmp_path, env=storage.environment), RunDir(tmp_path / "run")
+        wait_until(process, lambda: storage.has("run.json") and has_begun(run, 1, 4))
+        storage.status = 503
+        process.send_signal(signal.SIGTERM)
+        wait_until(process, lambda: run.read().status == "stopped")
+        time.sleep(3.0)
+        storage.status = 0
+        finish(process, code=143)
+        last = CheckpointStore(run.checkpoints).steps()[-1]
+        assert storage.has(f"checkpoints/step-{last:08d}/manifest.json")
+        assert b'"status": "stopped"' in dict(storage.puts)["run/run.json"]

@@ -150,8 +150,9 @@ class Supervisor:
                 # They wait for each other, or are stopped: none would handle a milder signal.
                 self._begin("failing", now)
                 self.kill()
-        waits_for_mirror = self.phase == "stopping" and self.watch is not None and self.watch.is_mirroring(self.alive)
-        if self._deadline is not None and now > self._deadline and not waits_for_mirror:
+        if self.phase == "stopping" and self.watch is not None and self.watch.is_mirroring(self.alive):
+            self._deadline = now + self.stop_grace_s  # that wait has a limit of its own
+        if self._deadline is not None and now > self._deadline:
             self.forced = self.forced or self.phase == "stopping"
             self.kill()
             if now > self._deadline + ABANDON_S:
