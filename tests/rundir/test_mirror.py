@@ -170,15 +170,16 @@ def test_an_outage_ends_nothing_and_loses_nothing(storage: s3.Storage, tmp_path:
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_broken_checkpoints_are_passed_over(url: str, tmp_path: Path) -> None:
-    """The newest is half uploaded, the one before it has a wrong byte: the oldest is taken, and each is named once."""
+    """The newest is half uploaded, one lacks a file, one has a wrong byte: the oldest is taken, those two are named."""
     run, store = new_run(tmp_path / "run")
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         save(run, store, step)
     run.update(status="failed")
     mirror = started(run, url)
     assert mirror.close(60.0)
     remote = Remote(url)
-    remote.remove("checkpoints/step-00000003/manifest.json")
+    remote.remove("checkpoints/step-00000004/manifest.json")
+    remote.remove("checkpoints/step-00000003/trainer.pt")
     file = "checkpoints/step-00000002/model.safetensors"
     damaged = bytearray(remote.read(file))
     damaged[-1] ^= 1
@@ -188,7 +189,7 @@ def test_broken_checkpoints_are_passed_over(url: str, tmp_path: Path) -> None:
     assert fetched is not None
     fetched_store = CheckpointStore(fetched.checkpoints)
     assert (fetched_store.steps(), fetched_store.step_of("last")) == ([1], 1)
-    assert sum("step 2" in line for line in said) == 1
+    assert [sum(f"step {step}" in line for line in said) for step in (2, 3, 4)] == [1, 1, 0]
 
 
 def test_names_that_lead_out_of_a_folder_are_not_fetched(storage: s3.Storage, tmp_path: Path) -> None:

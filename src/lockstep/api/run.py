@@ -35,6 +35,9 @@ class Run:
         RunFolderError: there is no such run, or several.
     """
 
+    #: Of a mirror; its copy is ``_dir``.
+    _url: str | None = None
+
     def __init__(self, run: str | Path = "last", *, runs_dir: str | Path = "runs") -> None:
         self._dir = find_run(str(run), Path(runs_dir))
         self._url = str(run) if is_url(str(run)) else None
@@ -47,7 +50,6 @@ class Run:
         """The run of an attempt that has ended in this process."""
         run = cls.__new__(cls)
         run._dir = RunDir(result.run_dir)
-        run._url, run._runs_dir = None, run._dir.path.parent
         run._task = None if isinstance(task, str) else task
         run._result = result
         return run

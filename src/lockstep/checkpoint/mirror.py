@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -15,9 +16,9 @@ from lockstep.rundir.files import absolute, make_folder, remove, write_json, wri
 from lockstep.rundir.folder import LIVE, RunDir, RunRecord, refuse_occupied
 from lockstep.rundir.remote import CHECKPOINTS, Remote, is_of_checkpoint, is_weights, reaching
 
-#: A run on another machine has ended if its heartbeat at the mirror stays the same for so many seconds.
+#: Seconds without a new heartbeat at the mirror, after which a run on another machine has ended.
 SILENCE_S = 60.0
-#: How often a file is asked for, with pauses of 1, 2, 4, … seconds: an outage of a minute is no error.
+#: How often a file is asked for, with pauses of 1, 2, 4, … seconds, so that an outage of a minute passes.
 TRIES = 7
 #: Between two looks at the heartbeat.
 _LOOK_S = 2.0
@@ -46,7 +47,6 @@ def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir |
         names = remote.names()
     if "run.json" not in names:
         return None
-
     refuse_occupied(folder)
 
     def fill(building: Path) -> None:
@@ -88,7 +88,8 @@ def _await_end(remote: Remote, run: RunDir) -> None:
 
 def _fetch_checkpoints(remote: Remote, names: Collection[str], folder: Path, report: Callable[[str], None]) -> None:
     """Fetch the latest valid checkpoint and the best one, and let ``last`` and ``best`` mean them."""
-    steps = sorted(step for name in names if name.endswith(f"/{MANIFEST}") and (step := step_in(name.split("/")[1])))
+    manifests = [name.split("/") for name in names if name.endswith(f"/{MANIFEST}")]
+    steps = sorted(step for parts in manifests if (step := step_in(parts[1])) is not None)
     pointed = remote.read_if_there(f"{CHECKPOINTS}/best") or b""
     best = step_in(pointed.decode("ascii", "replace").strip())
     chosen: dict[str, int] = {}
@@ -101,7 +102,7 @@ def _fetch_checkpoints(remote: Remote, names: Collection[str], folder: Path, rep
                 chosen[pointer] = step
             except NewerFormatError:
                 raise
-            except (CheckpointError, FileNotFoundError) as error:
+            except CheckpointError as error:
                 remove(folder / folder_name(step))
                 report(f"the checkpoint of step {step} in {remote.url} is broken and passed over: {error}")
     for pointer, step in chosen.items():
@@ -111,7 +112,7 @@ def _fetch_checkpoints(remote: Remote, names: Collection[str], folder: Path, rep
 def fetch_checkpoint(remote: Remote, folder: Path, step: int) -> None:
     """Complete the checkpoint of ``step`` below ``folder``: files that are there with the right hash are left alone.
 
-    Raises :class:`CheckpointError`: a file at the mirror differs from its hash.
+    Raises :class:`CheckpointError`: a file at the mirror is missing, or differs from its hash.
     """
     place, target = f"{CHECKPOINTS}/{folder_name(step)}", folder / folder_name(step)
     with reaching(remote.url):
@@ -123,7 +124,8 @@ def fetch_checkpoint(remote: Remote, folder: Path, step: int) -> None:
             try:
                 verify_files(target, replace(manifest, files={name: digest}))
             except CheckpointError:
-                _get(remote, f"{place}/{name}", target / name)
+                with contextlib.suppress(FileNotFoundError):  # the next comparison names the file
+                    _get(remote, f"{place}/{name}", target / name)
         verify_files(target, manifest)
 
 

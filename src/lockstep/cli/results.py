@@ -77,7 +77,8 @@ def predict(
     out: Annotated[
         Path | None,
         flag(
-            "File to write, ending in .csv, .jsonl or .parquet. Default: predictions-DATA.csv in the run folder.",
+            "File to write, ending in .csv, .jsonl or .parquet. Default: predictions-DATA.csv, in the run folder or, "
+            "of a mirror, here.",
             "FILE",
         ),
     ] = None,
@@ -89,6 +90,8 @@ def predict(
     found, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.predict import predict as write_predictions
 
+    if out is None and is_url(run):
+        out = Path(f"predictions-{Path(data).stem}.csv")
     fork_ranks_from_here(devices)
     _print(write_predictions(found, data, out, devices=devices, checkpoint=chosen), as_json)
 

@@ -420,7 +420,7 @@ class Upload(FitCallback):
     ) -> None:
         if target is None:
             raise ConfigError("Upload has no target", fix="give a path or an address, such as s3://bucket/run")
-        self._target = target if is_url(target) else Path(target).absolute().as_uri()
+        self._target = target if is_url(target) else f"file://{Path(target).absolute()}"
         self._every, self._wait_s = every_n_epochs, wait_s
         Remote(self._target)
         self.mirror = None if local_dir is None else self._mirror_of(Path(local_dir))

@@ -47,9 +47,12 @@ class Copy:
                     with contextlib.suppress(FileNotFoundError):  # it has just been removed
                         self.remote.get(name, self.run.path / name)
                     self._marks[name] = mark
-        folders = {name.split("/")[1] for name in names if name.endswith(f"/{MANIFEST}")}
-        for name in names_in(self.run.checkpoints):
-            if CHECKPOINT.fullmatch(name) and name not in folders:
+        for file in [file for file in self.run.path.rglob("*") if file.is_file()]:
+            if file.relative_to(self.run.path).as_posix() not in names:
+                file.unlink(missing_ok=True)
+        complete = {name.split("/")[1] for name in names if name.endswith(f"/{MANIFEST}")}
+        for name in {*names_in(self.run.checkpoints)} - complete:
+            if CHECKPOINT.fullmatch(name):
                 remove(self.run.checkpoints / name)
         self.run.read()
         return self.run

@@ -26,7 +26,7 @@ def is_url(text: str) -> bool:
 
 
 class Remote:
-    """The files below a URL. Not to be used after a fork: make a new one, for which fsspec connects anew.
+    """The files below a URL. Not to be used after a fork: make a new one, which connects again.
 
     Raises :class:`ConfigError` for an unknown protocol or a missing package; methods raise what fsspec raises.
     """

@@ -151,7 +151,7 @@ class Supervisor:
                 self._begin("failing", now)
                 self.kill()
         if self.phase == "stopping" and self.watch is not None and self.watch.is_mirroring(self.alive):
-            self._deadline = now + self.stop_grace_s  # that wait has a limit of its own
+            self._deadline = now + self.stop_grace_s  # storage.mirror_wait_s limits it
         if self._deadline is not None and now > self._deadline:
             self.forced = self.forced or self.phase == "stopping"
             self.kill()
