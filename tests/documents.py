@@ -49,7 +49,7 @@ ELSEWHERE = {
     r"^(pip|make) |\.venv|--download|^scripts/gpu/(bundle|install)": ("needs a network", "tests/test_bundle.py"),
     r"completion ": ("changes the shell", "tests/cli/test_completion.py"),
     r"^ray ": ("Ray is not installed; the page says where it was tried", None),
-    r"^srun ": ("needs SLURM", "tests/launch/slurm"),
+    r"^srun ": ("needs SLURM", "tests/launch/engines/test_slurm.py"),
     r"--nnodes|--nodes 2(?!.*--on slurm)": ("needs several nodes", "tests/dist/test_nodes.py"),
     r"^scripts/gpu/check|gpu_workloads|--gpu-ids": ("needs GPUs", "tests/test_gpu_check.py"),
     r"^(ssh|curl) |lockstep studio": ("serves until it is stopped", "tests/studio/test_security.py"),

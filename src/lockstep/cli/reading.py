@@ -81,19 +81,25 @@ def _describe(run: RunDir) -> dict[str, Any]:
         "checkpoints": CheckpointStore(run.checkpoints).listed(),
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
-        "slurm": _slurm(run),
+        "job": _job(run),
         "forecast": score_of(run) if plan else None,
     }
 
 
-def _slurm(run: RunDir) -> str | None:
-    if not run.slurm_file.exists():
-        return None
-    from lockstep.launch.slurm.job import job_of
-    from lockstep.launch.slurm.job_control import state
+def _job(run: RunDir) -> str | None:
+    """The job that an engine has for the run, and its state."""
+    from lockstep.errors import UsageError
+    from lockstep.launch.engines.record import handle_of
+    from lockstep.launch.engines.spec import find_engine
 
-    job = job_of(run)
-    return None if job is None else f"{job.id}, {state(job) or 'over'}"
+    handle = handle_of(run)
+    if handle is None:
+        return None
+    try:
+        status = find_engine(handle.engine).make().status(handle).text
+    except UsageError as error:
+        status = f"state unknown: {error.what}"
+    return f"{handle.engine} {handle.id}, {status}"
 
 
 def _print_details(details: dict[str, Any], stream: TextIO) -> None:
@@ -109,7 +115,7 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
         ("devices", ", ".join(details["devices"])),
         ("strategy", details["strategy"]),
         ("process", f"{details['pid']} on {details['host']}"),
-        ("slurm job", details["slurm"]),
+        ("job", details["job"]),
         ("command", " ".join(details["command"])),
         ("best epoch", details["best_epoch"]),
         *((f"best {name}", value) for name, value in details["best_metric"].items()),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -16,56 +16,67 @@ from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, flag, v
 from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
 from lockstep.config.load import from_keywords, load, merge
 from lockstep.errors import UsageError
+from lockstep.launch.engines.spec import engines, find_engine
 from lockstep.launch.process.signals import held_back
 from lockstep.rundir.remote import is_url
 from lockstep.telemetry.console import say
 
-_SLURM = Group("On a cluster", sort_key=6)
-_flag = partial(flag, group=_SLURM)
+_CLUSTER = Group("On a cluster", sort_key=6)
+_flag = partial(flag, group=_CLUSTER)
 _last = partial(flag, allow_repeating=True)  # of several, the last one
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmitFlags:
-    """What the flags say; ``None`` where a flag was not given."""
-
-    on: Annotated[
-        Literal["slurm"] | None,
-        _flag("slurm: submit the training with sbatch and follow its log; --nodes says on how many nodes."),
-    ] = None
-    partition: Annotated[str | None, _flag("SLURM's partition. Default: the cluster's.")] = None
-    time: Annotated[
-        str | None,
-        _flag("SLURM's time limit, e.g. 4:00:00; the run saves before it, is requeued and resumes.", metavar="TIME"),
-    ] = None
-    gpus_per_node: Annotated[
-        str | None, _flag("GPUs on each node, a rank each: 4, or a100:4. Default: none.", metavar="[TYPE:]N")
-    ] = None
-    account: Annotated[str | None, _flag("SLURM's account. Default: yours.")] = None
-    qos: Annotated[str | None, _flag("SLURM's quality of service. Default: the cluster's.")] = None
-    sbatch_option: Annotated[
-        list[str] | None,
-        _flag("Any other option of sbatch, e.g. cpus-per-task=8. May be repeated.", metavar="NAME=VALUE"),
-    ] = None
-    print: Annotated[bool, _flag("Print the batch script and submit nothing.")] = False
+def _submit_flags() -> type[Any]:
+    """The class of the flags that submit a job: of every engine, and those of each; ``None`` where one is not given."""
+    summaries = "; ".join(f"{name}: {spec.summary}" for name, spec in engines().items())
+    names = Literal[tuple(engines())]  # type: ignore[valid-type]
+    gpus = "GPUs on each node, a rank each: 4, or a100:4. Default: none."
+    flags: dict[str, Any] = {
+        "on": Annotated[names | None, _flag(f"{summaries}. --nodes says on how many nodes.")],
+        "gpus_per_node": Annotated[str | None, _flag(gpus, metavar="[TYPE:]N")],
+        "print": Annotated[bool | None, _flag("Print the script or the manifest, and submit nothing.")],
+    }
+    for spec in engines().values():
+        for option in spec.options:
+            kind: Any = list[str] if option.is_list else str
+            flags[option.name] = Annotated[kind | None, _flag(option.help, metavar=option.metavar)]
+    fields = [(name, kind, None) for name, kind in flags.items()]
+    return make_dataclass("SubmitFlags", fields, frozen=True, kw_only=True, namespace={"__module__": __name__})
 
 
+if TYPE_CHECKING:
+    SubmitFlags = Any
+else:
+    SubmitFlags = _submit_flags()
 NO_SUBMIT = SubmitFlags()
 
 
-def submit(name: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
+def submit(task: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     """Submit, and follow the job to its end; the exit code of the run."""
-    from lockstep.launch.slurm import job_control
+    from lockstep.launch.engines import jobs
 
-    resources = {name: getattr(flags, name) for name in ("partition", "time", "gpus_per_node", "account", "qos")}
-    resources["options"] = tuple(flags.sbatch_option or ())
-    script, config = job_control.prepare_script(name, mapping, resources)
+    spec = find_engine(flags.on)
+    options = {option.name: getattr(flags, option.name) for option in spec.options}
+    job, config = jobs.job_of_settings(task, mapping, gpus_per_node=flags.gpus_per_node, options=options)
     if flags.print:
-        sys.stdout.write(script)
+        sys.stdout.write(spec.make().manifest(job))
         return 0
-    run, job = job_control.submit(script, config)
-    sys.stdout.write(f"slurm job {job.id} → {run.path}\n")
-    return job_control.follow(run, job, sys.stdout)
+    return jobs.submit(spec.name, job, config, sys.stdout)
+
+
+def _refuse_flags_of_others(flags: SubmitFlags) -> None:
+    """Raise :class:`UsageError` for a flag that the chosen engine does not read."""
+    engine = None if flags.on is None else find_engine(flags.on)
+    readers = {option.name: spec.name for spec in engines().values() for option in spec.options}
+    for name, value in dataclasses.asdict(flags).items():
+        reader = readers.get(name)
+        if not value or name == "on" or (engine is not None and reader in (None, engine.name)):
+            continue
+        text = f"--{name.replace('_', '-')}"
+        if engine is None:
+            fix = f"add --on {reader or 'ENGINE'}, or leave it out to train here"
+            raise UsageError(f"{text} is for a cluster", fix=fix)
+        raise UsageError(f"{text} is for --on {reader}", why=f"--on {engine.name} does not read it", fix="leave it out")
 
 
 TRAIN = """\
@@ -97,13 +108,12 @@ def train(
     accept_data: Annotated[bool, flag(_ACCEPT_DATA, group=FILES)] = False,
     cluster: Annotated[SubmitFlags, Parameter(name="*")] = NO_SUBMIT,
 ) -> int:
-    given = [name for name, value in dataclasses.asdict(cluster).items() if value]
-    if given and cluster.on is None:
-        what = f"--{given[0].replace('_', '-')} is for a cluster"
-        raise UsageError(what, fix="add --on slurm, or leave it out to train here")
+    _refuse_flags_of_others(cluster)
     name, mapping = to_mapping(settings, task)
-    if cluster.on is not None:
+    if cluster.on is not None and not find_engine(cluster.on).is_attached:
         return submit(name, mapping, cluster)
+    if cluster.on is not None and mapping.get("launch", {}).get("nodes") is None:
+        raise UsageError(f"--on {cluster.on} needs --nodes", fix="add --nodes N, or leave --on out to train here")
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch.api import train as start
 
@@ -170,13 +180,9 @@ def stop(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
     found = find(run, runs_dir)
-    from lockstep.launch import api as launcher
-    from lockstep.launch.slurm import job_control
-    from lockstep.launch.slurm.job import job_of
+    from lockstep.launch.stop import stop as stop_run
 
-    job = job_of(found)
-    became = job_control.stop(found, job, timeout) if job is not None else launcher.stop(found, timeout)
-    say(f"{found.read().id}: {became}", sys.stdout)
+    say(f"{found.read().id}: {stop_run(found, timeout)}", sys.stdout)
 
 
 RUN = """\

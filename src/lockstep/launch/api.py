@@ -1,12 +1,9 @@
-"""Starting, resuming, evaluating and stopping runs: what the command line and the library call."""
+"""Starting and resuming runs: what the command line and the library call."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
-import socket
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,17 +13,16 @@ import torch
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
-from lockstep.errors import RankOutOfMemory, RunFolderError
+from lockstep.errors import RankOutOfMemory
 from lockstep.events import Note
 from lockstep.hardware import read_world
 from lockstep.launch import run_claim
+from lockstep.launch.engines import node
 from lockstep.launch.local.start import start
 from lockstep.launch.nodes.external import train_as_rank
 from lockstep.launch.nodes.preparation import TrainRequest
-from lockstep.launch.nodes.torchrun import train_on_nodes
 from lockstep.launch.prepare import RunInputs, overrides_of, plan_settled, settle
-from lockstep.rundir.folder import LIVE, RunDir
-from lockstep.rundir.heartbeat import works_on
+from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import check_sinks
 
 #: Of a run that is out of memory: four halvings find a micro-batch that was 16 times too large.
@@ -52,7 +48,7 @@ def train(
     if world.from_outside:
         return train_as_rank(built, whole, world, request)
     if whole.launch.nodes not in (None, "1"):
-        return train_on_nodes(built, whole, request)
+        return node.train_on_node(built, whole, request)
     existing = run_claim.existing_run(whole, resume)
     if existing is not None:
         whole = run_claim.changed_config(existing, request.given)
@@ -134,51 +130,3 @@ def _halved(prepared: RunInputs, *, at_start: bool) -> RunConfig | None:
     # The learning rate is scaled against the batch size that the run was started with.
     optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
     return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})
-
-
-def stop(run: RunDir, timeout: float = 60.0) -> str:
-    """Stop a run after saving a checkpoint; its status afterwards. One that is starting is stopped once it has begun.
-
-    The process is the one of the latest heartbeat, if it has the run folder open: the file may name any process.
-
-    Raises:
-        RunFolderError: the run is not running on this host, or still starts or runs after ``timeout`` seconds.
-    """
-    deadline, name = time.monotonic() + timeout, run.read().id
-    while (status := run.status()) in LIVE:
-        beat = run.progress()
-        if beat is not None and not beat.handing_over:
-            break
-        if time.monotonic() >= deadline:
-            why, fix = "no process of it handles a stop yet", "wait longer (--timeout)"
-            raise RunFolderError(f"run {name} is still starting after {timeout:g} s", why=why, fix=fix)
-        time.sleep(0.1)
-    else:
-        raise RunFolderError(f"run {name} is {status}, not running", fix="`lockstep runs` lists the runs")
-    if beat.host != socket.gethostname():
-        why, fix = "a signal reaches only this host", "run `lockstep stop` there"
-        raise RunFolderError(f"run {name} runs on {beat.host}", why=why, fix=fix)
-    try:
-        if not works_on(beat.pid, run.path):
-            os.kill(beat.pid, 0)  # it may have ended, or be another user's
-            raise RunFolderError(
-                f"process {beat.pid}, which heartbeat.json of run {name} names, does not train it",
-                why="it does not have the run folder open; the file may be from another machine",
-                fix=f"look at it: ps -fp {beat.pid}; if it does train the run, end it: kill {beat.pid}",
-            )
-        os.kill(beat.pid, signal.SIGTERM)
-    except (ProcessLookupError, OverflowError):
-        pass  # it has just ended
-    except PermissionError as error:
-        why, fix = f"process {beat.pid}: {error.strerror}", "ask the user who started it, or become that user"
-        raise RunFolderError(f"you may not stop run {name}", why=why, fix=fix) from None
-    while time.monotonic() < deadline:
-        status = run.status()
-        if status not in LIVE:
-            return status
-        time.sleep(0.1)
-    raise RunFolderError(
-        f"run {name} is still {status} after {timeout:g} s",
-        why="it ends after the step it is in, with a checkpoint",
-        fix=f"wait longer (--timeout), or kill process {beat.pid}: no checkpoint is lost",
-    )

@@ -24,8 +24,8 @@ from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError, UnsupportedError, printable
+from lockstep.launch.engines.record import is_own_job
 from lockstep.launch.prepare import settle
-from lockstep.launch.slurm.job import is_own_job
 from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing, write_json
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else

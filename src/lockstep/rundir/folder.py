@@ -251,7 +251,7 @@ class RunDir:
     plan_file = _In("plan.json")
     task_file = _In("task.pkl")
     forecast_file = _In("forecast.json")
-    slurm_file = _In("slurm.json")
+    job_file = _In("job.json")
     attempts = _In("attempts")
     checkpoints = _In("checkpoints")
     pictures = _In("pictures")
@@ -405,7 +405,7 @@ class RunDir:
         if record.status == "pending":
             heard = max(record.created_at.timestamp(), beat.updated if beat else 0.0)
             handing_over = beat is None or beat.handing_over
-            queued = record.attempt == 0 and self.slurm_file.exists()
+            queued = record.attempt == 0 and self.job_file.exists()
             if queued or (handing_over and now - heard < PENDING_GRACE_S):
                 return "pending"
         return "lost"

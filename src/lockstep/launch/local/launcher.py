@@ -4,7 +4,7 @@ It runs in a separate session, so a terminal's Ctrl-C reaches only the process t
 exit code is that of all ranks together. It is a fork that shares its modules (see :mod:`.fork_server`), and so are the
 ranks. They get the variables that torchrun documents
 (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables). Of several nodes, each has a launcher for
-the agent that starts its ranks (:mod:`lockstep.launch.nodes.torchrun`).
+the agent that starts its ranks (:mod:`lockstep.launch.engines.torchrun`).
 
 ::
 

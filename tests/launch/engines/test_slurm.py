@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.config.load import merge, parse_set
 from lockstep.errors import UsageError
-from lockstep.launch.slurm.job import JobRequest, batch_script, training_command
+from lockstep.launch.engines.jobs import training_command
+from lockstep.launch.engines.slurm import Slurm
+from lockstep.launch.engines.spec import Job, NodeRange
 from lockstep.rundir.folder import RunDir
 from tests.conftest import cli_environment
 from tests.gloo import ROOT
@@ -36,12 +38,18 @@ WAIT_S = 110
 # --- the script ------------------------------------------------------------------------------------
 
 
-def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
-    request = JobRequest(
-        nodes=2, ranks_per_node=4, partition="gpu", time="4:00:00", gpus_per_node="a100:4", account="me", qos="high",
-        options=("cpus-per-task=8", "exclusive"),
-    )  # fmt: skip
-    script = batch_script(request, tmp_path / "my run", ["python", "-m", "lockstep", "train", "har"], tmp_path)
+def test_the_script_says_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"partition": "gpu", "time": "4:00:00", "account": "me", "qos": "high"}
+    job = Job(
+        command=("-m", "lockstep", "train", "har"),
+        run_folder=tmp_path / "my run",
+        nodes=NodeRange(2, 2),
+        ranks_per_node=4,
+        gpus_per_node="a100:4",
+        options={**options, "sbatch_option": ["cpus-per-task=8", "exclusive"]},
+    )
+    script = Slurm().manifest(job)
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert lines[1:] == [
         *("nodes=2", "ntasks-per-node=4", "partition=gpu", "time=4:00:00", "gpus-per-node=a100:4", "account=me"),
@@ -58,13 +66,13 @@ def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
         {"partition": "a\n#SBATCH --wrap=x"},
         {"time": "1 hour"},
         {"account": "$(touch x)"},
-        {"options": ("--exclusive",)},
-        {"options": ("wrap=a b",)},
+        {"sbatch_option": ("--exclusive",)},
+        {"sbatch_option": ("wrap=a b",)},
     ],
 )
 def test_values_that_sbatch_has_no_meaning_for_are_refused(bad: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        batch_script(JobRequest(**bad), tmp_path / "run", ["true"], tmp_path)
+        Slurm().manifest(Job(command=("-m", "lockstep"), run_folder=tmp_path, nodes=NodeRange(1, 1), options=bad))
     assert caught.value.fix
 
 
@@ -79,7 +87,8 @@ SETTINGS = st.dictionaries(
 @given(SETTINGS)
 @example({"a": {"a": [1e-05]}})  # text in YAML 1.1
 def test_any_settings_come_through_the_shell_as_they_were(settings: dict[str, Any]) -> None:
-    command = shlex.split(shlex.join(training_command("python", "har", settings, Path("/runs/one"))))
+    job = Job(command=training_command("har", settings), run_folder=Path("/runs/one"), nodes=NodeRange(1, 1))
+    command = shlex.split(shlex.join(["python", *job.arguments()]))
     assert command[:5] == ["python", "-m", "lockstep", "train", "har"]
     assert command[-3:] == ["--save-dir", "/runs/one", "--resume"]
     found: dict[str, Any] = {}
@@ -176,7 +185,7 @@ def ask(slurm: dict[str, str], *arguments: str) -> str:
 
 
 def job_id(run: Path) -> str:
-    return str(json.loads((run / "slurm.json").read_text())["id"])
+    return str(json.loads((run / "job.json").read_text())["id"])
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -263,7 +272,7 @@ def test_a_waiting_job_leaves_the_queue_when_it_is_stopped(
     process = command(tmp_path, slurm, "train", TOY, *JOB, *later, "--save-dir", "run")
     try:
         deadline = time.monotonic() + WAIT_S
-        while not (tmp_path / "run" / "slurm.json").exists():
+        while not (tmp_path / "run" / "job.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert "pending" in lockstep("show", "run")[1]

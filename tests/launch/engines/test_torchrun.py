@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,21 @@ from hypothesis import strategies as st
 from lockstep.config import RunConfig
 from lockstep.config.load import parse_set
 from lockstep.errors import ConfigError
-from lockstep.launch.nodes.agent import Nodes
+from lockstep.launch.engines.spec import Job, NodeRange
+from lockstep.launch.engines.torchrun import Rendezvous
 from lockstep.launch.nodes.membership import compared_settings
 from lockstep.launch.nodes.preparation import with_own_settings
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY, finish, start
 
 
-def asked(nodes: str | int | None, rdzv: str | None) -> Nodes:
-    return Nodes.of(RunConfig.model_validate({"launch": {"nodes": nodes, "rdzv": rdzv}}))
+def meeting(rdzv: str | None) -> Rendezvous:
+    options = {"rdzv": rdzv, "join_timeout_s": 1.0}
+    return Rendezvous.of(Job(command=(), run_folder=Path("run"), nodes=NodeRange(2, 2), options=options))
+
+
+def node_range(nodes: str | int) -> NodeRange:
+    return NodeRange.parse(RunConfig.model_validate({"launch": {"nodes": nodes}}).launch.nodes)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +42,14 @@ def asked(nodes: str | int | None, rdzv: str | None) -> Nodes:
     ],
 )
 def test_where_nodes_meet(rdzv: str, host: str, port: int) -> None:
-    nodes = asked("2", rdzv)
-    assert (nodes.least, nodes.most, nodes.host, nodes.port) == (2, 2, host, port)
+    rendezvous = meeting(rdzv)
+    assert (rendezvous.host, rendezvous.port) == (host, port)
 
 
 @pytest.mark.parametrize("rdzv", [None, "node1:", "node1:x", ":80", "node1:0", "node1:70000", ""])
 def test_no_place_to_meet(rdzv: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
-        asked("2", rdzv)
+        meeting(rdzv)
     assert "HOST:PORT" in caught.value.fix
 
 
@@ -54,17 +58,16 @@ def test_any_range_of_nodes(least: int, most: int) -> None:
     text = f"{least}:{most}"
     if least > most:
         with pytest.raises(ConfigError):
-            asked(text, "node1")
+            node_range(text)
     else:
-        nodes = asked(text, "node1")
-        assert (nodes.least, nodes.most) == (least, most)
-        assert Nodes(**json.loads(json.dumps(asdict(nodes)))) == nodes
+        nodes = node_range(text)
+        assert nodes == (least, most)
+        assert nodes.is_elastic == (least < most)
 
 
 @pytest.mark.parametrize("pair", ["launch.nodes=2", "launch.nodes='2'", "launch.nodes=2:2"])
 def test_a_number_of_nodes_may_be_bare(pair: str) -> None:
-    nodes = asked(parse_set(pair)["launch"]["nodes"], "node1")
-    assert (nodes.least, nodes.most) == (2, 2)
+    assert node_range(parse_set(pair)["launch"]["nodes"]) == (2, 2)
 
 
 def test_what_may_differ_between_nodes(tmp_path: Path) -> None:

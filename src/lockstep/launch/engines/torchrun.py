@@ -1,6 +1,7 @@
-"""The agent of a node of ``lockstep train --nodes``: torch's elastic agent, in a process of Lockstep's launcher.
+"""Engine ``torchrun``: torch's elastic agents (``torch.distributed.run``), which meet at ``--rdzv HOST:PORT``.
 
-It meets the other nodes' agents, starts this node's ranks, and starts them again after a failure or when a node joins.
+The command runs on every node. It starts one process, the agent, which meets the others, starts this node's ranks, and
+starts them again after a failure or when a node joins. The ranks end with their agent.
 """
 
 from __future__ import annotations
@@ -14,23 +15,27 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 from lockstep.config import LaunchConfig, RunConfig
-from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
+from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, UnsupportedError, many
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
 from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
+from lockstep.launch.engines.node_folder import ERROR, begun_run, first_line
+from lockstep.launch.engines.spec import EngineSpec, Job, JobHandle, JobStatus
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, read_failure
-from lockstep.launch.local import worker
+from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
+from lockstep.launch.local.worker import Rank
 from lockstep.launch.process import environment, signals
-from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
+from lockstep.rundir.folder import RunDir, new_run_id, or_else, write_json
 from lockstep.rundir.heartbeat import PULSES
 
 #: The port of the rendezvous when --rdzv names none; torch's default.
@@ -44,51 +49,37 @@ AGENT_GRACE_S = 10.0
 #: How long a node whose ranks missed others waits for the reason of those.
 _REASON_S = 5.0
 _POLL_S = 0.1
-#: In the node's temporary folder: the run that its ranks have begun, and why they failed.
-BEGUN, ERROR = "begun.json", "error.json"
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """How many nodes train together, and where they meet."""
+class Rendezvous:
+    """The address where the agents meet, and how long each waits there for the others."""
 
-    least: int
-    most: int
     host: str
     port: int
     join_timeout_s: float
 
     @classmethod
-    def of(cls, config: RunConfig) -> Nodes:
-        """The values of ``launch.nodes`` and ``launch.rdzv``. Raises :class:`ConfigError`."""
-        settings = config.launch
-        least, _, most = (settings.nodes or "1").partition(":")
-        if int(least) > int(most or least):
-            raise ConfigError(
-                f"invalid --nodes {settings.nodes}: the minimum is larger than the maximum",
-                fix="write 1:4, for example",
-            )
-        if settings.rdzv is None:
+    def of(cls, job: Job) -> Rendezvous:
+        """The values of ``launch.rdzv`` and ``launch.join_timeout_s``. Raises :class:`ConfigError`."""
+        rdzv = job.options["rdzv"]
+        if rdzv is None:
             raise ConfigError(
                 "--nodes needs the address of the rendezvous",
                 fix="add --rdzv HOST:PORT on every node: the name of one of them, and a port that is free there",
             )
-        host, colon, port = settings.rdzv.rpartition(":")
+        host, colon, port = rdzv.rpartition(":")
         if not colon or (":" in host and not host.startswith("[")):  # host, host:port or [address]:port
-            host, port = settings.rdzv, str(DEFAULT_PORT)
+            host, port = rdzv, str(DEFAULT_PORT)
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             fix = "write HOST:PORT, for example node1:29400"
-            raise ConfigError(f"invalid --rdzv {settings.rdzv!r}: not an address", fix=fix)
-        return cls(int(least), int(most or least), host, int(port), settings.join_timeout_s)
+            raise ConfigError(f"invalid --rdzv {rdzv!r}: not an address", fix=fix)
+        return cls(host, int(port), job.options["join_timeout_s"])
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
-
-    def __str__(self) -> str:
-        number = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
-        return f"{number} nodes at {self.address}"
 
     def refuse_unknown_host(self) -> None:
         """Raise :class:`ConfigError` where the host has no address."""
@@ -102,22 +93,65 @@ class Nodes:
             ) from error
 
 
+class Torchrun:
+    """torch's elastic agents, one on each node; each is a process of this node's command."""
+
+    def manifest(self, job: Job) -> str:
+        raise UnsupportedError(
+            "--print has nothing to print",
+            why="the ranks of --nodes are started from each machine's terminal",
+            fix="see docs/clusters.md for the command of torchrun",
+        )
+
+    def check(self, job: Job) -> None:
+        """Refuse an address where no agents can meet."""
+        Rendezvous.of(job).refuse_unknown_host()
+
+    def submit(self, job: Job) -> int:
+        """Train this node's share of the run; the exit code. The reason of a failure is in the node's folder.
+
+        Raises:
+            LockstepError: before anything starts, or the agent had to be killed.
+        """
+        rendezvous = Rendezvous.of(job)
+        if job.options["describe"]:
+            number = f"{job.nodes.minimum}" + f" to {job.nodes.maximum}" * job.nodes.is_elastic
+            waits = f"waiting up to {rendezvous.join_timeout_s:g} s"
+            ranks = many(job.ranks_per_node, "rank")
+            print(f"meeting {number} nodes at {rendezvous.address}, with {ranks} here; {waits}", file=sys.stderr)
+        limits = LaunchConfig(max_restarts=0, stop_grace_s=job.grace_s + AGENT_GRACE_S)
+        with TemporaryDirectory(prefix="lockstep-agent-") as path:
+            folder = RunDir.create(Path(path, "agent"), RunConfig(), run_id=new_run_id(), command=sys.argv)
+            agent = Agent(job=job, rendezvous=rendezvous)
+            try:
+                run_on_ranks(run_agent, agent, folder=folder, ranks=1, settings=limits, redirect=False)
+            except RanksStopped as stopped:
+                report = read_failure(folder)
+                if report is not None:  # the agent had to be killed
+                    raise report.as_error() from None
+                return stopped.exit_code
+        return 0
+
+    def status(self, handle: JobHandle) -> JobStatus:
+        raise NotImplementedError("the job ends with its command")
+
+    def stop(self, handle: JobHandle) -> None:
+        raise NotImplementedError("the job ends with its command")
+
+    def logs(self, handle: JobHandle) -> Iterator[str]:
+        raise NotImplementedError("the ranks print to the terminal of their command")
+
+
 @dataclass(frozen=True)
 class Agent:
-    """What the agent of a node runs: ``ranks`` ranks, whose temporary folder is ``folder``.
+    """The share of ``job`` that one node's agent runs. ``interface``: for gloo, if the user has named one."""
 
-    ``rank_main``: what each runs, as ``module:function``. ``interface``: for gloo, if the user has named one.
-    """
-
-    nodes: Nodes
-    ranks: int
-    rank_main: str
-    limits: LaunchConfig
-    folder: Path
+    job: Job
+    rendezvous: Rendezvous
     interface: str | None = field(default_factory=lambda: os.environ.get(GLOO_INTERFACE))
 
 
-def run_agent(rank: worker.Rank, agent: Agent) -> None:
+def run_agent(rank: Rank, agent: Agent) -> None:
     """Run the agent in this process, which Lockstep's launcher has started, until the ranks have ended.
 
     The agent's thread takes no signals, nor do the ranks before they handle them: a stop goes to the ranks alone, and
@@ -127,6 +161,7 @@ def run_agent(rank: worker.Rank, agent: Agent) -> None:
         os.environ.pop(name, None)
     os.environ |= {environment.LAUNCHER: SEVERAL_NODES, environment.LAUNCHER_PID: str(os.getpid())}
     os.environ |= {} if agent.interface is None else {GLOO_INTERFACE: agent.interface}
+    os.environ |= agent.job.environment
     # The ranks' store must not be the agents', or the survivors of a lost node wait at its old address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parent_death.make_lifeline()
@@ -136,13 +171,13 @@ def run_agent(rank: worker.Rank, agent: Agent) -> None:
         thread.start()
     asked: set[int] = set()
     # Torch waits for ever for another program that listens there.
-    deadline = time.monotonic() + 2 * agent.nodes.join_timeout_s + AGENT_GRACE_S
+    deadline = time.monotonic() + 2 * agent.rendezvous.join_timeout_s + AGENT_GRACE_S
     while thread.is_alive():
         thread.join(_POLL_S)
         if deadline < math.inf and psutil.Process().children():
             deadline = math.inf
         if thread.is_alive() and time.monotonic() > deadline:
-            errors.append(_no_answer(agent.nodes))
+            errors.append(_no_answer(agent.rendezvous))
             break
         if rank.stop.requested is not None and thread.is_alive():
             running = psutil.Process().children()
@@ -154,11 +189,11 @@ def run_agent(rank: worker.Rank, agent: Agent) -> None:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(signal.SIGTERM)
     for error in errors:
-        write_json(agent.folder / ERROR, error.as_dict())
+        write_json(agent.job.run_folder / ERROR, error.as_dict())
 
 
 def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
-    """Run torch's agent in this thread; what went wrong is added to ``errors``."""
+    """Run torch's agent in this thread; its failure is added to ``errors``."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import (
@@ -169,36 +204,34 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
     from torch.distributed.launcher import api as elastic
 
     logging.disable(logging.CRITICAL)  # the report says it
-    nodes, folder, limits = agent.nodes, RunDir(agent.folder), agent.limits
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(limits.stop_grace_s)))
-    join_timeout_s = max(1, round(nodes.join_timeout_s))
-    rendezvous: dict[str, Any] = {
+    job, meeting, folder = agent.job, agent.rendezvous, RunDir(agent.job.run_folder)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(job.grace_s)))
+    join_timeout_s = max(1, round(meeting.join_timeout_s))
+    configs: dict[str, Any] = {
         "join_timeout": join_timeout_s,
         "read_timeout": join_timeout_s,
         "last_call_timeout": LAST_CALL_S,
         "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
         "keep_alive_max_attempt": KEEP_ALIVES,
     }
-    if not is_this_machine(nodes.host):
-        rendezvous["is_host"] = False
+    if not is_this_machine(meeting.host):
+        configs["is_host"] = False
     launched = elastic.LaunchConfig(
-        min_nodes=nodes.least,
-        max_nodes=nodes.most,
-        nproc_per_node=agent.ranks,
+        min_nodes=job.nodes.minimum,
+        max_nodes=job.nodes.maximum,
+        nproc_per_node=job.ranks_per_node,
         run_id="lockstep",
         rdzv_backend="c10d",
         # torch takes no other name for one of this machine; of several agents here, the first one serves the store.
-        rdzv_endpoint=f"localhost:{nodes.port}" if is_this_machine(nodes.host) else nodes.address,
-        rdzv_configs=rendezvous,
-        max_restarts=limits.max_restarts,
-        local_addr=address_towards(nodes.host),
-        logs_specs=DefaultLogsSpecs(log_dir=str(agent.folder / "agent")),
+        rdzv_endpoint=f"localhost:{meeting.port}" if is_this_machine(meeting.host) else meeting.address,
+        rdzv_configs=configs,
+        max_restarts=job.options["max_restarts"],
+        local_addr=address_towards(meeting.host),
+        logs_specs=DefaultLogsSpecs(log_dir=str(job.run_folder / "agent")),
     )
     try:
-        # -P: files in the working folder do not shadow a module.
-        start = elastic.elastic_launch(launched, sys.executable)
-        start("-P", "-m", worker.__name__, agent.rank_main, str(agent.folder))
-        report = read_failure(run_of(folder))
+        elastic.elastic_launch(launched, sys.executable)(*job.command)
+        report = read_failure(begun_run(folder))
         if report is not None and report.first is not None and report.first.is_usage_error:
             errors.append(report.as_error())
     except ChildFailedError as error:
@@ -206,22 +239,18 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
     except RendezvousTimeoutError:
         errors.append(
             RankFailed(
-                f"fewer than {nodes.least} nodes joined {nodes.address} within {nodes.join_timeout_s:g} s",
-                why=first_line(run_of(folder)) or "the others have not started, or cannot reach it",
+                f"fewer than {job.nodes.minimum} nodes joined {meeting.address} within {meeting.join_timeout_s:g} s",
+                why=first_line(begun_run(folder)) or "the others have not started, or cannot reach it",
                 fix="start the same command on the other nodes; raise launch.join_timeout_s if they start late",
             )
         )
     except RendezvousConnectionError:
-        errors.append(_no_answer(nodes))
+        errors.append(_no_answer(meeting))
     except RendezvousError:
-        errors.append(_failure(folder, {}, f"the job has ended: no node can join it any more at {nodes.address}"))
+        what = f"the job has ended: no node can join it any more at {meeting.address}"
+        errors.append(_failure(folder, {}, what))
     except Exception as error:  # torch's: no caller would receive it
         errors.append(RunError(f"the agent of {socket.gethostname()} failed: {type(error).__name__}: {error}"))
-
-
-def first_line(folder: RunDir) -> str:
-    report = read_failure(folder)
-    return report.what.splitlines()[0] if report else ""
 
 
 def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> LockstepError:
@@ -229,7 +258,7 @@ def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> Loc
 
     ``failures``: of this node's ranks by number, as torch's agent has seen their processes end.
     """
-    run = run_of(folder)
+    run = begun_run(folder)
     recorded = records.read_errors(run.logs)
     with contextlib.suppress(LockstepError):  # the folder may be what failed
         for rank, end in failures.items():
@@ -244,27 +273,23 @@ def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> Loc
     return report.as_error() if report else RunError(otherwise)
 
 
-def run_of(folder: RunDir) -> RunDir:
-    """The run that the ranks of this node have begun; else the node's own folder."""
-    begun = read_content(folder, BEGUN)
-    return folder if begun is None else RunDir(Path(begun))
-
-
 def _is_collateral(run: RunDir) -> bool:
     """Whether all ranks that have failed so far missed another one."""
     report = or_else(lambda: read_failure(run), None)
     return report is None or report.first is None or report.first.is_collateral
 
 
-def _no_answer(nodes: Nodes) -> RankFailed:
+def _no_answer(rendezvous: Rendezvous) -> RankFailed:
     return RankFailed(
-        f"no answer from {nodes.address} within {nodes.join_timeout_s:g} s",
+        f"no answer from {rendezvous.address} within {rendezvous.join_timeout_s:g} s",
         why="the node that --rdzv names runs no `lockstep train --nodes`, or cannot be reached",
         fix="start the same command there; check the name, the port and firewalls between the nodes",
     )
 
 
-def read_content(folder: RunDir, name: str) -> Any:
-    """The content of a JSON file of the node's temporary folder; ``None`` without one."""
-    path = folder.path / name
-    return read_json(path) if path.exists() else None
+SPEC = EngineSpec(
+    name="torchrun",
+    summary="this machine's share of --nodes that meet at --rdzv, as without --on; run it on each machine",
+    make=Torchrun,
+    is_attached=True,
+)

@@ -1,0 +1,35 @@
+"""The temporary folder of a node whose ranks an attached engine starts: what its processes leave for each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch.failure.report import read_failure
+from lockstep.rundir.folder import RunDir, read_json, write_json
+
+#: The run that the ranks have begun; why they failed; the result of the first one.
+_BEGUN, ERROR, RESULT = "begun.json", "error.json", "result.json"
+
+
+def content_of(folder: RunDir, name: str) -> Any:
+    """The content of a JSON file of the folder; ``None`` without one."""
+    path = folder.path / name
+    return read_json(path) if path.exists() else None
+
+
+def note_run(folder: RunDir, run: RunDir) -> None:
+    """Record the run that the ranks of this node have begun."""
+    write_json(folder.path / _BEGUN, str(run.path))
+
+
+def begun_run(folder: RunDir) -> RunDir:
+    """The run that the ranks of this node have begun; else the node's folder."""
+    path = content_of(folder, _BEGUN)
+    return folder if path is None else RunDir(Path(path))
+
+
+def first_line(folder: RunDir) -> str:
+    """The first line of the failure of the run in ``folder``; empty without one."""
+    report = read_failure(folder)
+    return report.what.splitlines()[0] if report else ""
