@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lockstep.cli.main import VERBS, app
 from lockstep.launch.failure.causes import KEYS
@@ -62,15 +61,3 @@ def test_every_cause_has_a_section() -> None:
 def test_no_advice_ends_processes_by_name() -> None:
     for page in PAGES:
         assert not re.search(r"\bpkill\b|\bkillall\b", page.read_text(encoding="utf-8")), page.name
-
-
-def test_the_manifest_is_a_whole_pytorchjob() -> None:
-    block = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8"), re.S)
-    assert block
-    job = yaml.safe_load(block[1])
-    assert job["kind"] == "PyTorchJob"
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        (container,) = replica["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch", "the operator looks for this name"
-        words = container["command"]
-        app.parse_args(words[words.index("lockstep") + 1 :], exit_on_error=False, print_error=False)

@@ -1,4 +1,4 @@
-"""Engines: what starts the ranks of a run on several machines. ``lockstep train … --on NAME`` chooses one.
+"""Engines: what starts the ranks of a run on several machines; ``--on NAME`` chooses one.
 
 A launcher of Lockstep starts and watches the ranks of one machine. Several machines belong to an engine.
 

@@ -17,12 +17,12 @@ from typing import Any, TextIO
 from lockstep.config import RunConfig, resolve
 from lockstep.errors import RunFolderError, UsageError
 from lockstep.launch.engines.record import write_handle
-from lockstep.launch.engines.spec import Job, JobHandle, NodeRange, find_engine
+from lockstep.launch.engines.spec import Job, JobHandle, JobStatus, NodeRange, find_engine
 from lockstep.launch.prepare import settle
 from lockstep.launch.process.signals import exit_code
 from lockstep.launch.run_claim import create_folder
 from lockstep.rundir.files import absolute
-from lockstep.rundir.folder import RunDir, new_run_id
+from lockstep.rundir.folder import LIVE, RunDir, new_run_id
 from lockstep.telemetry.sinks import check_sinks
 
 #: The least time to write a checkpoint, in seconds.
@@ -31,6 +31,7 @@ GRACE_S = 120.0
 _STATUS_INTERVAL_S = 2.0
 _READ_INTERVAL_S = 0.2
 
+_STATES = {0: "completed", exit_code(signal.SIGTERM): "stopped"}
 _SURROGATES = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 
 
@@ -53,6 +54,8 @@ def job_of_settings(
         nodes=nodes,
         ranks_per_node=_ranks_per_node(config, gpus_per_node),
         gpus_per_node=gpus_per_node,
+        mirror=getattr(getattr(config, "storage", None), "mirror", None),
+        max_restarts=config.launch.max_restarts,
         grace_s=max(GRACE_S, config.launch.stop_grace_s),
         options=options,
     )
@@ -151,11 +154,18 @@ def follow(handle: JobHandle, stream: TextIO) -> int:
     except KeyboardInterrupt:
         stream.write(f"\n{_name(handle)} continues; `lockstep stop {run.path}` ends it, with a checkpoint\n")
         return exit_code(signal.SIGINT)
-    state = run.read().status
+    state = _state_after(run, status)
     if state == "completed":
         return 0
     sys.stderr.write(f"{_name(handle)} is over ({status.text}), and the run is {state}\n")
     return exit_code(signal.SIGTERM) if state == "stopped" else 1
+
+
+def _state_after(run: RunDir, status: JobStatus) -> str:
+    """The state of the run of a job that is over, which the job's exit code decides where no rank wrote the folder."""
+    if status.exit_code is not None and run.read().status in LIVE:
+        return run.update(status=_STATES.get(status.exit_code, "failed")).status
+    return run.status()
 
 
 def stop(handle: JobHandle, timeout_s: float) -> str:
@@ -174,7 +184,7 @@ def stop(handle: JobHandle, timeout_s: float) -> str:
     while time.monotonic() < deadline:
         status = engine.status(handle)
         if status.is_over:
-            return run.status()
+            return _state_after(run, status)
         time.sleep(_READ_INTERVAL_S)
     raise RunFolderError(
         f"{_name(handle)} is still {status.text} after {timeout_s:g} s",

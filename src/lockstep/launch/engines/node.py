@@ -46,7 +46,6 @@ def train_on_node(task: Task, config: RunConfig, request: TrainRequest) -> RunRe
     options = {
         "rdzv": launch.rdzv,
         "join_timeout_s": launch.join_timeout_s,
-        "max_restarts": launch.max_restarts,
         "describe": config.telemetry.progress != "silent",
     }
     engine = attached_engine().make()
@@ -61,6 +60,7 @@ def train_on_node(task: Task, config: RunConfig, request: TrainRequest) -> RunRe
             run_folder=folder.path,
             nodes=NodeRange.parse(launch.nodes),
             ranks_per_node=ranks,
+            max_restarts=launch.max_restarts,
             grace_s=launch.stop_grace_s,
             options=options,
         )

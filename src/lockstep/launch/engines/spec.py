@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.errors import ConfigError, LockstepError, UsageError
 
 #: Modules of this package; each has a ``SPEC``.
-BUILT_IN = ("torchrun", "slurm")
+BUILT_IN = ("torchrun", "slurm", "k8s")
 #: Entry points of installed packages; each is an :class:`EngineSpec`.
 GROUP = "lockstep.engines"
 
@@ -54,6 +54,7 @@ class Job:
             use CPUs.
         environment: variables that each rank gets besides those of the engine.
         mirror: URL to which the run folder is copied.
+        max_restarts: how often the ranks are started again after a failure.
         grace_s: seconds from the request to stop until ranks may be killed; they write a checkpoint.
         options: values of the engine's flags, by name.
     """
@@ -65,6 +66,7 @@ class Job:
     gpus_per_node: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     mirror: str | None = None
+    max_restarts: int = 0
     grace_s: float = 120.0
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -225,7 +225,7 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
         # torch takes no other name for one of this machine; of several agents here, the first one serves the store.
         rdzv_endpoint=f"localhost:{meeting.port}" if is_this_machine(meeting.host) else meeting.address,
         rdzv_configs=configs,
-        max_restarts=job.options["max_restarts"],
+        max_restarts=job.max_restarts,
         local_addr=address_towards(meeting.host),
         logs_specs=DefaultLogsSpecs(log_dir=str(job.run_folder / "agent")),
     )

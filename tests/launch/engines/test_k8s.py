@@ -1,0 +1,299 @@
+"""Kubernetes: documents against the models of Kubeflow and JobSet, their command, and requests to an API server."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from lockstep.cli.main import main
+from lockstep.errors import UsageError
+from lockstep.launch.engines.k8s import document
+from lockstep.launch.engines.spec import Job, NodeRange
+from lockstep.rundir.folder import RunDir
+from tests.conftest import cli_environment
+from tests.e2e.test_train import SAME, TOY, assert_close, losses, train
+
+K8S = ("--on", "k8s", "--k8s-image", "registry.example.com/lockstep:1")
+PRINTED = pytest.CaptureFixture[str]
+
+
+def printed(capsys: PRINTED, *arguments: str) -> dict[str, Any]:
+    """The document that ``lockstep train TOY ARGUMENTS --print`` prints."""
+    capsys.readouterr()
+    assert main(["train", TOY, *arguments, "--print"]) == 0
+    manifest: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return manifest
+
+
+# --- the document ----------------------------------------------------------------------------------
+
+
+def refuse_unknown_keys(manifest: dict[str, Any]) -> None:
+    """The models drop unknown keys: nothing may be missing."""
+    from kubeflow_trainer_api import models
+
+    kinds = {
+        ("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob,
+        ("jobset.x-k8s.io/v1alpha2", "JobSet"): models.JobsetV1alpha2JobSet,
+    }
+    assert kinds[manifest["apiVersion"], manifest["kind"]].from_dict(manifest).to_dict() == manifest
+
+
+def pod_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The pod that the cluster makes: for a TrainJob, that of Kubeflow's runtime with the trainer and the patch."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "JobSet":
+        (job,) = spec["replicatedJobs"]
+        return job["template"]["spec"]["template"]["spec"]
+    (patch,) = spec["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    trainer = spec["trainer"]
+    merged = {**container, **{key: trainer[key] for key in ("image", "command", "env")}}
+    merged["resources"] = trainer.get("resourcesPerNode", {})
+    return {**pod, "restartPolicy": "OnFailure", "containers": [merged]}
+
+
+def validate_pod(pod: dict[str, Any]) -> None:
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod}
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_documents_have_known_keys_only_and_hold_the_job(capsys: PRINTED, tmp_path: Path) -> None:
+    more = ("--k8s-volume", "runs:/shared", "--gpus-per-node", "a100:4", "--save-dir", "/shared/my/run")
+    train_job = printed(capsys, *K8S, *more, "--nodes", "2", "--k8s-namespace", "team", "--lr", "0.5")
+    job_set = printed(capsys, *K8S, *more, "--nodes", "1:4", "--set", "launch.max_restarts=7", "--k8s-shm", "2Gi")
+    for manifest in (train_job, job_set):
+        refuse_unknown_keys(manifest)
+        pod = pod_of(manifest)
+        validate_pod(pod)
+        (container,) = pod["containers"]
+        assert container["image"] == K8S[-1]
+        assert container["command"][:3] == ["python", "-m", "torch.distributed.run"]
+        assert container["command"][-3:] == ["--save-dir", "/shared/my/run", "--resume"]
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": "4"}}
+        assert [(mount["name"], mount["mountPath"]) for mount in container["volumeMounts"]] == [
+            *(("runs", "/shared"), ("shm", "/dev/shm"))
+        ]
+        variables = {variable["name"]: variable["value"] for variable in container["env"]}
+        # torchrun's own time for a stop ends before the pod's.
+        assert 120 <= int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+        assert not [name for name in variables if name.startswith("PET_")], "the runtime sets them"
+    assert train_job["metadata"] == {"name": "run", "namespace": "team"}
+    assert (train_job["spec"]["trainer"]["numNodes"], train_job["spec"]["trainer"]["numProcPerNode"]) == (2, 4)
+    assert "optimizer.lr=0.5" in train_job["spec"]["trainer"]["command"]
+    command = pod_of(job_set)["containers"][0]["command"]
+    assert {"--nnodes=1:4", "--nproc-per-node=4", "--max-restarts=7"} <= set(command)
+    assert "--rdzv-endpoint=run-node-0-0.run:29400" in command
+    assert [volume.get("emptyDir") for volume in pod_of(job_set)["volumes"]][1]["sizeLimit"] == "2Gi"
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"k8s_image": None}, "--k8s-image"),
+        ({"k8s_volume": None}, "--k8s-volume"),
+        ({"k8s_shm": "much"}, "--k8s-shm"),
+        ({"k8s_namespace": "../default"}, "--k8s-namespace"),
+        ({"k8s_kind": "job"}, "--k8s-kind"),
+        ({"k8s_kind": "trainjob"}, "--k8s-kind jobset"),
+    ],
+)
+def test_values_that_no_cluster_takes_are_refused(change: dict[str, Any], flag: str) -> None:
+    options = {"k8s_image": "image", "k8s_volume": "runs", **change}
+    job = Job(command=("-m", "lockstep"), run_folder=Path("/tmp/run"), nodes=NodeRange(1, 2), options=options)
+    with pytest.raises(UsageError) as caught:
+        document(job)
+    assert flag in caught.value.what + caught.value.fix
+
+
+def test_a_mirror_needs_no_volume() -> None:
+    job = Job(
+        command=(), run_folder=Path("/tmp/run"), nodes=NodeRange(1, 1), mirror="s3://x", options={"k8s_image": "i"}
+    )
+    assert pod_of(document(job))["volumes"][0] == {"name": "runs", "emptyDir": {}}
+
+
+# --- its command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_printed_command_trains_under_the_variables_of_kubeflow(capsys: PRINTED, tmp_path: Path) -> None:
+    """Two pods' containers as processes of this machine: the losses are those of two local ranks."""
+    volume = ("--k8s-volume", f"runs:{tmp_path}", "--save-dir", str(tmp_path / "pods" / "run"))
+    manifest = printed(capsys, *K8S, *volume, "--nodes", "2", "--devices", "cpu", *SAME)
+    trainer = manifest["spec"]["trainer"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    runtime = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+    own = {variable["name"]: variable["value"] for variable in trainer["env"]}
+    assert trainer["command"][0] == "python"
+    pods = [
+        subprocess.Popen(
+            [sys.executable, *trainer["command"][1:]],
+            env=cli_environment(**runtime, **own, PET_NODE_RANK=str(node)),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        outputs = [pod.communicate(timeout=110)[0] for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    train(tmp_path, "--devices", "cpu,cpu", *SAME)
+    run = tmp_path / "pods" / "run"
+    assert RunDir(run).plan()["placement"]["nodes"] == 2
+    for ours, theirs in zip(losses(run), losses(tmp_path / "run"), strict=True):
+        for name in ("train_loss", "val_loss", "val_accuracy", "lr"):
+            assert ours[name] == pytest.approx(theirs[name]), name
+    assert_close(run, tmp_path / "run")
+
+
+# --- requests --------------------------------------------------------------------------------------
+
+
+class ApiServer(BaseHTTPRequestHandler):
+    """The paths of an API server that the engine asks for, with one object and its pod."""
+
+    objects: ClassVar[dict[str, Any]] = {}
+    requests: ClassVar[list[str]] = []
+    refuses = False
+
+    def answer(self, code: int, content: Any) -> None:
+        body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/version/":
+            self.answer(200, {"major": "1", "minor": "37", **dict.fromkeys(_VERSION_KEYS, "")})
+        elif path.endswith("/pods"):
+            metadata = {"name": "run-node-0-0-x", "uid": "1"}
+            self.answer(200, {"items": [{"metadata": metadata, "status": {"phase": "Running"}}]})
+        elif path.endswith("/log"):
+            self.answer(200, "epoch 1/2\n")
+        elif path in self.objects:
+            self.answer(200, self.objects[path])
+        else:
+            self.answer(404, {"message": "not found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(f"POST {self.path}")
+        if self.refuses:
+            self.answer(403, {"message": "trainjobs is forbidden"})
+            return
+        path = f"{self.path}/{body['metadata']['name']}"
+        conditions = [{"type": "Complete", "status": "True"}] if "complete" in path else []
+        self.objects[path] = {**body, "status": {"conditions": conditions}}
+        self.answer(201, body)
+
+    def do_DELETE(self) -> None:
+        self.requests.append(f"DELETE {self.path}")
+        self.answer(200, self.objects.pop(self.path.partition("?")[0]))
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+
+_VERSION_KEYS = ("gitVersion", "gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform")
+
+
+@pytest.fixture
+def api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ApiServer]]:
+    """A server that the kubeconfig names."""
+    ApiServer.objects.clear()
+    ApiServer.requests.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ApiServer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    write_kubeconfig(tmp_path / "kubeconfig", server.server_port, monkeypatch)
+    yield ApiServer
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def write_kubeconfig(file: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{port}"}}
+    context = {"name": "here", "context": {"cluster": "here", "user": "me"}}
+    content = {"clusters": [cluster], "contexts": [context], "users": [{"name": "me", "user": {}}]}
+    file.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", "current-context": "here", **content}))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+    monkeypatch.chdir(file.parent)
+
+
+def test_a_job_is_created_followed_shown_and_deleted(api_server: type[ApiServer], capsys: PRINTED) -> None:
+    path = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/default/trainjobs"
+    job = (*K8S, "--k8s-volume", "runs")
+    assert main(["train", TOY, *job, "--save-dir", "complete"]) == 0
+    output = capsys.readouterr().out
+    assert "epoch 1/2\n" in output, "the pod's log was followed"
+    assert api_server.requests == [f"POST {path}"]
+    assert json.loads(Path("complete/job.json").read_text()) == {"engine": "k8s", "id": "TrainJob/default/complete"}
+    assert RunDir(Path("complete")).read().status == "completed"
+    # One that runs: the following ends when it is deleted.
+    follower = threading.Thread(target=main, args=(["train", TOY, *job, "--save-dir", "running"],))
+    follower.start()
+    while not Path("running/job.json").exists():
+        assert follower.is_alive()
+        follower.join(0.05)
+    capsys.readouterr()
+    assert main(["show", "running"]) == 0
+    assert "k8s TrainJob/default/running, Running" in capsys.readouterr().out
+    assert main(["stop", "running"]) == 0
+    follower.join()
+    assert api_server.requests[-1].startswith(f"DELETE {path}/running")
+    assert "propagationPolicy=Foreground" in api_server.requests[-1]
+    assert RunDir(Path("running")).read().status == "stopped"
+
+
+def test_without_a_cluster_each_error_is_one_clear_text(
+    api_server: type[ApiServer], capsys: PRINTED, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(["train", TOY, *K8S, "--k8s-volume", "runs", "--save-dir", "run", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("error:") == error.count("fix:") == 1
+        assert "Traceback" not in error
+        assert not Path("run").exists()
+        return error
+
+    monkeypatch.setattr(api_server, "refuses", True)
+    assert "trainjobs is forbidden" in refused()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    write_kubeconfig(tmp_path / "silent", port, monkeypatch)
+    assert "the API server does not answer" in refused()
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "missing"))
+    assert "KUBERNETES_SERVICE_HOST" not in os.environ
+    assert "no Kubernetes cluster is configured" in refused()
