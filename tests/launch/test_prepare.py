@@ -133,8 +133,8 @@ def begin_as_rank(settings: dict[str, Any]) -> None:
     """What rank 0 of a torchrun does when the ranks have agreed on a new run."""
     task, config = settle(Toy, {**settings, "hardware": {"selected_devices": "cpu"}})
     world = World(launcher="torchrun")
-    with meeting(world, config) as (team, _), contextlib.ExitStack() as claim:
-        prepare_together(team, world, task, config, TrainRequest(False, settings, False), claim)
+    with meeting(world, config) as team, contextlib.ExitStack() as claim:
+        prepare_together(team, task, config, TrainRequest(False, settings, False), claim)
 
 
 def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,8 +123,6 @@ def joined(
             if world.is_main:
                 before = run_dir.progress()
                 heartbeat.start(run_dir.heartbeat_file, before.step if before else 0, plan.total_steps)
-            # Rank 0 may have started a new attempt after the others read the number.
-            attempt = collectives.broadcast(attempt)
             place = run_dir, world, config, plan, device, collectives
             yield RankContext(*place, attempt, sink, writer, heartbeat.beat, stop_signal)
 

@@ -123,6 +123,11 @@ def read_world(environ: Mapping[str, str]) -> World:
     return world
 
 
+def restart_count(environ: Mapping[str, str]) -> int:
+    """How many times the launcher has started this node's ranks again."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``MASTER_ADDR`` and ``MASTER_PORT`` if the launcher has not set them (SLURM), else an empty mapping.
 

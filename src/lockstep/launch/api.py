@@ -18,10 +18,10 @@ from lockstep.events import Note
 from lockstep.hardware import read_world
 from lockstep.launch import run_claim
 from lockstep.launch.engines import node
-from lockstep.launch.local.start import start
-from lockstep.launch.nodes.external import train_as_rank
-from lockstep.launch.nodes.preparation import TrainRequest
+from lockstep.launch.nodes.preparation import TrainRequest, prepare_together
 from lockstep.launch.prepare import RunInputs, overrides_of, plan_settled, settle
+from lockstep.launch.rank import train_as_rank
+from lockstep.launch.start import start
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import check_sinks
 
@@ -46,7 +46,7 @@ def train(
     built, whole = settle(task, config)
     request = TrainRequest(resume, overrides_of(config), isinstance(task, Task), accept_data)
     if world.from_outside:
-        return train_as_rank(built, whole, world, request)
+        return train_as_rank(world, whole, lambda team, ending: prepare_together(team, built, whole, request, ending))
     if whole.launch.nodes not in (None, "1"):
         return node.train_on_node(built, whole, request)
     existing = run_claim.existing_run(whole, resume)

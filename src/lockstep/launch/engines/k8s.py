@@ -246,9 +246,9 @@ def _requests(failure: str) -> Iterator[Any]:
         raise UsageError("--on k8s needs the package kubernetes", fix=fix) from None
     try:
         try:
-            config.load_kube_config()
+            config.load_kube_config()  # type: ignore[no-untyped-call]
         except config.ConfigException:  # in a pod of the cluster
-            config.load_incluster_config()
+            config.load_incluster_config()  # type: ignore[no-untyped-call]
         yield client
     except config.ConfigException as error:
         raise UsageError(

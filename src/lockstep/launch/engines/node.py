@@ -1,7 +1,7 @@
 """This node's share of a run that an attached engine starts on several nodes: ``lockstep train --nodes`` on each.
 
 Until the ranks have agreed on a run there is no run folder, so that the node's ranks have a temporary one. Each rank
-trains as under the user's torchrun (:mod:`lockstep.launch.nodes.external`).
+trains as under the user's torchrun (:mod:`lockstep.launch.rank`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,15 +18,15 @@ from lockstep.config import RunConfig
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.errors import UsageError
-from lockstep.hardware.world import World
-from lockstep.launch.engines.node_folder import ERROR, RESULT, begun_run, content_of, first_line, note_run
+from lockstep.hardware.world import World, restart_count
+from lockstep.launch.engines.node_folder import RESULT, begun_run, content_of, first_line, note_run, raise_error
 from lockstep.launch.engines.spec import Job, NodeRange, attached_engine
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import error_of
 from lockstep.launch.local import worker
-from lockstep.launch.nodes.external import train_as_rank
-from lockstep.launch.nodes.preparation import Begun, Start, TrainRequest
+from lockstep.launch.nodes.membership import Team
+from lockstep.launch.nodes.preparation import Begun, Start, TrainRequest, prepare_together
 from lockstep.launch.prepare import place
+from lockstep.launch.rank import train_as_rank
 from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
 from lockstep.tasks.registry import load_task, pack_task
 
@@ -67,9 +68,8 @@ def train_on_node(task: Task, config: RunConfig, request: TrainRequest) -> RunRe
         engine.check(job)
         code = engine.submit(job)
         assert isinstance(code, int)
-        error, result = content_of(folder, ERROR), content_of(folder, RESULT)
-        if error is not None:
-            raise error_of(error)
+        raise_error(folder)
+        result = content_of(folder, RESULT)
         if result is None:
             raise SystemExit(code)
         # The ranks know only that they were to stop, not by which signal.
@@ -84,10 +84,11 @@ def train_as_node_rank(rank: worker.Rank) -> int:
     folder, config, world, runs = rank.folder, rank.folder.config(), rank.world, [begun_run(rank.folder)]
     request = TrainRequest(**read_json(folder.path / _REQUEST))
     if runs[0] is not folder:
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        request = replace(request, begun=Begun(str(runs[0].path), restarts, first_line(runs[0])))
+        begun = Begun(str(runs[0].path), restart_count(os.environ), first_line(runs[0]))
+        request = replace(request, begun=begun)
 
-    def note(start: Start) -> None:
+    def prepare(team: Team, ending: ExitStack) -> Start:
+        start = prepare_together(team, load_task(folder, config), config, request, ending)
         runs.append(start.run)
         if world.is_main:
             start.run.update(command=folder.read().command)  # what the user typed, not what started this process
@@ -95,9 +96,10 @@ def train_as_node_rank(rank: worker.Rank) -> int:
             records.write(start.run.logs / records.LAUNCHER_FILE, {"ranks": world.size})
         if world.local_rank == 0:
             note_run(folder, start.run)
+        return start
 
     try:
-        result = train_as_rank(load_task(folder, config), config, world, request, rank, note)
+        result = train_as_rank(world, config, prepare, rank)
     except (Exception, SystemExit) as error:
         records.record(runs[-1].logs, world.rank, error)
         if isinstance(error, UsageError):

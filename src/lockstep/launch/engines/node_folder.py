@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.failure.report import read_failure
+from lockstep.launch.failure.report import error_of, read_failure
 from lockstep.rundir.folder import RunDir, read_json, write_json
 
 #: The run that the ranks have begun; why they failed; the result of the first one.
@@ -16,6 +16,13 @@ def content_of(folder: RunDir, name: str) -> Any:
     """The content of a JSON file of the folder; ``None`` without one."""
     path = folder.path / name
     return read_json(path) if path.exists() else None
+
+
+def raise_error(folder: RunDir) -> None:
+    """Raise the error that an engine has left in the folder."""
+    error = content_of(folder, ERROR)
+    if error is not None:
+        raise error_of(error)
 
 
 def note_run(folder: RunDir, run: RunDir) -> None:

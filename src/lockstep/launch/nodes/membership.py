@@ -29,6 +29,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.runtime import before_nccl, rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
+from lockstep.hardware import parent_death
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
 from lockstep.launch.run_claim import warn
@@ -58,9 +59,14 @@ class Member:
 
 
 class Team:
-    """All ranks of a start, by node, and what they do together. ``leads``: the first rank of each node."""
+    """All ranks of a start, by node, and what they do together. ``leads``: the first rank of each node.
 
-    def __init__(self, members: Sequence[Member], world: World, timeout_s: float) -> None:
+    ``store``: where several ranks have met, for a group of another backend and for heartbeats.
+    """
+
+    def __init__(self, members: Sequence[Member], world: World, timeout_s: float, store: Store | None = None) -> None:
+        self.world = world
+        self.store = store
         self.members = tuple(members)
         self.me = self.members[world.rank]
         self.collectives = Collectives(world, timeout_s=timeout_s)
@@ -114,14 +120,16 @@ def _prints(world: World) -> bool:
 
 
 @contextmanager
-def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | None]]:
-    """Join a gloo group of all ranks, with the same settings; its store is for a group of another backend later on."""
+def meeting(world: World, config: RunConfig) -> Iterator[Team]:
+    """Join a gloo group of all ranks, with the same settings. A rank of another launcher ends with that one."""
+    if world.from_outside:
+        parent_death.die_with_parent(os.getppid())
     timeout_s = config.distributed.timeout_s
     compared = {name: version for name, version in versions().items() if name in _COMPARED_VERSIONS}
     compared |= {f"setting {key}": value for key, value in compared_settings(config).items()}
     me = Member(world.rank, world.local_rank, world.node_rank, socket.gethostname(), compared)
     if world.size == 1:
-        yield Team([me], world, timeout_s), None
+        yield Team([me], world, timeout_s)
         return
     os.environ.update(rendezvous(os.environ))
     if world.nodes > 1:
@@ -133,7 +141,7 @@ def meeting(world: World, config: RunConfig) -> Iterator[tuple[Team, Store | Non
     join(store, "gloo", world, timeout_s)
     failed = True
     try:
-        yield Team(members, world, timeout_s), store
+        yield Team(members, world, timeout_s, store)
         failed = False
     finally:
         # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.

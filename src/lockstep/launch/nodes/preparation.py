@@ -18,8 +18,9 @@ from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
 from lockstep.errors import ConfigError
 from lockstep.events import Restarted
-from lockstep.hardware import Placement, World
+from lockstep.hardware import Placement
 from lockstep.launch import run_claim
+from lockstep.launch.failure import records
 from lockstep.launch.nodes.membership import OWN_SETTINGS, Team
 from lockstep.launch.prepare import place, plan_for
 from lockstep.planning import Plan
@@ -69,14 +70,17 @@ class Planned(NamedTuple):
 class Start:
     """What a rank trains: the same on all of them, except the devices and where the data are.
 
-    ``restarted``: what rank 0 reports, where the ranks were started again.
+    ``datasets``: opened already; else the rank opens them. ``restarted``: what rank 0 reports, where the ranks were
+    started again.
     """
 
     run: RunDir
-    what: Planned
+    task: Task
+    config: RunConfig
+    datasets: Datasets | None
     plan: Plan
     attempt: int
-    restarted: Restarted | None
+    restarted: Restarted | None = None
 
 
 class Found(NamedTuple):
@@ -87,10 +91,34 @@ class Found(NamedTuple):
     begun: Begun | None
 
 
+def launched_start(team: Team, run: RunDir, task: Task, config: RunConfig, *, is_restart: bool) -> Start:
+    """What the caller of Lockstep's launcher has planned; after a restart, from the latest checkpoint. Collective."""
+
+    def begin() -> tuple[Plan, int, Restarted | None]:
+        plan = run_claim.plan_of(run)
+        if not is_restart:
+            return plan, run.read().attempt, None
+        edited = run.config_file.read_bytes()
+        run.keep_config(config)
+        if run.config_file.read_bytes() != edited:
+            text = f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings"
+            run_claim.warn(text)
+        point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
+        step = point.step if point else 0
+        attempt, restarts = run.begin_attempt(run.plan(), plan.placement, step), records.read_launcher(run).restarts
+        return plan, attempt, records.restarted(restarts, attempt, step) if restarts else None
+
+    begun = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
+    assert begun is not None
+    plan, attempt, restarted = begun
+    return Start(run, task, config, None, plan, attempt, restarted if team.world.is_main else None)
+
+
 def prepare_together(
-    team: Team, world: World, task: Task, config: RunConfig, request: TrainRequest, claim: contextlib.ExitStack
+    team: Team, task: Task, config: RunConfig, request: TrainRequest, claim: contextlib.ExitStack
 ) -> Start:
     """Agree on the run and its plan, which rank 0 makes. Collective. ``claim`` holds that on a run that is resumed."""
+    world = team.world
     run, run_id, found = _agree(team, config, request.resume, request.begun)
     if found:
         whole = team.together(lambda: run_claim.changed_config(run, request.given), here=world.is_main)
@@ -99,7 +127,7 @@ def prepare_together(
         config = shared if team.me.node_rank == team.members[0].node_rank else with_own_settings(shared, own)
         task = run_claim.task_of_run(task, config, as_given=request.as_given)
         team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=world.is_main)
-    placement = place_together(team, config, world)
+    placement = place_together(team, config)
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
@@ -113,7 +141,7 @@ def prepare_together(
     what = Planned(task, config, placement, datasets, request.accept_data)
     plan, attempt, step = plan_together(team, run, what, begin, found=bool(found))
     restarted = _restarted(found, config.launch.max_restarts, attempt, step)
-    return Start(run, what, plan, attempt, restarted if world.is_main else None)
+    return Start(run, task, config, datasets, plan, attempt, restarted if world.is_main else None)
 
 
 def _restarted(found: Sequence[Found], allowed: int, attempt: int, step: int) -> Restarted | None:
@@ -257,9 +285,9 @@ def with_own_settings(shared: RunConfig, own: RunConfig) -> RunConfig:
     return RunConfig.model_validate(result)
 
 
-def place_together(team: Team, config: RunConfig, world: World) -> Placement:
+def place_together(team: Team, config: RunConfig) -> Placement:
     """This node's placement, with the devices of all nodes in it. Collective."""
-    placement = team.together(lambda: place(config, world))
+    placement = team.together(lambda: place(config, team.world))
     assert placement is not None
     if len(team.leads) == 1:
         return placement

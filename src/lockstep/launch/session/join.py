@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.errors import ConfigError, UnsupportedError, many
-from lockstep.hardware import Placement, World, parent_death, read_world
-from lockstep.launch.failure.watchdog import stops_within, watched
-from lockstep.launch.nodes.membership import Team, join, meeting
+from lockstep.hardware import Placement, World, read_world
+from lockstep.launch.local.worker import Rank
+from lockstep.launch.nodes.membership import Team, meeting
 from lockstep.launch.nodes.preparation import agreed_folder, place_together
+from lockstep.launch.nodes.supervision import supervise
 from lockstep.launch.prepare import place
-from lockstep.launch.process.rank_log import rank_output
 from lockstep.launch.process.signals import Stopped, StopRequest
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.rundir.folder import RunDir
@@ -68,9 +68,7 @@ class Started:
     attempt already; ``on_session`` is called when a session joins.
     """
 
-    run: RunDir
-    world: World
-    stop: StopRequest
+    rank: Rank
     given: Mapping[str, Any]
     resumes: bool
     has_session: bool = False
@@ -130,13 +128,10 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     world = read_world(os.environ)
     _refuse_unknown_launcher(world)
     _refuse_for_tasks_only(config)
-    if world.from_outside:
-        parent_death.die_with_parent(os.getppid())
-    team, store = ending.enter_context(meeting(world, config))
+    team = ending.enter_context(meeting(world, config))
     team.together(lambda: check_sinks(config, config.save_dir), here=world.is_main)
-    stop = started[0].stop if started else ending.enter_context(StopRequest())
     if world.from_outside:
-        placement = place_together(team, config, world)
+        placement = place_together(team, config)
         run, found = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
     else:
         placement = place(config, World())
@@ -150,13 +145,7 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
                 f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
             )
         run, found = _folder(config, resume, ending)
-    if placement.backend == "nccl" and store is not None:
-        join(store, "nccl", world, config.distributed.timeout_s, placement.devices, run.logs)
-    if not started and world.size == 1:
-        ending.enter_context(stops_within(stop, config.launch.stop_grace_s))
-    if world.from_outside:  # elsewhere the launcher detects hangs and keeps the output
-        ending.enter_context(watched(run, world, store, timeout_s=config.launch.hang_timeout_s))
-        ending.enter_context(rank_output(run.logs, world.rank))
+    stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
     return Joined(run, world, placement, team, stop, found)
 
 
@@ -172,7 +161,7 @@ def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir,
             )
         started[0].has_session = True
         started[0].on_session()
-        return started[0].run, started[0].resumes
+        return started[0].rank.folder, started[0].resumes
     existing = existing_run(config, resume)
     if existing is None:
         return _new_folder(config), False

@@ -164,7 +164,7 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
             )
 
     watch = register_optimizer_step_pre_hook(at_first_step)  # removed by a session: it would slow down every step
-    started[:] = [Started(rank.folder, rank.world, rank.stop, given, found, on_session=watch.remove)]
+    started[:] = [Started(rank, given, found, on_session=watch.remove)]
     try:
         result = function(*arguments)
     except Stopped:

@@ -1,0 +1,73 @@
+"""One way into a rank, whatever started its process: Lockstep's launcher, ``torchrun``, ``srun``, or an engine.
+
+A rank reads its world from the environment, meets the others, takes the plan that rank 0 makes or has, and trains.
+Sessions join in the same way (:mod:`lockstep.launch.session.join`), and make the plan later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from lockstep.config import RunConfig
+from lockstep.engine.attempt import run_attempt
+from lockstep.engine.runtime import serve_store
+from lockstep.engine.state import RunResult
+from lockstep.events import Fanout
+from lockstep.hardware import World
+from lockstep.hardware.world import restart_count
+from lockstep.launch.local.worker import Rank
+from lockstep.launch.nodes.membership import Team, meeting
+from lockstep.launch.nodes.preparation import Start, launched_start
+from lockstep.launch.nodes.supervision import supervise
+from lockstep.tasks.registry import load_task
+from lockstep.telemetry.sinks import standard_sinks
+
+
+def train_as_rank(
+    world: World,
+    config: RunConfig,
+    prepare: Callable[[Team, ExitStack], Start],
+    launched: Rank | None = None,
+) -> RunResult:
+    """Train as one of ``world.size`` ranks, this process.
+
+    Args:
+        prepare: collective; returns what this rank trains. It may leave a claim on the run on the stack.
+        launched: of a process that Lockstep has started as a rank.
+
+    Raises:
+        LockstepError: on the first rank of each node, and on every rank that Lockstep has started.
+        SystemExit: with that error's exit code, on the others.
+    """
+    with meeting(world, config) as team, ExitStack() as ending:
+        start = prepare(team, ending)
+        stop = supervise(team, start.run, start.config, start.plan.placement, launched, ending)
+        sink = standard_sinks(start.run, start.config, sys.stdout) if world.is_main else Fanout()
+        if start.restarted is not None:
+            sink.emit(start.restarted)
+        return run_attempt(
+            start.run,
+            world,
+            start.task,
+            start.config,
+            start.plan,
+            attempt=start.attempt,
+            sink=sink,
+            stop_signal=lambda: stop.requested,
+            datasets=start.datasets,
+        )
+
+
+def train_as_launched(rank: Rank) -> int:
+    """Train as a rank of Lockstep's launcher, in the run folder that the caller has made; the exit code."""
+    serve_store()
+    run, is_restart = rank.folder, restart_count(os.environ) > 0
+    config = run.config(run.read().attempt if is_restart else None)
+    task = load_task(run, config)
+    result = train_as_rank(
+        rank.world, config, lambda team, _: launched_start(team, run, task, config, is_restart=is_restart), rank
+    )
+    return result.exit_code
