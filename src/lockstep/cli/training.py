@@ -51,7 +51,7 @@ else:
 NO_SUBMIT = SubmitFlags()
 
 
-def submit(task: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
+def submit(task: str, mapping: Mapping[str, Any], flags: SubmitFlags, *, resume: bool) -> int:
     """Submit, and follow the job to its end; the exit code of the run."""
     from lockstep.launch.engines import jobs
 
@@ -61,7 +61,7 @@ def submit(task: str, mapping: Mapping[str, Any], flags: SubmitFlags) -> int:
     if flags.print:
         sys.stdout.write(spec.make().manifest(job))
         return 0
-    return jobs.submit(spec.name, job, config, sys.stdout)
+    return jobs.submit(spec.name, job, config, sys.stdout, resume=resume)
 
 
 def _refuse_flags_of_others(flags: SubmitFlags) -> None:
@@ -111,7 +111,7 @@ def train(
     _refuse_flags_of_others(cluster)
     name, mapping = to_mapping(settings, task)
     if cluster.on is not None and not find_engine(cluster.on).is_attached:
-        return submit(name, mapping, cluster)
+        return submit(name, mapping, cluster, resume=resume)
     if cluster.on is not None and mapping.get("launch", {}).get("nodes") is None:
         raise UsageError(f"--on {cluster.on} needs --nodes", fix="add --nodes N, or leave --on out to train here")
     with held_back():  # a signal in the middle of importing torch would abort the interpreter

@@ -20,9 +20,9 @@ from lockstep.launch.engines.record import write_handle
 from lockstep.launch.engines.spec import Job, JobHandle, JobStatus, NodeRange, find_engine
 from lockstep.launch.prepare import settle
 from lockstep.launch.process.signals import exit_code
-from lockstep.launch.run_claim import create_folder
+from lockstep.launch.run_claim import create_folder, existing_run
 from lockstep.rundir.files import absolute
-from lockstep.rundir.folder import LIVE, RunDir, new_run_id
+from lockstep.rundir.folder import LIVE, RunDir, new_run_id, refuse_occupied
 from lockstep.telemetry.sinks import check_sinks
 
 #: The least time to write a checkpoint, in seconds.
@@ -54,7 +54,7 @@ def job_of_settings(
         nodes=nodes,
         ranks_per_node=_ranks_per_node(config, gpus_per_node),
         gpus_per_node=gpus_per_node,
-        mirror=getattr(getattr(config, "storage", None), "mirror", None),
+        mirror=config.storage.mirror,
         max_restarts=config.launch.max_restarts,
         grace_s=max(GRACE_S, config.launch.stop_grace_s),
         options=options,
@@ -99,14 +99,21 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def submit(engine_name: str, job: Job, config: RunConfig, stream: TextIO) -> int:
+def submit(engine_name: str, job: Job, config: RunConfig, stream: TextIO, *, resume: bool) -> int:
     """Make the run folder, submit the job, and follow it on ``stream``; the exit code of the run.
 
-    No folder is left where the engine refuses the job.
+    No folder is left where the engine refuses the job. ``resume``: the run folder may have an unfinished run.
     """
-    engine = find_engine(engine_name).make()
+    spec = find_engine(engine_name)
+    engine = spec.make()
     engine.check(job)
     check_sinks(config, config.save_dir)
+    if not spec.makes_run_folder:
+        if existing_run(config, resume) is None:
+            refuse_occupied(job.run_folder)
+        code = engine.submit(job)
+        assert isinstance(code, int)
+        return code
     run = create_folder(config)
     try:
         handle = engine.submit(job)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.errors import ConfigError, LockstepError, UsageError
 
 #: Modules of this package; each has a ``SPEC``.
-BUILT_IN = ("torchrun", "slurm", "k8s")
+BUILT_IN = ("torchrun", "slurm", "ray", "k8s")
 #: Entry points of installed packages; each is an :class:`EngineSpec`.
 GROUP = "lockstep.engines"
 
@@ -54,7 +54,11 @@ class Job:
             use CPUs.
         environment: variables that each rank gets besides those of the engine.
         mirror: URL to which the run folder is copied.
+    <<<<<<< HEAD
+        max_restarts: how often an engine that starts ranks again after a failure may do so.
+    =======
         max_restarts: how often the ranks are started again after a failure.
+    >>>>>>> ways
         grace_s: seconds from the request to stop until ranks may be killed; they write a checkpoint.
         options: values of the engine's flags, by name.
     """
@@ -147,6 +151,8 @@ class EngineSpec:
         name: the value of ``--on``. ``summary``: for its help.
         make: makes the engine; imports its library, and raises :class:`UsageError` without it.
         options: flags of this engine alone.
+        makes_run_folder: the run folder is made when the job is submitted, with the job's name in it; otherwise the
+            ranks make it.
         is_attached: the job ends with this process, which trains its node's share. ``launch.nodes`` without ``--on``
             chooses the first such engine.
         current_job: the id of the job that has a process with these variables; ``None``: it is in no job.
@@ -156,6 +162,7 @@ class EngineSpec:
     summary: str
     make: Callable[[], Engine]
     options: tuple[EngineOption, ...] = ()
+    makes_run_folder: bool = True
     is_attached: bool = False
     current_job: Callable[[Mapping[str, str]], str | None] = lambda environ: None
 
