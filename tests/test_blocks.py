@@ -19,7 +19,7 @@ PAGES = [
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if "```python" in page.read_text(encoding="utf-8")
     and (page.parent.name != "start" or page.name == "notebooks.md")
-    and page.name not in {"ray.md", "bench.md"}  # Ray is not installed; tests/lab/bench has the profiler
+    and page.name != "bench.md"  # tests/lab/bench has the profiler
 ]
 #: Pages are forks of a process that has imported what they use, and their ranks are forks of theirs.
 RUN = """
