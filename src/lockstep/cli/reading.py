@@ -89,12 +89,14 @@ def _describe(run: RunDir) -> dict[str, Any]:
 def _job(run: RunDir) -> str | None:
     """The job that an engine has for the run, and its state."""
     from lockstep.errors import UsageError
-    from lockstep.launch.engines.record import handle_of
+    from lockstep.launch.engines.record import handle_of, was_submitted_here
     from lockstep.launch.engines.spec import find_engine
 
     handle = handle_of(run)
     if handle is None:
         return None
+    if not was_submitted_here(handle):
+        return f"{handle.engine} {handle.id}, submitted elsewhere"
     try:
         status = find_engine(handle.engine).make().status(handle).text
     except UsageError as error:

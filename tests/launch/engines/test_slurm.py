@@ -289,12 +289,10 @@ def test_stop_leaves_a_job_of_another_folder_alone(slurm: dict[str, str], tmp_pa
     run, forged = tmp_path / "my run", tmp_path / "forged"
     try:
         deadline = time.monotonic() + WAIT_S
-        while not (run / "slurm.json").exists():
+        while not (run / "job.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         shutil.copytree(run, forged)
-        (forged / "job.sbatch").unlink()
-        (forged / "job.sbatch").symlink_to(run / "job.sbatch")
         code, _, error = lockstep("stop", str(forged))
         assert (code, f"slurm job {job_id(run)}" in error) == (2, True), error
         assert ask(slurm, "squeue", "--noheader", "--jobs", job_id(run), "--format=%T") == "PENDING"

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from lockstep.config import RunConfig, resolve
 from lockstep.errors import RunFolderError, UsageError
-from lockstep.launch.engines.record import write_handle
+from lockstep.launch.engines.record import was_submitted_here, write_handle
 from lockstep.launch.engines.spec import Job, JobHandle, JobStatus, NodeRange, find_engine
 from lockstep.launch.prepare import settle
 from lockstep.launch.process.signals import exit_code
@@ -178,8 +178,14 @@ def _state_after(run: RunDir, status: JobStatus) -> str:
 def stop(handle: JobHandle, timeout_s: float) -> str:
     """End a submitted run: out of the queue, or with a checkpoint when it runs; its status afterwards.
 
-    Raises :class:`RunFolderError`: the job is over, or still runs after ``timeout_s`` seconds.
+    Raises :class:`RunFolderError`: the job was submitted elsewhere, is over, or still runs after ``timeout_s`` seconds.
     """
+    if not was_submitted_here(handle):
+        raise RunFolderError(
+            f"{_name(handle)}, which {RunDir(handle.run_folder).job_file} names, was not submitted from here",
+            why="a run folder from elsewhere could name any job",
+            fix="end it where it was submitted, or with the engine's command",
+        )
     engine, run = find_engine(handle.engine).make(), RunDir(handle.run_folder)
     status = engine.status(handle)
     if status.is_over:

@@ -1,11 +1,16 @@
-"""The record of a submitted job, ``job.json`` in the run folder: which engine has it, under which name."""
+"""The record of a submitted job, ``job.json`` in the run folder: which engine has it, under which name.
+
+The user's list (:mod:`lockstep.config.named`) has the job too: a run folder from elsewhere could name any job.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from pydantic import Field
 
+from lockstep.config.named import Reference, named
 from lockstep.launch.engines.spec import JobHandle, find_engine
 from lockstep.rundir.files import FileContent, write_json
 from lockstep.rundir.folder import RunDir
@@ -23,6 +28,17 @@ def write_handle(handle: JobHandle) -> None:
     """Record the job in its run folder. Raises :class:`StorageError`."""
     record = JobRecord(engine=handle.engine, id=handle.id)
     write_json(RunDir(handle.run_folder).job_file, record.model_dump())
+    named.add([_reference(handle)])
+
+
+def _reference(handle: JobHandle) -> Reference:
+    name = json.dumps([handle.engine, handle.id, str(handle.run_folder.resolve())])
+    return Reference(setting="job.json", value=handle.id, entry=f"job={name}")
+
+
+def was_submitted_here(handle: JobHandle) -> bool:
+    """Whether the user submitted the job on this machine, or on one with the same home folder, for this run folder."""
+    return not named.missing([_reference(handle)])
 
 
 def handle_of(run: RunDir) -> JobHandle | None:
