@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from lockstep.api.settings import Settings, mapping_of
-from lockstep.config import RunConfig
-from lockstep.config.load import merge
+from lockstep.config import RunConfig, merge
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.remote import is_url
 from lockstep.rundir.summary import find_run
