@@ -410,26 +410,30 @@ def test_a_run_that_is_killed_or_stopped_goes_on(tmp_path: Path, strike: Callabl
 
 
 @pytest.mark.parametrize(
-    ("place", "does", "limit"),
+    ("place", "does", "limit", "torchrun"),
     [
-        ("prepare", "stands_still", "distributed.timeout_s"),
-        ("model", "stands_still", "distributed.timeout_s"),
-        ("compute", "stands_still", "distributed.timeout_s"),
-        ("compute", "calls_alone", "launch.hang_timeout_s"),
+        ("prepare", "stands_still", "distributed.timeout_s", False),
+        ("model", "stands_still", "distributed.timeout_s", False),
+        ("compute", "stands_still", "distributed.timeout_s", False),
+        ("compute", "stands_still", "distributed.timeout_s", True),
+        ("compute", "calls_alone", "launch.hang_timeout_s", False),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
-    place: str, does: str, limit: str, tmp_path: Path
+    place: str, does: str, limit: str, torchrun: bool, tmp_path: Path
 ) -> None:
+    before = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m") if torchrun else ()
+    limit_s = 8 if torchrun else 2  # under torchrun the ranks import torch in it, too
     process = start(
         *("train", f"{ROOT / 'tests' / 'e2e' / 'waiting.py'}:Waiting", "--devices", "cpu,cpu", "--save-dir", "run"),
-        *("--set", f"task.at={place}", "--set", f"task.does={does}", "--set", f"{limit}=2"),
+        *("--set", f"task.at={place}", "--set", f"task.does={does}", "--set", f"{limit}={limit_s}"),
+        module=(*before, "lockstep"),
         cwd=tmp_path,
     )
     output = finish(process, 1)
     rank = 1 if place == "model" else 0
     assert re.search(rf"error: rank {rank} .*waiting\.py:\d+ in {does}", output)
-    assert f"raise {limit} (now 2)" in output
+    assert f"raise {limit} (now {limit_s})" in output
     assert does in (RunDir.open(tmp_path / "run").read().error or "")
 
 

@@ -119,7 +119,8 @@ class AgreedConnector(_LoggerConnector):
         """
         if group is None and self.group is None:
             backend = "gloo" if self.mixed.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            self.group = distributed.new_group(backend=backend, timeout=self.trainer.strategy._timeout)
+            strategy: Any = self.trainer.strategy
+            self.group = distributed.new_group(backend=backend, timeout=strategy._timeout)
         group = self.group if group is None else group
         mark = float(int.from_bytes(blake2b(name.encode(), digest_size=6).digest()))
         named = torch.tensor([mark, 0.0], dtype=torch.float64).to(value.device)

@@ -55,18 +55,13 @@ class Carried(NamedTuple):
     key: int
 
 
-class Part(NamedTuple):
-    """A run of the body.
-
-    ``number``: of its batch; ``first``: of the first batch of its step. ``is_part``: the step may have several;
-    ``is_last``: this is the last one. ``keeps_rows``: a sample is on this rank in every epoch.
-    """
+class _Part(NamedTuple):
+    """A run of the body: the number of its batch, and that of the first batch of its step."""
 
     number: int
     first: int
     is_part: bool
     is_last: bool
-    keeps_rows: bool
 
 
 class LoopTensors(NamedTuple):
@@ -123,14 +118,15 @@ class LossOrigins(TorchFunctionMode):
 
     Args:
         check_call: called with each function of the body, its tensors and its keywords; may raise.
+        keeps_rows: whether a sample is on this rank in every epoch.
 
     Attributes:
         carried: a tensor from an earlier batch on which a loss depends; ``None``: there is none so far.
     """
 
-    def __init__(self, check_call: CheckCall | None = None) -> None:
+    def __init__(self, check_call: CheckCall | None = None, *, keeps_rows: bool = False) -> None:
         super().__init__()
-        self._check_call = check_call
+        self._check_call, self._keeps_rows = check_call, keeps_rows
         self._origins: dict[int, _Origins] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._weights: dict[int, str] = {}
@@ -140,7 +136,7 @@ class LossOrigins(TorchFunctionMode):
         self._averages: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         self._moved: set[int] = set()
-        self._part, self._is_paused = Part(0, 0, is_part=False, is_last=True, keeps_rows=False), False
+        self._part, self._is_paused = _Part(0, 0, is_part=False, is_last=True), False
         self._is_averaged = False
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
@@ -149,8 +145,16 @@ class LossOrigins(TorchFunctionMode):
         self._kept: set[int] = set()
         self.carried: Carried | None = None
 
-    def begin_body(self, part: Part, batch: Any, tensors: LoopTensors) -> None:
-        """Follow the values of a body."""
+    def begin_body(
+        self, batch: Any, tensors: LoopTensors, *, number: int, first: int, is_part: bool, is_last: bool
+    ) -> None:
+        """Follow the values of a body.
+
+        Args:
+            number: of the batch; ``first``: of the first batch of its step.
+            is_part: whether the step may have several batches; ``is_last``: this is the last one.
+        """
+        part = _Part(number, first, is_part, is_last)
         ends = [writers.end_body(self._part.number) for writers in self._writers.values()]
         self._reads_others = any(ends)
         if part.number > self._part.number + 1:  # what has been written since is not known
@@ -315,7 +319,7 @@ class LossOrigins(TorchFunctionMode):
             if bool((is_new | (numbers == 0) & (not by_sample)).all()):
                 return origins - earlier
             is_earlier = (numbers >= 0) & (numbers <= part.first)
-            if by_sample and part.is_part and part.keeps_rows and bool((is_new | is_earlier).all()):
+            if by_sample and part.is_part and self._keeps_rows and bool((is_new | is_earlier).all()):
                 self._writers[key].note_rows(tensor, select)
                 return (origins - earlier) | {carried}
         if key in self._earlier:

@@ -23,6 +23,7 @@ from lockstep._compat.torch import (
     has_scaled,
     has_scheduler,
     note_step,
+    tree_leaves,
     versions,
     within_wrapper,
 )
@@ -30,7 +31,7 @@ from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import autocast, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.origins import CheckCall, LossOrigins
+from lockstep.engine.session.origins import CheckCall, LoopTensors, LossOrigins
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
@@ -133,9 +134,23 @@ class PreparedModels:
 
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
 
-    def origins(self, check_call: CheckCall | None) -> LossOrigins:
-        """Follows the values of bodies to their losses; ``check_call``: see there."""
-        return LossOrigins(check_call)
+    def origins(self, check_call: CheckCall | None, *, keeps_rows: bool) -> LossOrigins:
+        """Follows the values of bodies to their losses; see there."""
+        return LossOrigins(check_call, keeps_rows=keeps_rows)
+
+    def loop_tensors(
+        self, averages: Iterable[torch.Tensor], merged: Iterable[torch.Tensor], registered: Iterable[Any]
+    ) -> LoopTensors:
+        """The tensors that outlive a body, those of the objects that are ``registered`` for checkpoints among them."""
+        module = self.container()
+        states = [module.state_dict(), *(thing.state_dict() for thing in registered)]
+        return LoopTensors(
+            weights={name: parameters_of(optimizer) for name, optimizer in self.optimizers.items()},
+            averages=chain(module.parameters(), averages),
+            buffers=dict(module.named_buffers()),
+            merged=merged,
+            kept=[leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)],
+        )
 
     def check(self) -> None:
         """Raise :class:`TaskError` where an optimizer could not train what it has."""

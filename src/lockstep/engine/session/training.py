@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import default_store, has_compiled, tree_leaves
+from lockstep._compat.torch import default_store, has_compiled
 from lockstep.data.requests import BatchRequest, Window, readable
 from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
@@ -20,8 +20,7 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
-from lockstep.engine.session.origins import LoopTensors, Part
-from lockstep.engine.session.prepared import Beside, PreparedModels, parameters_of, tensors_of
+from lockstep.engine.session.prepared import Beside, PreparedModels, tensors_of
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.stepper import SessionOptimizer, SharedPrecision, backward, build_steppers, checked_loss
 from lockstep.engine.strategies.base import SeededDraws
@@ -93,7 +92,8 @@ class Training(Saves):
         self.has_stepped, self.is_cut, self.is_ghost = False, False, False
         self.reshuffles, self.skips = True, rank.config.data.on_bad_row == "skip"
         self._flags: Flags | None = None
-        self._origins = prepared.origins(self._shards.check_call if self._shards else None)
+        keeps_rows = rank.collectives.size == 1 and plan.batch.lanes is None
+        self._origins = prepared.origins(self._shards.check_call if self._shards else None, keeps_rows=keeps_rows)
         self._bodies, self._has_repeated = 0, False
         self._left_in: str | None = None
         self._stepped: set[str] = set()
@@ -187,22 +187,15 @@ class Training(Saves):
             return
         registered = self._resumed.registered.values()
         modules = [thing for thing in registered if isinstance(thing, nn.Module)]
-        states = [self._module.state_dict(), *(thing.state_dict() for thing in registered)]
-        part = Part(
+        averages = chain(self._beside.tensors(), *map(tensors_of, modules))
+        self._origins.begin_body(
+            batch,
+            self.prepared.loop_tensors(averages, self._buffers.ruled(), registered),
             number=self._bodies + self.place,
             first=self._bodies,
             is_part=self.has_parts,
             is_last=self.is_last,
-            keeps_rows=self.rank.collectives.size == 1 and self.rank.plan.batch.lanes is None,
         )
-        tensors = LoopTensors(
-            weights={name: parameters_of(optimizer) for name, optimizer in self.prepared.optimizers.items()},
-            averages=chain(self._module.parameters(), self._beside.tensors(), *map(tensors_of, modules)),
-            buffers=dict(self._module.named_buffers()),
-            merged=self._buffers.ruled(),
-            kept=[leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)],
-        )
-        self._origins.begin_body(part, batch, tensors)
         self._around.enter_context(self._origins)
 
     @property

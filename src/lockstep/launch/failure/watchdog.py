@@ -2,7 +2,8 @@
 
 A thread of each rank sends heartbeats with the rank's activity to the others, over the store. A rank that has made no
 progress for half the time-out reads those of the others. When no rank makes progress, each writes what it knows to its
-log, one prints the report (or each records it for its launcher), and the processes end.
+log, one prints the report (or each records it for its launcher), and the processes end. A rank whose collective call
+has expired asks the others for their stacks in the same way, and reports the one that it has waited for.
 
 The thread needs the interpreter: a rank whose native code keeps it, or that is stopped, sends no heartbeat, and the
 others report that.
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import Store
 from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch.failure import hang, records
+from lockstep.launch.failure.causes import expired_s
 from lockstep.launch.process.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, leave, log_file, stacks_on_request
 from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.files import FileContent
@@ -42,6 +44,9 @@ _BEATS_IN_TIMEOUT = 30
 _LEAST_INTERVAL_S = 0.1
 #: How long a rank stays, after the next check of the others, so that they find the hang and not the loss of a rank.
 _OTHERS_S = 5.0
+#: How often a rank looks whether another one asks for its stack.
+_ASKED_INTERVAL_S = 0.5
+_ASKED = "lockstep/watchdog/asked"
 
 
 class _Heartbeat(FileContent):
@@ -81,6 +86,7 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
         self._host = socket.gethostname()
         self._sent = 0
+        self._is_asked = False
         self._checked_at = time.monotonic()
         self._silence = hang.Silence(os.getpid(), self._checked_at)
         self._received: dict[int, tuple[int, float]] = {}
@@ -91,13 +97,38 @@ class Watchdog(threading.Thread):
         self.join(_OTHERS_S)
 
     def run(self) -> None:
-        while not self._ended.wait(self.interval_s):
+        due_at = time.monotonic() + self.interval_s
+        while not self._ended.wait(min(self.interval_s, _ASKED_INTERVAL_S)):
             with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will fail of that
-                report = self._check(time.monotonic())
+                self._is_asked = self._store is not None and self._store.check([_ASKED])
+                now = time.monotonic()
+                if now < due_at and not self._is_asked:
+                    continue
+                due_at = now + self.interval_s
+                report = self._check(now)
                 if report is not None and not self._ended.is_set():
                     answering = [at.rank for at in report.ranks if at.state not in ("stopped", "unresponsive")]
                     self._hung(report, min(answering) == self._world.rank)
                     return
+
+    def places_after(self, timeout_s: float) -> hang.HangReport | None:
+        """Return where the other ranks are, after this one has waited for them in a collective call for ``timeout_s``.
+
+        ``None`` where none of them has begun to send heartbeats, or the store is gone.
+        """
+        if self._store is None:
+            return None
+        store, answers, until = self._store.clone(), dict[int, hang.Standstill](), time.monotonic() + _OTHERS_S
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        with contextlib.suppress(RuntimeError, ValidationError):
+            store.set(_ASKED, "")
+            while time.monotonic() < until and not all(rank in answers and answers[rank].stack for rank in others):
+                time.sleep(_LEAST_INTERVAL_S)
+                for rank in (rank for rank in others if store.check([_key(rank)])):
+                    answers[rank] = _Heartbeat.model_validate_json(store.get(_key(rank))).at
+        if not answers:
+            return None
+        return hang.HangReport(timeout_s=timeout_s, ranks=tuple(answers.values()), setting=hang.COLLECTIVE_TIMEOUT)
 
     def _check(self, now: float) -> hang.HangReport | None:
         pause = now - self._checked_at
@@ -119,7 +150,7 @@ class Watchdog(threading.Thread):
     def _own_heartbeat(self, now: float) -> _Heartbeat:
         sign = pulse.sign
         silent_s = self._silence.update(sign, now)
-        stack = main_stack() if silent_s >= self._timeout_s / 2 else ()
+        stack = main_stack() if silent_s >= self._timeout_s / 2 or self._is_asked else ()
         if not stack:
             self._workers = None
         elif self._workers is None:
@@ -204,6 +235,7 @@ def watched(
 ) -> Iterator[None]:
     """Inside, this process ends with exit code 1 when no rank has made progress for ``timeout_s``.
 
+    So it does where a collective call has expired, and another rank answers where it is.
     It and its loader workers write their stacks to the rank's log on request. The run's folder gets the stacks, too,
     and rank 0 records the failure in it. ``launcher``: where a launcher reads of failures, which it prints.
     """
@@ -220,12 +252,13 @@ def watched(
         with contextlib.suppress(LockstepError):  # the folder may be what failed
             if launcher is not None:
                 records.record(launcher, rank, error)
-            elif world.is_main:
+            elif world.is_main or report.setting == hang.COLLECTIVE_TIMEOUT:  # rank 0 may be the one that is waited for
                 run.update(status="failed", error=str(error))
         if launcher is None and prints:
             with contextlib.suppress(OSError):
                 os.write(terminal, f"error: {error}\n".encode())
-        time.sleep(watchdog.interval_s + _OTHERS_S)
+        if report.setting == hang.HANG_TIMEOUT:
+            time.sleep(watchdog.interval_s + _OTHERS_S)
         leave(1)
 
     workers = partial(ask_workers, os.getpid(), rank, run.logs)
@@ -239,7 +272,23 @@ def watched(
                 if signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the script that trains here uses it
                     inside.enter_context(stacks_on_request(log))
             yield
+    except Exception as error:
+        waited_s = _waited_s(error)
+        report = None if waited_s is None else watchdog.places_after(waited_s)
+        if report is not None and report.behind:
+            waiting = {at.rank for at in report.ranks} - {at.rank for at in report.behind} | {rank}
+            hung(report, min(waiting) == rank)
+        raise
     finally:
         watchdog.end()
         pulse.is_watched = before
         os.close(terminal)
+
+
+def _waited_s(error: BaseException | None) -> float | None:
+    """The time-out of the collective call that ``error`` comes from; ``None``: it has another reason."""
+    while error is not None:
+        if (waited_s := expired_s(str(error))) is not None:
+            return waited_s
+        error = error.__cause__ or error.__context__
+    return None
