@@ -161,8 +161,8 @@ class BackgroundWriter:
 
         # Not a daemon: a normal end of the process waits for it.
         thread = threading.Thread(target=write, name=f"lockstep-save-{snapshot.step}", daemon=False)
-        thread.start()  # raises at a limit of threads
         self._save = _Save(snapshot.step, best, thread, done)
+        thread.start()
         pulse.writes_in(thread.native_id or 0)
 
     def poll(self) -> None:
@@ -175,7 +175,8 @@ class BackgroundWriter:
         save = self._save
         if save is None:
             return
-        save.thread.join()
+        if save.thread.is_alive():  # it may not have been started, at a limit of threads
+            save.thread.join()
         pulse.writes_in(0)
         self._save = None
         for found in save.done:

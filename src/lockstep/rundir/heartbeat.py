@@ -167,9 +167,8 @@ class Heartbeat:
             self._folder = os.open(path.parent, os.O_RDONLY)
         self._progress = (step, total)
         self._beat(path)
-        thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
-        thread.start()  # raises at a limit of threads
-        self._thread = thread
+        self._thread = threading.Thread(target=self._run, args=(path,), name="lockstep-heartbeat", daemon=True)
+        self._thread.start()
 
     def beat(self, step: int, total: int | None) -> None:
         """Report the progress: optimizer steps done, and their number in total. The first call begins the training."""
@@ -180,7 +179,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Write a last beat and end the thread. May be called twice, or without a start."""
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # at a limit of threads it was not started
             self._thread.join()
         if self._folder is not None:
             os.close(self._folder)
