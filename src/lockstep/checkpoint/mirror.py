@@ -42,7 +42,8 @@ def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir |
     Raises:
         RunFolderError: the mirror cannot be read, its run is still running, or the folder has other files.
     """
-    remote, folder = Remote(url), absolute(folder)
+    remote = Remote(url)
+    folder = absolute(folder)
     with reaching(url):
         names = remote.names()
     if "run.json" not in names:
@@ -69,7 +70,8 @@ def fetch_run(url: str, folder: Path, report: Callable[[str], None]) -> RunDir |
 
 def _await_end(remote: Remote, run: RunDir) -> None:
     """Wait until it is sure that no process trains the run any more. Raises :class:`RunFolderError`: one does."""
-    beat, record = run.progress(), run.read()
+    record = run.read()
+    beat = run.progress()
     is_here = beat is not None and beat.host == socket.gethostname()
     before = remote.read_if_there(run.heartbeat_file.name)
     deadline = time.monotonic() + SILENCE_S
@@ -114,18 +116,19 @@ def fetch_checkpoint(remote: Remote, folder: Path, step: int) -> None:
 
     Raises :class:`CheckpointError`: a file at the mirror is missing, or differs from its hash.
     """
-    place, target = f"{CHECKPOINTS}/{folder_name(step)}", folder / folder_name(step)
+    remote_folder = f"{CHECKPOINTS}/{folder_name(step)}"
+    target = folder / folder_name(step)
     with reaching(remote.url):
-        _get(remote, f"{place}/{MANIFEST}", target / MANIFEST)
+        _get(remote, f"{remote_folder}/{MANIFEST}", target / MANIFEST)
         manifest = read_manifest(target)
         for name, digest in manifest.files.items():
-            if "/" in name or not is_weights(f"{place}/{name}"):
+            if "/" in name or not is_weights(f"{remote_folder}/{name}"):
                 raise CheckpointError(f"{target / MANIFEST} is damaged", why=f"it names a file {name!r}")
             try:
                 verify_files(target, replace(manifest, files={name: digest}))
             except CheckpointError:
                 with contextlib.suppress(FileNotFoundError):  # the next comparison names the file
-                    _get(remote, f"{place}/{name}", target / name)
+                    _get(remote, f"{remote_folder}/{name}", target / name)
         verify_files(target, manifest)
 
 

@@ -15,7 +15,7 @@ from lockstep.rundir.files import make_folders, names_in, remove
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.remote import CHECKPOINT, MANIFEST, Remote, is_weights, reaching
 
-#: Seconds between two copies of what is followed.
+#: Seconds between two copies of a mirror that is followed.
 INTERVAL_S = 5.0
 
 
@@ -37,7 +37,7 @@ class Copy:
         self._marks: dict[str, Any] = {}
 
     def refresh(self) -> RunDir:
-        """Copy what is new or has changed; the run."""
+        """Copy new and changed files; the run."""
         with reaching(self.remote.url):
             names = self.remote.names()
             if "run.json" not in names:
@@ -72,13 +72,13 @@ class CopiedRuns:
         self._copies: dict[str, Copy] = {}
 
     def refresh(self) -> Path:
-        """Copy what is new or has changed; the folder. Raises :class:`RunFolderError`."""
+        """Copy new and changed files; the folder. Raises :class:`RunFolderError`."""
         with reaching(self._remote.url):
             names = self._remote.names()
-        for place, _, name in (name.rpartition("/") for name in names):
-            if name == "run.json" and "/" not in place and place not in self._copies:
-                url = f"{self._remote.url}/{place}".rstrip("/")
-                self._copies[place] = Copy(url, self._folder / url.rpartition("/")[2])
+        for parent, _, name in (name.rpartition("/") for name in names):
+            if name == "run.json" and "/" not in parent and parent not in self._copies:
+                url = f"{self._remote.url}/{parent}".rstrip("/")
+                self._copies[parent] = Copy(url, self._folder / url.rpartition("/")[2])
         for copy in self._copies.values():
             copy.refresh()
         make_folders(self._folder)

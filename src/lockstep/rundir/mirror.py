@@ -84,7 +84,8 @@ def check_mirror(url: str, folder: Path | None) -> None:
         if record is not None and run is None and record.status == "failed" and not any(map(is_weights, names)):
             for name in sorted(names, key=lambda name: name == "run.json"):
                 remote.remove(name)
-            record, names = None, {}
+            record = None
+            names = {}
     if record is not None and (run is None or run.read().id != record.id):
         raise RunFolderError(
             f"{url} is the mirror of run {record.id}",
@@ -126,18 +127,22 @@ class Mirror:
         interval_s: float | None = INTERVAL_S,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self.folder, self.url = folder, url
+        self.folder = folder
+        self.url = url
         #: Why the newest pass failed; empty: all was copied.
         self.failure = ""
-        self._interval_s, self._report = interval_s, report or _print
+        self._interval_s = interval_s
+        self._report = report or _print
         self._remote: Remote | None = None
         self._attempt = 0
         self._is_claimed = False
         self._sent: dict[str, tuple[int, ...]] = {}
         self._due: dict[str, float] = {}
         self._published: dict[str, bytes] = {}
-        self._kept: set[str | None] = set()
-        self._wake, self._closing, self._abandoned = threading.Event(), threading.Event(), threading.Event()
+        self._retained: set[str | None] = set()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, attempt: int) -> None:
@@ -145,7 +150,8 @@ class Mirror:
 
         Raises :class:`RunFolderError` if another attempt has the claim. An outage is waited for in the background.
         """
-        self._attempt, self._is_claimed = attempt, False
+        self._attempt = attempt
+        self._is_claimed = False
         try:
             self._claim(self._opened())
         except LockstepError:
@@ -165,7 +171,8 @@ class Mirror:
         """Make a last pass and wait for it; whether all is at the mirror. A later request starts it again."""
         self._closing.set()
         self.request()
-        thread, deadline = self._thread, time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
+        thread = self._thread
         assert thread is not None, "a request starts the thread"
         thread.join(min(PROGRESS_S / 2, wait_s))
         while thread.is_alive() and time.monotonic() < deadline:
@@ -202,7 +209,8 @@ class Mirror:
             else:
                 if self.failure:
                     self._report(f"mirror: {self.url} is reached again")
-                pause, self.failure = self._interval_s, ""
+                pause = self._interval_s
+                self.failure = ""
                 if is_last:
                     return
         self._abandoned.clear()
@@ -210,7 +218,8 @@ class Mirror:
     def _failed(self, error: Exception) -> None:
         if not self.failure:
             self._report(f"warning: cannot copy to {self.url}, and will try again: {in_words(error)}")
-        self.failure, self._remote = in_words(error), None
+        self.failure = in_words(error)
+        self._remote = None
 
     def _opened(self) -> Remote:
         self._remote = self._remote or Remote(self.url)
@@ -273,15 +282,16 @@ class Mirror:
 
     def _send_checkpoint(self, remote: Remote, name: str) -> None:
         """Send a checkpoint, its manifest last; nothing if it is retired before its files could be held."""
-        folder, place = self.folder / CHECKPOINTS / name, f"{CHECKPOINTS}/{name}"
+        folder = self.folder / CHECKPOINTS / name
+        remote_folder = f"{CHECKPOINTS}/{name}"
         with _held(folder) as source:
             try:
                 manifest = (source / MANIFEST).read_bytes()
                 self._published.pop(name, None)
-                remote.remove(f"{place}/{MANIFEST}")
+                remote.remove(f"{remote_folder}/{MANIFEST}")
                 for file in sorted(source.iterdir()):
                     if file.name != MANIFEST:
-                        self._send(remote, file, f"{place}/{file.name}")
+                        self._send(remote, file, f"{remote_folder}/{file.name}")
                         self._send_records(remote)
             except FileNotFoundError:
                 if source.exists():
@@ -289,7 +299,7 @@ class Mirror:
                 return
         self._send_records(remote, everything=True)
         self._refuse_superseded(remote)
-        remote.write(f"{place}/{MANIFEST}", manifest)
+        remote.write(f"{remote_folder}/{MANIFEST}", manifest)
         self._published[name] = manifest
         self._send_pointers(remote)
 
@@ -302,7 +312,8 @@ class Mirror:
 
     def _send_pointers(self, remote: Remote) -> None:
         for pointer in POINTERS:
-            name, target = f"{CHECKPOINTS}/{pointer}", self._target(pointer)
+            name = f"{CHECKPOINTS}/{pointer}"
+            target = self._target(pointer)
             mark = (int(target.removeprefix("step-")),) if target in self._published else None
             if mark is not None and self._sent.get(name) != mark:
                 remote.write(name, f"{target}\n".encode())
@@ -311,15 +322,15 @@ class Mirror:
     def _retire(self, remote: Remote) -> None:
         """Remove the checkpoints at the mirror that the folder no longer has, manifests first."""
         keep = {*names_in(self.folder / CHECKPOINTS), *map(self._target, POINTERS)}
-        if not self._published or keep == self._kept:
+        if not self._published or keep == self._retained:
             return
-        there = {name.split("/")[1] for name in remote.names(CHECKPOINTS)}
-        for checkpoint in filter(CHECKPOINT.fullmatch, there - keep):
+        mirrored = {name.split("/")[1] for name in remote.names(CHECKPOINTS)}
+        for checkpoint in filter(CHECKPOINT.fullmatch, mirrored - keep):
             remote.remove_checkpoint(checkpoint)
             self._published.pop(checkpoint, None)
             gone = f"{CHECKPOINTS}/{checkpoint}/"
             self._sent = {name: mark for name, mark in self._sent.items() if not name.startswith(gone)}
-        self._kept = keep
+        self._retained = keep
 
     def _refuse_superseded(self, remote: Remote) -> None:
         if self._attempt and remote.read_if_there(f"attempts/{self._attempt + 1}/{_CLAIM}") is not None:
@@ -331,15 +342,16 @@ class Mirror:
     def _send_records(self, remote: Remote, *, everything: bool = False) -> None:
         """Send the new and changed files besides checkpoints; of large ones not each change, unless ``everything``."""
         for file in self._records():
-            name, begun = file.relative_to(self.folder).as_posix(), time.monotonic()
-            if not everything and begun < self._due.get(name, 0.0):
+            name = file.relative_to(self.folder).as_posix()
+            start = time.monotonic()
+            if not everything and start < self._due.get(name, 0.0):
                 continue
             try:
                 self._send(remote, file, name)
             except FileNotFoundError:
                 if file.exists():
                     raise
-            self._due[name] = begun + SHARE_OF_TIME * (time.monotonic() - begun)
+            self._due[name] = start + SHARE_OF_TIME * (time.monotonic() - start)
 
     def _records(self) -> list[Path]:
         """The files besides checkpoints, ``run.json`` last."""
@@ -411,7 +423,8 @@ class MirrorSink:
     """Mirrors the run folder from the start of an attempt to its end, which waits for it at most ``wait_s`` seconds."""
 
     def __init__(self, run: RunDir, url: str, *, wait_s: float) -> None:
-        self._mirror, self._wait_s = Mirror(run.path, url), wait_s
+        self._mirror = Mirror(run.path, url)
+        self._wait_s = wait_s
         self._is_started = False
 
     def emit(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Files at a URL of fsspec: reading, writing and listing them, and what a storage's refusal means to users."""
+"""Files at a URL of fsspec: reading, writing and listing them, and errors for users."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_url(text: str) -> bool:
 class Remote:
     """The files below a URL. Not to be used after a fork: make a new one, which connects again.
 
-    Raises :class:`ConfigError` for an unknown protocol or a missing package; methods raise what fsspec raises.
+    Raises :class:`ConfigError` for an unknown protocol or a missing package; methods raise fsspec's errors.
     """
 
     def __init__(self, url: str) -> None:
@@ -98,7 +98,7 @@ class Remote:
             self._files.rm_file(self.path(name))
 
     def remove_checkpoint(self, checkpoint: str) -> None:
-        """Remove a checkpoint, its manifest first: what is left of one without a manifest is not read."""
+        """Remove a checkpoint, its manifest first: a rest without a manifest is not read."""
         folder = f"{CHECKPOINTS}/{checkpoint}"
         self.remove(f"{folder}/{MANIFEST}")
         for name in self.names(folder):
@@ -108,23 +108,23 @@ class Remote:
                 self._files.rmdir(self.path(folder))
 
     def names(self, folder: str = "") -> dict[str, Any]:
-        """The files below ``folder``, and something of each that changes with its content.
+        """The files below ``folder``, each with a value that changes with its content.
 
-        Names that would lead out of the folder, and what is never copied, are left out.
+        Leaves out names that would lead out of the folder, and files that are never copied.
         """
         try:
             listing = self._files.find(self.path(folder).rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
-        found = {}
+        files = {}
         for path, info in listing.items():
             name = path.removeprefix(f"{self._root}/")
             parts = name.split("/")
             if name == path or {"", ".", ".."} & {*parts} or "\0" in name or is_local_only(parts[-1]):
                 continue
             marks = [info.get(key) for key in ("size", "ETag", "mtime", "created", "LastModified", "etag", "updated")]
-            found[name] = marks if any(marks[1:]) else object()
-        return found
+            files[name] = marks if any(marks[1:]) else object()
+        return files
 
     def record(self) -> RunRecord | None:
         """The run that is mirrored here; ``None``: there is none. Raises :class:`RunFolderError`."""
