@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.checkpoint import mirror as fetching
 from lockstep.checkpoint.mirror import fetch_run
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.cli.main import main
@@ -233,6 +235,37 @@ def test_one_attempt_at_a_time_writes_a_mirror(url: str, tmp_path: Path) -> None
     with pytest.raises(LockstepError, match="resumed elsewhere"):
         check_mirror(url, run.path)
     check_mirror(url, fetched.path)
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_run_on_another_machine_has_ended_when_its_heartbeat_stays_the_same(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, store = new_run(tmp_path / "run")
+    save(run, store, 1)
+    run.update(status="running")
+    assert started(run, url).close(60.0)
+    remote = Remote(url)
+    beat = {**json.loads(remote.read("heartbeat.json")), "host": "elsewhere", "updated": time.time()}
+    counter = itertools.count()
+
+    class Beating(Remote):
+        def read_if_there(self, name: str) -> bytes | None:
+            if name == "heartbeat.json":  # the other machine's process writes between two looks
+                self.write(name, json.dumps({**beat, "counter": next(counter)}).encode())
+            return super().read_if_there(name)
+
+    remote.write("heartbeat.json", json.dumps(beat).encode())
+    monkeypatch.setattr(fetching, "SILENCE_S", 0.2)
+    monkeypatch.setattr(fetching, "_LOOK_S", 0.05)
+    with monkeypatch.context() as patch, pytest.raises(LockstepError, match="still running") as refusal:
+        patch.setattr(fetching, "Remote", Beating)
+        fetch_run(url, tmp_path / "fetched", [].append)
+    assert refusal.value.exit_code == 2
+    assert not (tmp_path / "fetched").exists()
+    fetched = fetch_run(url, tmp_path / "fetched", [].append)
+    assert fetched is not None
+    assert (fetched.status(), CheckpointStore(fetched.checkpoints).step_of("last")) == ("lost", 1)
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
