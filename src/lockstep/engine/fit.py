@@ -207,11 +207,7 @@ class Fit:
             self._end_epoch(step)
         elif self._is_due(step.step):
             self._validate_within_epoch()
-        if step.flags is not None and step.flags.save and not ends_epoch:
-            checkpoints.save()
-        log.agreed(step.flags)
-        if log.ended_by is None and (step.step + 1) % parts.rank.config.telemetry.log_interval == 0:
-            log.time_own_work()
+        log.end_step(step.flags, None if ends_epoch else checkpoints.save)
         if trace is not None:
             trace.after_hooks(step.step, merged=checkpoints.saved_at == step.step)
 

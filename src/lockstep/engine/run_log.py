@@ -277,6 +277,14 @@ class RunLog:
         elif flags and flags.time_up:
             self.ended_by = EndedBy.TIME
 
+    def end_step(self, flags: Flags | None, save: Callable[[], None] | None) -> None:
+        """Do what the ranks agreed on with a step; ``save``: ``None`` at the end of an epoch, which saves."""
+        if flags is not None and flags.save and save is not None:
+            save()
+        self.agreed(flags)
+        if self.ended_by is None and self.is_logged(self.state.step + 1):
+            self.time_own_work()
+
     def flush(self) -> None:
         """Emit what ranks have gathered and not emitted yet."""
         self._ranks.flush()

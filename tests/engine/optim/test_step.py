@@ -223,12 +223,12 @@ def test_plateau_lowers_the_rate_of_its_schedule_and_resumes() -> None:
         found = []
         for value in values:
             update.rates.advance("metric", value)
-            update._set_lr(50)
+            update.rates.set(50)
             found.append(update.rates.lr)
         return found
 
     update = made()
-    update._set_lr(0)
+    update.rates.set(0)
     assert update.rates.lr == pytest.approx(0.05)  # warm-up
     assert rates(update, [0.5, 0.6, 0.6]) == pytest.approx([0.1] * 3)
     resumed = made()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lockstep.checkpoint.content import walked
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.reader import states_of_generators
-from lockstep.engine.resume import Reads, load_initial_weights, load_latest, load_weights, restoring
+from lockstep.engine.optim.step import Update
+from lockstep.engine.resume import Reads, freeze_again, load_initial_weights, load_latest, load_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, TaskError
 
@@ -63,6 +64,27 @@ class Resumed:
         load_weights(module, self.snapshot.model, self._source)
         for name in self.registered:
             self._load(name)
+
+    def restore_updates(self, updates: Mapping[str, Update], module: nn.Module) -> None:
+        """Restore optimizers by name, and which parameters of ``module`` are frozen.
+
+        Raises:
+            CheckpointError: the checkpoint has others.
+        """
+        assert self.snapshot is not None
+        trainer = self.snapshot.trainer
+        saved = trainer["update"]
+        if "session" not in trainer or saved.keys() != updates.keys():
+            raise CheckpointError(
+                f"the checkpoints in {self._source} are not of this loop",
+                why=f"it prepares the optimizers {', '.join(updates)}, and they have "
+                + (", ".join(saved) if "session" in trainer else "the state of a task"),
+                fix="give prepare() the same optimizers as before, under the same names, or choose another --save-dir",
+            )
+        with restoring(self._source):
+            for name, update in updates.items():
+                update.load_state_dict(saved[name])
+        freeze_again(module, self.state.frozen)
 
     def _load(self, name: str) -> None:
         if self.snapshot is None:

@@ -18,7 +18,6 @@ from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import freeze_again, restoring
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
 from lockstep.engine.session.prepared import Beside, PreparedModels, tensors_of
 from lockstep.engine.session.saving import Resumed
@@ -26,7 +25,7 @@ from lockstep.engine.session.stepper import SessionOptimizer, SharedPrecision, b
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import Flags, Reduced
-from lockstep.errors import CheckpointError, CollectiveError, TaskError, UnsupportedError
+from lockstep.errors import CollectiveError, TaskError, UnsupportedError
 
 #: Windows of an attempt in which losses are checked to be sums, and followed to batches and weights.
 CHECKED_WINDOWS = 2
@@ -264,11 +263,7 @@ class Training(Saves):
         log.step(window.size, waited_s)
         if log.is_logged(state.step):
             self._log_step()
-        log.agreed(self._flags)
-        if self._flags is not None and self._flags.save and not epoch_over:
-            self.save()
-        if log.ended_by is None and log.is_logged(state.step + 1):
-            log.time_own_work()
+        log.end_step(self._flags, None if epoch_over else self.save)
 
     def _note_carried(self) -> None:
         """Warn of a tensor that is kept from batch to batch and is in no checkpoint."""
@@ -445,17 +440,6 @@ class Training(Saves):
 
     def restore(self, trainer: Mapping[str, Any]) -> None:
         """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""
-        saved, source = trainer["update"], self.rank.run_dir.path
-        if "session" not in trainer or saved.keys() != self.steppers.keys():
-            raise CheckpointError(
-                f"the checkpoints in {source} are not of this loop",
-                why=f"it prepares the optimizers {', '.join(self.steppers)}, and they have "
-                + (", ".join(saved) if "session" in trainer else "the state of a task"),
-                fix="give prepare() the same optimizers as before, under the same names, or choose another --save-dir",
-            )
-        with restoring(source):
-            for name, stepper in self.steppers.items():
-                stepper.update.load_state_dict(saved[name])
+        self._resumed.restore_updates({name: stepper.update for name, stepper in self.steppers.items()}, self._module)
         self._saved_at = self.state.step, self.state.epoch
-        freeze_again(self._module, self.state.frozen)
         self.stage, self.reshuffles = trainer["session"]["stage"], trainer["session"].get("reshuffles", False)

@@ -52,8 +52,8 @@ class TreeSum:
 
     def result(self) -> Leaf | None:
         """The sum of all leaves, whose number is a power of two; ``None`` if all were empty."""
-        assert len(self._stack) < 2, "the number of leaves must be a power of two"
-        return self._stack[0][1] if self._stack else None
+        assert len(self._stack) == 1, "the number of leaves must be a power of two"
+        return self._stack[0][1]
 
 
 class TreeAllReduce:
@@ -199,7 +199,10 @@ class LaneSums:
     def reduced(self, step: int, flags: Flags | None = None) -> Reduced:
         """Sum over lanes and ranks, and take the sums, unless a change is announced. Collective."""
         flags = self._flags if flags is None else flags
-        total, announces = self.total(*flags), flags.changed > 0
+        announces = flags.changed > 0
+        if announces:  # no lane has run
+            self.end(BatchRequest(0, 0, 0, 0))
+        total = self.total(*flags)
         sums = total[-1][: self._numbers] if announces else self.take(total)
         if self._ranks == 1:
             return Reduced(sums[0], sums[1], 1.0, flags)

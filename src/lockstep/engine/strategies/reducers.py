@@ -221,7 +221,19 @@ class GradientBuckets:
         """Send all that has not been sent, and the numbers with it."""
         self._used, parts = [p.grad is not None for p in self.parameters], self._parts
         unused = float(parts > 0 and not all(self._used))
-        self._launch_all([*pack(self._total, self._count, self._flags), float(parts), float(parts**2), unused])
+        numbers = [*pack(self._total, self._count, self._flags), float(parts), float(parts**2), unused]
+        self.is_armed = False
+        unread = {}
+        if self._tail.device.type != "cpu":  # where reading a tensor would wait
+            unread = {place: number for place, number in enumerate(numbers) if isinstance(number, Tensor)}
+        known = [0.0 if place in unread else number for place, number in enumerate(numbers)] if unread else numbers
+        sent = torch.tensor(known, dtype=self._tail.dtype)
+        # From other memory than page-locked, the host would wait for all that the GPU has to do.
+        self._tail.copy_(sent.pin_memory() if self._tail.is_cuda else sent, non_blocking=True)
+        for place, number in unread.items():
+            self._tail[place].copy_(number)
+        while not self.is_launched:
+            self._launch(self._buckets[self._launched])
 
     def reduced(self, step: int) -> Reduced:
         if not self.is_launched:
@@ -240,20 +252,6 @@ class GradientBuckets:
         self.is_uneven = ranks * squares != parts**2
         check_change(flags, ranks, announced=self._flags.changed > 0)
         return Reduced(torch.tensor(total, dtype=torch.float64), count, 1.0, flags)
-
-    def _launch_all(self, numbers: Sequence[float | Tensor]) -> None:
-        self.is_armed = False
-        unread = {}
-        if self._tail.device.type != "cpu":  # where reading a tensor would wait
-            unread = {place: number for place, number in enumerate(numbers) if isinstance(number, Tensor)}
-        known = [0.0 if place in unread else number for place, number in enumerate(numbers)] if unread else numbers
-        sent = torch.tensor(known, dtype=self._tail.dtype)
-        # From other memory than page-locked, the host would wait for all that the GPU has to do.
-        self._tail.copy_(sent.pin_memory() if self._tail.is_cuda else sent, non_blocking=True)
-        for place, number in unread.items():
-            self._tail[place].copy_(number)
-        while not self.is_launched:
-            self._launch(self._buckets[self._launched])
 
     @torch.no_grad()  # gradients may have a graph (create_graph)
     def _launch(self, bucket: _Bucket) -> None:
