@@ -16,7 +16,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter, ShardedStore
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives, collectives, shared
-from lockstep.engine.runtime import before_nccl, rank_device, runtime
+from lockstep.engine.runtime import rank_device, runtime
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import World
@@ -109,10 +109,8 @@ def joined(
     watches = config.telemetry.system_metrics and world.local_rank == 0
     heartbeat = Heartbeat()
     ending.callback(heartbeat.stop)
-    if plan.placement["backend"] == "nccl":
-        before_nccl(run_dir.logs)
     with (
-        runtime(plan, device, world, timeout_s, detect_anomaly=config.debug.detect_anomaly),
+        runtime(plan, device, detect_anomaly=config.debug.detect_anomaly, ranks=world.size),
         shared(world, timeout_s),
         monitored(run_dir.path, plan.placement["devices"], node=world.node_rank) if watches else nullcontext(),
     ):

@@ -8,14 +8,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from lockstep._compat.torch import choose_gpu_again, use_deterministic_algorithms
 from lockstep.engine.generators import generators_kept, seed_everything
@@ -98,26 +96,6 @@ def before_nccl(logs: Path) -> None:
         os.environ[_ALLOCATOR[0]] = _EXPANDABLE
 
 
-def join(backend: str | None, device: torch.device, world: World, timeout_s: float) -> bool:
-    """Initialize the process group of several ranks, unless it exists; return whether this call did."""
-    if world.size == 1 or dist.is_initialized():
-        return False
-    timeout = timedelta(seconds=timeout_s)
-    serve_store()
-    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    # The agent's store survives a restart of the ranks, with the addresses of the ranks before.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend=backend,
-        store=PrefixStore(f"start-{start}", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
-    return True
-
-
 #: Stores that :func:`serve_store` has opened; they stay open until this process ends.
 _served: list[Store] = []
 
@@ -177,15 +155,13 @@ def rank_device(devices: Sequence[str], world: World) -> torch.device:
 
 
 @contextmanager
-def runtime(
-    plan: Plan, device: torch.device, world: World, timeout_s: float, *, detect_anomaly: bool
-) -> Iterator[None]:
-    """Threads, seeds, determinism and the process group of an attempt; the caller's are restored afterwards."""
+def runtime(plan: Plan, device: torch.device, *, detect_anomaly: bool, ranks: int) -> Iterator[None]:
+    """Threads, seeds and determinism of an attempt; the caller's are restored afterwards."""
     exact, on_gpu = plan.reproducibility == "exact", device.type == "cuda"
     products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
     with ExitStack() as kept:
         kept.enter_context(expandable_segments(device))  # before anything asks the GPU
-        if on_gpu and world.size == 1:  # one of several ranks ends soon
+        if on_gpu and ranks == 1:  # one of several ranks ends soon
             kept.callback(choose_gpu_again, torch.cuda.current_device())
         kept.enter_context(generators_kept())
         kept.callback(torch.set_num_threads, torch.get_num_threads())
@@ -197,27 +173,11 @@ def runtime(
         kept.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
         if exact:
             kept.enter_context(_deterministic())
-        kept.enter_context(_group(plan.placement["backend"], device, world, timeout_s))
         seed_everything(plan.seed)
         if not on_gpu:
             kept.enter_context(kept_memory())
         kept.enter_context(torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True))
         yield
-
-
-@contextmanager
-def _group(backend: str | None, device: torch.device, world: World, timeout_s: float) -> Iterator[None]:
-    """The process group, destroyed at the end if this made it."""
-    ends = join(backend, device, world, timeout_s)
-    try:
-        yield
-    except BaseException:
-        # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
-        ends = ends and backend != "nccl"
-        raise
-    finally:
-        if ends:
-            dist.destroy_process_group()
 
 
 @contextmanager

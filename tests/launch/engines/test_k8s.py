@@ -273,6 +273,10 @@ def test_a_job_is_created_followed_shown_and_deleted(api_server: type[ApiServer]
     assert api_server.requests[-1].startswith(f"DELETE {path}/running")
     assert "propagationPolicy=Foreground" in api_server.requests[-1]
     assert RunDir(Path("running")).read().status == "stopped"
+    assert main(["train", TOY, *job, "--save-dir", "running"]) == 2, "there is a run already"
+    Path("running").rename("complete-2")
+    assert main(["train", TOY, *job, "--save-dir", "complete-2", "--resume"]) == 0
+    assert api_server.requests[-1] == f"POST {path}"
 
 
 def test_without_a_cluster_each_error_is_one_clear_text(

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import finish, wire_device
-from lockstep.engine.runtime import join, rank_device
+from lockstep.engine.runtime import rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
+from lockstep.launch.nodes.membership import group
 from lockstep.launch.prepare import place
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -103,16 +104,15 @@ def measure_comm(rank: TrialRank, placement: Placement, sizes: Sequence[int]) ->
     device = rank_device(placement.devices, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    join(placement.backend, device, world, TIMEOUT_S)
-    collectives = Collectives(world, timeout_s=TIMEOUT_S)
-    for operation, size in itertools.product(OPERATIONS, sizes):
-        rank.check()
-        rank.report({"operation": operation, **measure_message(collectives, operation, size, device)})
-    if world.size > 2:
-        for one, other in itertools.combinations(range(world.size), 2):
+    config = resolve({"distributed": {"timeout_s": TIMEOUT_S}})
+    with group(world, config, placement.as_dict(), rank.folder.logs) as team:
+        for operation, size in itertools.product(OPERATIONS, sizes):
             rank.check()
-            rank.report(_link(collectives, one, other, device))
-    dist.destroy_process_group()
+            rank.report({"operation": operation, **measure_message(team.collectives, operation, size, device)})
+        if world.size > 2:
+            for one, other in itertools.combinations(range(world.size), 2):
+                rank.check()
+                rank.report(_link(team.collectives, one, other, device))
 
 
 def measure_message(collectives: Collectives, operation: str, size: int, device: torch.device) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from lockstep.config import RunConfig
-from lockstep.engine.distributed.collectives import Collectives, shared
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import between, finish, moment
 from lockstep.engine.fit import StepResult, training_steps
 from lockstep.engine.parts import Parts, build_parts
@@ -23,6 +23,7 @@ from lockstep.engine.strategies.reducers import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk
 from lockstep.lab.bench.trials import Case, TrialRank
+from lockstep.launch.nodes.membership import group
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
 
@@ -96,12 +97,14 @@ class Site(NamedTuple):
 @contextlib.contextmanager
 def on_site(rank: TrialRank, config: RunConfig, plan: Plan) -> Iterator[Site]:
     """The rank's task with its data, device and process group."""
-    world, timeout_s = rank.world, config.distributed.timeout_s
+    world = rank.world
     task = load_task(rank.folder, config)
     device = rank_device(tuple(plan.placement["devices"]), world)
-    with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
-        collectives = Collectives(world, timeout_s=timeout_s)
-        yield Site(rank, task, open_data(task, config, collectives), device, collectives)
+    with (
+        group(world, config, plan.placement, rank.folder.logs) as team,
+        runtime(plan, device, detect_anomaly=False, ranks=world.size),
+    ):
+        yield Site(rank, task, open_data(task, config, team.collectives), device, team.collectives)
 
 
 @contextlib.contextmanager
@@ -112,7 +115,7 @@ def training(
     world, task = site.rank.world, site.task
     # Before the strategy is made: what follows the loss is the backward.
     task.loss = watch.timed(type(task).loss.__get__(task), "forward", "backward")  # type: ignore[method-assign]
-    with runtime(plan, site.device, world, config.distributed.timeout_s, detect_anomaly=False):
+    with runtime(plan, site.device, detect_anomaly=False, ranks=world.size):
         context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
         parts = build_parts(context, task, site.datasets, None)
         source, _ = kept_on(training_source(task, site.datasets, plan), site.device, parts.rank.plan)

@@ -102,23 +102,26 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def submit(engine_name: str, job: Job, config: RunConfig, stream: TextIO, *, resume: bool) -> int:
     """Make the run folder, submit the job, and follow it on ``stream``; the exit code of the run.
 
-    No folder is left where the engine refuses the job. ``resume``: the run folder may have an unfinished run.
+    No new folder is left where the engine refuses the job. ``resume``: the unfinished run in ``save_dir``, if any.
     """
     spec = find_engine(engine_name)
     engine = spec.make()
     engine.check(job)
     check_sinks(config, config.save_dir)
+    existing = existing_run(config, resume)
     if not spec.makes_run_folder:
-        if existing_run(config, resume) is None:
+        if existing is None:
             refuse_occupied(job.run_folder)
         code = engine.submit(job)
         assert isinstance(code, int)
         return code
-    run = create_folder(config)
+    run = existing or create_folder(config)
+    run.update(status="pending")
     try:
         handle = engine.submit(job)
     except UsageError:
-        shutil.rmtree(run.path)
+        if existing is None:
+            shutil.rmtree(run.path)
         raise
     if isinstance(handle, int):
         return handle

@@ -54,11 +54,7 @@ class Job:
             use CPUs.
         environment: variables that each rank gets besides those of the engine.
         mirror: URL to which the run folder is copied.
-    <<<<<<< HEAD
         max_restarts: how often an engine that starts ranks again after a failure may do so.
-    =======
-        max_restarts: how often the ranks are started again after a failure.
-    >>>>>>> ways
         grace_s: seconds from the request to stop until ranks may be killed; they write a checkpoint.
         options: values of the engine's flags, by name.
     """

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.config import LaunchConfig, RunConfig, resolve
-from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.reopened import Evaluation, Reopened, reopen
 from lockstep.engine.runner import runner_of
 from lockstep.engine.runtime import rank_device, runtime
@@ -23,6 +22,7 @@ from lockstep.hardware.detect import usable_cores
 from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
+from lockstep.launch.nodes.membership import group
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
 from lockstep.rundir.folder import RunDir
@@ -100,7 +100,8 @@ def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]
     config, plan = wanted.config, wanted.plan
     ranks = int(plan.placement["world_size"])
     if ranks == 1:
-        return function(reopen(wanted, task, World(), Collectives(World())))
+        with group(World(), config, plan.placement, wanted.run.logs) as team:
+            return function(reopen(wanted, task, team.world, team.collectives))
     runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
         folder = RunDir.create(Path(path, "ranks"), config, run_id=wanted.run.read().id, command=sys.argv)
@@ -114,7 +115,10 @@ def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]
 def _on_rank(rank: Rank, function: Compute, wanted: Evaluation) -> dict[str, Any]:
     """Evaluate as one of the ranks; the result is the same on all of them."""
     config, plan, world = wanted.config, wanted.plan, rank.world
-    task, timeout_s = load_task(rank.folder, config), config.distributed.timeout_s
+    task = load_task(rank.folder, config)
     device = rank_device(tuple(plan.placement["devices"]), world)
-    with runtime(plan, device, world, timeout_s, detect_anomaly=False), shared(world, timeout_s):
-        return function(reopen(wanted, task, world, Collectives(world, timeout_s=timeout_s)))
+    with (
+        group(world, config, plan.placement, rank.folder.logs) as team,
+        runtime(plan, device, detect_anomaly=False, ranks=world.size),
+    ):
+        return function(reopen(wanted, task, world, team.collectives))

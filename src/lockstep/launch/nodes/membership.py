@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
 from lockstep.config import RunConfig
-from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.distributed.collectives import Collectives, shared
 from lockstep.engine.runtime import before_nccl, rank_device
 from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware import parent_death
@@ -147,6 +147,20 @@ def meeting(world: World, config: RunConfig) -> Iterator[Team]:
         # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
         if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
             dist.destroy_process_group()
+
+
+@contextmanager
+def group(world: World, config: RunConfig, placement: Mapping[str, Any], logs: Path) -> Iterator[Team]:
+    """Meet, in the process group that ``placement`` names, and give it to user code; for ranks that train no run."""
+    with meeting(world, config) as team, shared(world, config.distributed.timeout_s):
+        use_backend(team, config, placement, logs)
+        yield team
+
+
+def use_backend(team: Team, config: RunConfig, placement: Mapping[str, Any], logs: Path) -> None:
+    """Replace the gloo group of the meeting where ``placement`` needs NCCL; ``logs`` gets its records. Collective."""
+    if team.store is not None and placement["backend"] == "nccl":
+        join(team.store, "nccl", team.world, config.distributed.timeout_s, placement["devices"], logs)
 
 
 def join(

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.launch.failure.watchdog import stops_within, watched
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.nodes.membership import Team, join
+from lockstep.launch.nodes.membership import Team, use_backend
 from lockstep.launch.process.rank_log import rank_output
 from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.folder import RunDir
@@ -28,8 +28,7 @@ def supervise(
     Collective. ``ending`` ends the watch.
     """
     world, limits = team.world, config.launch
-    if team.store is not None and placement["backend"] == "nccl":
-        join(team.store, "nccl", world, config.distributed.timeout_s, placement["devices"], run.logs)
+    use_backend(team, config, placement, run.logs)
     stop = launched.stop if launched is not None else ending.enter_context(StopRequest())
     if world.from_outside:
         logs = None if launched is None else run.logs

@@ -24,7 +24,7 @@ from lockstep.launch.nodes.preparation import agreed_folder, place_together
 from lockstep.launch.nodes.supervision import supervise
 from lockstep.launch.prepare import place
 from lockstep.launch.process.signals import Stopped, StopRequest
-from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
+from lockstep.launch.run_claim import create_folder, warn
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.origin import Script
 from lockstep.telemetry.sinks import check_sinks
@@ -130,43 +130,41 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     _refuse_for_tasks_only(config)
     team = ending.enter_context(meeting(world, config))
     team.together(lambda: check_sinks(config, config.save_dir), here=world.is_main)
-    if world.from_outside:
-        placement = place_together(team, config)
-        run, found = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
-    else:
-        placement = place(config, World())
-        if placement.world_size != world.size:
-            devices = ",".join(placement.devices)
-            raise ConfigError(
-                f"the session names {placement.world_size} devices ({devices}), and this is "
-                f"{many(world.size, 'process')}",
-                why="a process of a session is one rank with one device; only a launcher can start more",
-                fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
-                f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
-            )
-        run, found = _folder(config, resume, ending)
-    stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
-    return Joined(run, world, placement, team, stop, found)
-
-
-def _folder(config: RunConfig, resume: bool, ending: ExitStack) -> tuple[RunDir, bool]:
-    """The run's folder, and whether it was found."""
+    placement = place_together(team, config) if world.from_outside else _local_placement(config, world)
     if started:
-        if started[0].has_session:
-            raise UnsupportedError(
-                "the script makes a second lockstep.Session",
-                why="`lockstep run` and Session.launch start one run, whose folder has the checkpoints of one session",
-                fix="prepare all models and optimizers with one session; or start the script once for each session, "
-                "for example with the number of the fold as its argument",
-            )
-        started[0].has_session = True
-        started[0].on_session()
-        return started[0].rank.folder, started[0].resumes
-    existing = existing_run(config, resume)
-    if existing is None:
-        return _new_folder(config), False
-    ending.enter_context(claimed(existing))
-    return existing, True
+        run, is_resume = _launched_run(started[0])
+    else:
+        run, is_resume = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
+    stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
+    return Joined(run, world, placement, team, stop, is_resume)
+
+
+def _local_placement(config: RunConfig, world: World) -> Placement:
+    """The placement on this machine. Raises :class:`ConfigError`: it has another number of ranks than ``world``."""
+    placement = place(config, World())
+    if placement.world_size != world.size:
+        devices = ",".join(placement.devices)
+        raise ConfigError(
+            f"the session names {placement.world_size} devices ({devices}), and this is {many(world.size, 'process')}",
+            why="a process of a session is one rank with one device; only a launcher can start more",
+            fix=f"start it with `lockstep run script.py --devices {devices}`, or torchrun --nproc_per_node="
+            f"{placement.world_size}; in a notebook with lockstep.Session.launch(function, devices={devices!r})",
+        )
+    return placement
+
+
+def _launched_run(launch: Started) -> tuple[RunDir, bool]:
+    """The run that the launcher's caller has made, for its one session, and whether it is resumed."""
+    if launch.has_session:
+        raise UnsupportedError(
+            "the script makes a second lockstep.Session",
+            why="`lockstep run` and Session.launch start one run, whose folder has the checkpoints of one session",
+            fix="prepare all models and optimizers with one session; or start the script once for each session, "
+            "for example with the number of the fold as its argument",
+        )
+    launch.has_session = True
+    launch.on_session()
+    return launch.rank.folder, launch.resumes
 
 
 def _refuse_unknown_launcher(world: World) -> None:
