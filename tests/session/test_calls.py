@@ -21,6 +21,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.session.saving import Made
 from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 from lockstep.hardware import World
+from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.session import join
 from lockstep.launch.session.join import Started, with_settings_of_launch
@@ -996,7 +997,7 @@ def test_settings_of_the_launcher_are_refused_in_a_script_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"launch": {"stop_grace_s": 5.0}}
-    rank = Started(RunDir(tmp_path), World(), StopRequest(), given, resumes=False)
+    rank = Started(Rank(RunDir(tmp_path), World(), StopRequest()), given, resumes=False)
     assert with_settings_of_launch({"launch": {"hang_timeout_s": 9}}) == {"launch": {"hang_timeout_s": 9}}
     monkeypatch.setattr(join, "started", [rank])
     script = {"launch": {"stop_grace_s": 9.0, "hang_timeout_s": 60}}

@@ -22,6 +22,7 @@ from lockstep.launch.nodes.preparation import TrainRequest, prepare_together
 from lockstep.launch.prepare import RunInputs, overrides_of, plan_settled, settle
 from lockstep.launch.rank import train_as_rank
 from lockstep.launch.start import start
+from lockstep.launch.stop import stop as stop
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import check_sinks
 
