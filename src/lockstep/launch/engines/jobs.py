@@ -116,12 +116,15 @@ def submit(engine_name: str, job: Job, config: RunConfig, stream: TextIO, *, res
         assert isinstance(code, int)
         return code
     run = existing or create_folder(config)
+    previous_status = run.read().status
     run.update(status="pending")
     try:
         handle = engine.submit(job)
     except UsageError:
         if existing is None:
             shutil.rmtree(run.path)
+        else:
+            run.update(status=previous_status)
         raise
     if isinstance(handle, int):
         return handle
