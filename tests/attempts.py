@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.engine.attempt import run_attempt
-from lockstep.engine.task import Task
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout

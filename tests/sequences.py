@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torchmetrics import MeanMetric, MetricCollection
 
-from lockstep import Datasets, Loss, Task
-from lockstep.engine.task import TaskConfig
+from lockstep import Datasets, Loss, Task, TaskConfig
 
 FEATURES = 3
 

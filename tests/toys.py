@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import Datasets, Loss, Task
-from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.task import TaskConfig
+from lockstep import ArrayDataset, Datasets, Loss, Task, TaskConfig
 
 FEATURES, CLASSES = 12, 3
 

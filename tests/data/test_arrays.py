@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, default_collate
 
 import lockstep
-from lockstep import Datasets, Loss
-from lockstep.data.arrays import ArrayDataset, by_row
+from lockstep import ArrayDataset, Datasets, Loss
+from lockstep.data.arrays import by_row
 from lockstep.data.reader import Reader
 from lockstep.data.sampling import balanced_weights, labels_of
 from lockstep.errors import DataError, SampleError, TaskError

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import Order
+from lockstep import Order
 from lockstep.data.sampling import BucketedOrder, deal, hash_lengths
 from lockstep.errors import ConfigError, DataError
 from lockstep.planning.batch import parts

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
 
 import lockstep
+from lockstep import Mixture, Packed
 from lockstep.config.sections import DataConfig
-from lockstep.data.mixture import Mixture
-from lockstep.data.packing import Packed
 from lockstep.data.sampling import balanced_weights, resolve_sampling
 from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.rundir.files import read_jsonl

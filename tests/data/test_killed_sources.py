@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 import lockstep
+from lockstep import Mixture, Packed
 from lockstep.config.sections import DataConfig
-from lockstep.data.mixture import Mixture
-from lockstep.data.packing import Packed
 from lockstep.data.sampling import resolve_sampling
 from lockstep.readers.columns import ArrowFiles, ParquetFiles
 from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile

@@ -22,9 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from lockstep.data.arrays import ArrayDataset, filled
+from lockstep import ArrayDataset, Order
+from lockstep.data import filled
 from lockstep.data.loader import _groups, make_loader
-from lockstep.data.order import Order, WorkerInit
+from lockstep.data.order import WorkerInit
 from lockstep.data.requests import BatchRequest, InOrder, SampleOrder, Source, windows
 from lockstep.data.sampling import BucketedOrder
 from lockstep.errors import SampleError

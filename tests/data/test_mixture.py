@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset
 
+from lockstep import Mixture, Packed
 from lockstep.config.sections import DataConfig
 from lockstep.data.arrays import leaves
-from lockstep.data.mixture import Mixture
-from lockstep.data.packing import Packed
 from lockstep.data.sampling import resolve_sampling
 from lockstep.errors import ConfigError, DataError
 

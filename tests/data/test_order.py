@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep import Order
 from lockstep.data.order import (
     BLOCK,
     MAX_SAMPLES,
     ORDER_VERSION,
     SHUFFLE_BELOW,
-    Order,
     WorkerInit,
     derive_key,
     dropout_seed,

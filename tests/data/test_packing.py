@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lockstep
-from lockstep import Task
-from lockstep.data.mixture import Mixture
-from lockstep.data.packing import Packed, document_mask
+from lockstep import Mixture, Packed, Task
+from lockstep.data import document_mask
 from lockstep.data.requests import BatchRequest, Source, windows
 from lockstep.errors import DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch

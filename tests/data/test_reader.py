@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset
 from lockstep.data.reader import Reader, collated
 from lockstep.errors import SampleError
 

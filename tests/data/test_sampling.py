@@ -17,11 +17,11 @@ from scipy import stats
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import lockstep
+from lockstep import Mixture, Order
 from lockstep.config.sections import DataConfig
-from lockstep.data.mixture import Mixture
-from lockstep.data.order import Order
+from lockstep.data import select
 from lockstep.data.requests import BatchRequest, Source, Window, windows
-from lockstep.data.sampling import BucketedOrder, SampleOrder, logarithm, resolve_sampling, select
+from lockstep.data.sampling import BucketedOrder, SampleOrder, logarithm, resolve_sampling
 from lockstep.data.stream import Stream, StreamOrder
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.planning.batch import BatchPlan, resolve_batch

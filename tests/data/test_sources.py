@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import lockstep
+from lockstep import Mixture, Order, Packed
 from lockstep.config.sections import DataConfig
-from lockstep.data.mixture import Mixture
-from lockstep.data.order import Order
-from lockstep.data.packing import Packed
+from lockstep.data import select
 from lockstep.data.reader import Reader
-from lockstep.data.sampling import resolve_sampling, select
+from lockstep.data.sampling import resolve_sampling
 from lockstep.engine.fingerprint import feed
 from lockstep.errors import DataError, LockstepError
 from lockstep.readers import files as files_module

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import make_plan
+from lockstep import ArrayDataset, Loss, Task, make_plan
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import ShardedStore
 from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from lockstep.config.load import merge
-from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, Window, windows
 from lockstep.engine.ablation import Watched
 from lockstep.engine.distributed.collectives import Collectives
@@ -31,7 +30,6 @@ from lockstep.engine.rank_context import writing
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
-from lockstep.engine.task import Loss, Task
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
 from lockstep.hardware.world import World

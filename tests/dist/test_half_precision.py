@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep import ArrayDataset
 from lockstep.config import OptimizerConfig, SchedulerConfig
-from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.optim.optimizers import build_optimizer

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import Datasets, Loss
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Datasets, Loss
 from tests.toys import SampleBySample, Toy, arrays
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import lockstep
-from lockstep import Datasets, Run
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Datasets, Run
 from lockstep.errors import CheckpointError, DataError
 from lockstep.launch.api import resume
 from lockstep.launch.finished.evaluation import evaluate

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Subset
 
-from lockstep import Task
+from lockstep import Order, Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
-from lockstep.data.order import Order, dropout_seed, sample_rng
+from lockstep.data.order import dropout_seed, sample_rng
 from lockstep.data.reader import GENERATORS, draw_keys
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Context

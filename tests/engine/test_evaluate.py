@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score, ConfusionMatrix, MulticlassAccuracy
 
-from lockstep import Loss, Task
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Loss, Task
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluating
 from lockstep.engine.optim.precision import Precision

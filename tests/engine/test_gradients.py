@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Loss, Task
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
-from lockstep.engine.task import Loss, Task
 from lockstep.planning import BatchPlan
 from tests.gloo import run_ranks
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep import Datasets
+from lockstep import ArrayDataset, Datasets
 from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
-from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import BatchRequest, InOrder
 from lockstep.engine.blueprint import blueprint
 from lockstep.engine.diagnostics.step_trace import TracedSource

@@ -17,8 +17,7 @@ from torchmetrics import classification as scores_of
 from torchmetrics.wrappers import BootStrapper
 
 import lockstep
-from lockstep import Loss, Task
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Loss, Task
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision

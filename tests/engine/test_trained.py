@@ -12,8 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import lockstep
-from lockstep import Datasets, Loss, Scheduler
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Datasets, Loss, Scheduler
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.trained import Trained, bare, build_model
 from lockstep.errors import TaskError, UnsupportedError

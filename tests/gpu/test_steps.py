@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep import ArrayDataset
 from lockstep.config import OptimizerConfig
-from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast

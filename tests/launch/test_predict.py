@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import lockstep
+from lockstep import Task
 from lockstep.engine import evaluate as engine
-from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launch.finished.predict import predict
 from lockstep.rundir.folder import RunDir

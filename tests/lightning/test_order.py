@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
-from lockstep.data.order import Order
+from lockstep import Order
 from lockstep.errors import CheckpointError
 from lockstep.lightning.cli import run
 from lockstep.rundir.folder import RunDir

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lockstep.engine.task import DataSettings, Task
+from lockstep import Task
+from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.recipes.images.folders import Augmentation, Images, is_grey, list_images, read_image
 from lockstep.recipes.images.resnet import ResNet

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.engine.task import Task
+from lockstep import Task
 from lockstep.launch.finished.export import export
 from lockstep.launch.finished.reopen import load_model
 from lockstep.recipes.text.task import TextConfig, TextTask

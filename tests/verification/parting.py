@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep import Datasets, Loss
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Datasets, Loss
 from tests.toys import CLASSES, FEATURES, SampleBySample, Toy, arrays
 
 

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
+from lockstep import ArrayDataset, Loss, Task
 from lockstep._compat.torch import broadcast_module
-from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
 from lockstep.engine.strategies.exact import ExactStrategy
-from lockstep.engine.task import Loss, Task
 from lockstep.engine.trained import build_model
 from lockstep.errors import UnsupportedError
 from lockstep.hardware.world import World

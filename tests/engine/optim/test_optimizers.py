@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lockstep import Task
 from lockstep.config import OptimizerConfig, RunConfig
 from lockstep.engine.optim.optimizers import Several, build_optimizer
-from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, UnsupportedError
 
 

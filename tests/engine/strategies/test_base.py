@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from lockstep import Datasets, Loss
-from lockstep.data.arrays import ArrayDataset
+from lockstep import ArrayDataset, Datasets, Loss
 from lockstep.engine.trained import is_mean
 from lockstep.errors import TaskError
 from tests.attempts import attempt

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.data.arrays import ArrayDataset
-from lockstep.engine.task import Datasets, Loss
+from lockstep import ArrayDataset, Datasets, Loss
 from lockstep.errors import UnsupportedError
 from tests.attempts import attempt
 from tests.toys import CLASSES, FEATURES, Toy, arrays

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lockstep import Loss, Task
 from lockstep.config import OptimizerConfig, RunConfig
 from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.optim.optimizers import build_optimizer
@@ -21,7 +22,6 @@ from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
 from lockstep.engine.strategies.ddp import FlatStrategy, joint_bytes
 from lockstep.engine.strategies.reducers import pack, unpack
-from lockstep.engine.task import Loss, Task
 from lockstep.hardware.world import World
 from lockstep.planning import Plan, Schedule
 from lockstep.planning.decision import Decision

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep import Datasets, Loss, Task
+from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.cli.main import main
-from lockstep.data.arrays import ArrayDataset
 from lockstep.data.requests import fetch
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.errors import TaskError, UnsupportedError, UsageError

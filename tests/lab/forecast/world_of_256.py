@@ -16,9 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep import Datasets, Loss, Task
+from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.config import RunConfig
-from lockstep.data.arrays import ArrayDataset
 from lockstep.lab.forecast.collectives import cluster_of
 from lockstep.lab.forecast.footprint import count_step
 from lockstep.lab.forecast.memory import device_memory
