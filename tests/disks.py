@@ -1,13 +1,19 @@
-"""Small disks that tests may fill up or make read-only."""
+"""Small disks that tests may fill up or make read-only, and hashes of files."""
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @contextmanager

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.launch.finished.export import export
-from lockstep.rundir.folder import RunDir
+import lockstep
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.toys import CLASSES, FEATURES, Toy
@@ -50,7 +49,7 @@ def test_a_frozen_backbone_is_saved_once_in_a_run_and_its_continuation(tmp_path:
     assert whole.keys() == resumed.keys() and all(torch.equal(resumed[name], value) for name, value in whole.items())
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         assert len(files(folder)) == 4 and len({file.stat().st_ino for file in files(folder)}) == 1
-    export(RunDir(tmp_path / "whole"), tmp_path / "out", checkpoint="last", program=False, task=Frozen)
+    lockstep.Run(tmp_path / "whole").export(tmp_path / "out", checkpoint="last", program=False, task=Frozen)
     exported = load_file(tmp_path / "out" / "weights.safetensors")
     assert exported.keys() == whole.keys() and all(torch.equal(exported[name], value) for name, value in whole.items())
 

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from lockstep import TaskConfig
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, dump, load, resolve
 from lockstep.config.load import (
@@ -27,7 +28,6 @@ from lockstep.config.load import (
     read_file,
     to_yaml,
 )
-from lockstep.engine.task_settings import TaskConfig
 from lockstep.errors import ConfigError
 
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 import lockstep
-from lockstep import Mixture, Packed
-from lockstep.config.sections import DataConfig
-from lockstep.data.sampling import resolve_sampling
+from lockstep import Mixture, Order, Packed
 from lockstep.readers.columns import ArrowFiles, ParquetFiles
 from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 from lockstep.rundir.folder import RunDir
@@ -147,15 +145,14 @@ def compare(cell: str, run: RunDir, alone: RunDir) -> None:
     found = samples_by_step(run)
     assert found == samples_by_step(alone)
     dataset, weights = training_set(cell)
-    sampling = resolve_sampling(dataset, weights, DataConfig())
-    assert sampling is not None
-    positions = sampling.facts.positions
-    order = sampling.order(positions, alone.plan()["seed"])
-    slices = ((epoch, start) for epoch in count() for start in range(0, positions, 7))
-    for step, (epoch, start) in zip(range(1, 25), slices, strict=False):
-        assert found[step] == (epoch + 1, Counter(order.slice(epoch, start, min(start + 7, positions)).tolist()))
-    if not order.repeats:
-        assert sorted(order.slice(1, 0, positions).tolist()) == [*range(len(dataset))], "each sample once"
+    if isinstance(dataset, Mixture) or weights is None:
+        seed = alone.plan()["seed"]
+        positions = alone.plan()["batch"]["samples"]
+        is_mixture = isinstance(dataset, Mixture)
+        order = dataset.sampling().order(positions, seed) if is_mixture else Order(positions, seed)
+        slices = ((epoch, start) for epoch in count() for start in range(0, positions, 7))
+        for step, (epoch, start) in zip(range(1, 25), slices, strict=False):
+            assert found[step] == (epoch + 1, Counter(order.slice(epoch, start, min(start + 7, positions)).tolist()))
     assert max(found) == 24
 
 

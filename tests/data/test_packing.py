@@ -17,21 +17,11 @@ from torch import nn
 import lockstep
 from lockstep import Mixture, Packed, Task
 from lockstep.data import document_mask
-from lockstep.data.requests import BatchRequest, Source, windows
 from lockstep.errors import DataError
-from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.readers.records import CsvFiles, JsonLines
 from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
-
-
-def batch_of(samples: int, ranks: int, global_batch: int) -> BatchPlan:
-    plan, _ = resolve_batch(
-        samples=samples, ranks=ranks, devices_per_rank=1, batch_size=4, accumulate=1, global_batch_size=global_batch,
-        tail="spread", lanes=None, has_batchnorm=False, sync_batchnorm=False,
-    )  # fmt: skip
-    return plan
 
 
 @given(
@@ -71,30 +61,6 @@ def test_the_mask_keeps_documents_apart() -> None:
     assert sample["positions"].tolist() == [0, 1, 0, 1, 2, 0]
     mask = document_mask(sample["documents"])
     assert mask.int().tolist() == torch.block_diag(torch.ones(2, 2), torch.ones(3, 3), torch.zeros(1, 1)).int().tolist()
-
-
-def test_a_mixture_of_packed_sequences_is_the_same_on_any_number_of_ranks() -> None:
-    parts = {
-        name: Packed([range(start, start + n) for n in range(1, 60)], 64) for name, start in (("a", 0), ("b", 100))
-    }
-    mixture = Mixture(parts, {"a": 0.7, "b": 0.3})
-    order = mixture.sampling().order(24, 3)
-    steps = []
-    for ranks in (1, 3):
-        plan = batch_of(24, ranks, 6)
-        sources = [Source(mixture.joined, torch.utils.data.default_collate, 3, order) for _ in range(ranks)]
-        walks = [windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=False) for rank in range(ranks)]
-        steps.append(
-            [
-                torch.cat(
-                    [source.batch(r)["tokens"] for source, w in zip(sources, step, strict=True) for r in w.requests]
-                )
-                for step in zip(*walks, strict=True)
-            ]
-        )
-    assert len(steps[0]) == 4
-    assert all(torch.equal(one, three) for one, three in zip(*steps, strict=True))
-    assert sources[0].batch(BatchRequest(0, 0, 0, 5))["documents"].shape == (5, 64)
 
 
 class Texts(Task):

@@ -10,7 +10,6 @@ import pytest
 
 import lockstep
 from lockstep.config.load import merge
-from lockstep.launch.api import resume
 from lockstep.rundir.folder import RunDir
 from tests.e2e.test_train import assert_close, losses
 
@@ -32,7 +31,8 @@ def train(task: str, folder: Path, devices: str, settings: dict[str, Any]) -> Ru
 
 def go_on(run: RunDir, devices: str, settings: dict[str, Any]) -> None:
     """The same run on other devices, or by another strategy."""
-    assert resume(run, devices=devices, overrides=settings).exit_code == 0, run.read().error
+    resumed = lockstep.Run(run.path).resume(config=settings, devices=devices)
+    assert resumed.exit_code == 0, run.read().error
 
 
 def used(run: RunDir) -> dict[int, list[int]]:

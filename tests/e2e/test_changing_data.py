@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Subset
 
 import lockstep
 from lockstep import lightning
-from lockstep.engine.task import Context
 from lockstep.errors import DataError
 from tests.session.scripts import numbers, run
 
@@ -69,11 +68,11 @@ class Change(lockstep.Callback):
     def __init__(self, task: Changing) -> None:
         self.task = task
 
-    def on_epoch_start(self, context: Context, model: nn.Module) -> None:
+    def on_epoch_start(self, context: Any, model: nn.Module) -> None:
         if self.task.config.by == "callback":
             self.task.samples.factor = 10.0**context.epoch
 
-    def on_epoch_end(self, context: Context, model: nn.Module) -> None:
+    def on_epoch_end(self, context: Any, model: nn.Module) -> None:
         if self.task.config.by == "length":
             self.task.samples.samples = 9
 

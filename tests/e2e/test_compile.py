@@ -20,7 +20,7 @@ import json
 import lockstep
 import torch
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.arrays import NO_LABEL, filled
+from lockstep.data import filled
 from tests.toys import Toy
 from torch._dynamo.utils import counters
 
@@ -32,7 +32,7 @@ class Filled(Toy):
         pass  # counts its calls: another graph for each number
 
     def loss(self, model, batch):
-        return lockstep.Loss(super().loss(model, batch).total, (batch[1] != NO_LABEL).sum())
+        return lockstep.Loss(super().loss(model, batch).total, (batch[1] != -100).sum())
 
 def train(name, task=Filled, devices="cpu", strategy="auto", **training):
     torch.compiler.reset()

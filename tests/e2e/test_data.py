@@ -14,8 +14,6 @@ from torch.utils.data import Subset
 import lockstep
 from lockstep import ArrayDataset, Datasets, Run
 from lockstep.errors import CheckpointError, DataError
-from lockstep.launch.api import resume
-from lockstep.launch.finished.evaluation import evaluate
 from lockstep.rundir.folder import RunDir
 from tests.drawing import Drawing, Noisy, Unseeded
 from tests.e2e.test_exact import fingerprint
@@ -38,13 +36,11 @@ def test_draws_without_a_generator_are_those_of_one_device_on_two_and_after_a_re
     exact = {"reproducibility": "exact"}
     alone = lockstep.train(Drawing, settings(tmp_path / "alone", "cpu", **exact))
     assert lockstep.train(Drawing, settings(tmp_path / "run", "cpu", max_steps=13, **exact)).step == 13
-    run = RunDir.open(tmp_path / "run")
-    together = resume(run, devices="cpu,cpu", overrides={"training": {"max_steps": None}})
+    together = lockstep.Run(tmp_path / "run").resume(devices="cpu,cpu", training={"max_steps": None})
     assert together.step == alone.step == 27
-    assert fingerprint(run.path) == fingerprint(tmp_path / "alone")
+    assert fingerprint(together.run_dir) == fingerprint(tmp_path / "alone")
     assert together.metrics == alone.metrics
-    found = evaluate(run, split="test")["metrics"]
-    assert found["test_accuracy"] == alone.metrics["test_accuracy"]
+    assert together.evaluate(split="test")["test_accuracy"] == alone.metrics["test_accuracy"]
 
 
 def test_noise_does_not_stop_a_resume_and_other_data_do_until_they_are_accepted(

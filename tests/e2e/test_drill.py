@@ -23,7 +23,6 @@ import pytest
 import lockstep
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import RunFolderError
-from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir.files import read_json, read_jsonl
 from lockstep.rundir.folder import RunDir
 from tests import s3
@@ -77,7 +76,7 @@ VICTIMS: tuple[Choice, ...] = (everything, a_rank, the_launcher, the_command)
 
 
 def launcher(run: Path) -> Any:
-    return read_json(run / "logs" / LAUNCHER_FILE)
+    return read_json(run / "logs" / "launcher.json")
 
 
 def kill(process: subprocess.Popen[str], run: Path, choose: Choice, chance: random.Random) -> None:

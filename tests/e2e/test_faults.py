@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir.folder import RunDir
 from tests.disks import make_read_only, small_disk
 from tests.e2e import faulty
@@ -60,7 +59,7 @@ class Drive:
 
     @property
     def launcher(self) -> Any:
-        return json.loads((self.run.logs / LAUNCHER_FILE).read_text())
+        return json.loads((self.run.logs / "launcher.json").read_text())
 
     def rank(self, number: int) -> psutil.Process:
         return psutil.Process(self.launcher["pids"][str(number)])

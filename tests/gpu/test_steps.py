@@ -8,6 +8,7 @@ import torch
 from lockstep import ArrayDataset
 from lockstep.config import OptimizerConfig
 from lockstep.data.requests import InOrder, Source, windows
+from lockstep.engine.distributed.staging import SideStream
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.optim.step import Update
@@ -56,6 +57,24 @@ def test_steps_do_not_wait_for_the_gpu(precision: str, exact: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found == pytest.approx(take_steps(torch.device("cpu"), precision, exact=exact), rel=0.1)
+
+
+@pytest.mark.gpu
+def test_batches_arrive_whole_while_the_gpu_is_busy() -> None:
+    """Copies are on a separate stream, and their memory is not used again too early."""
+    device = torch.device("cuda", 0)
+    move = SideStream(device)
+    busy = torch.randn(4096, 4096, device=device)
+    sums = []
+    for number in range(50):
+        batch = {"inputs": torch.full((1024, 256), float(number)).pin_memory(), "rest": [number, "text"]}
+        moved = move(batch)
+        for _ in range(3):
+            busy = torch.tanh(busy @ busy)
+        sums.append(moved["inputs"].mean())  # queued behind the work above; the next copies are not
+        assert moved["rest"] == [number, "text"]
+        del moved
+    assert torch.stack(sums).tolist() == [float(number) for number in range(50)]
 
 
 @pytest.mark.parametrize("count", [4, torch.tensor(4)])

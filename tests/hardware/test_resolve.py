@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import DistributedConfig, HardwareConfig
-from lockstep.engine.runtime import rank_device
 from lockstep.errors import ConfigError, DeviceError, UnsupportedError, UsageError
 from lockstep.hardware.detect import Device
 from lockstep.hardware.nvml import GpuUser
@@ -382,13 +380,6 @@ def test_resolve_hardware_looks_at_this_machine() -> None:
     assert resolve_hardware(["cpu"]) == {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
     with pytest.raises(DeviceError, match="gpu:900"):
         resolve_hardware(["gpu:900"])
-
-
-def test_the_torch_device_of_a_rank() -> None:
-    world = World(rank=1, size=2, local_rank=1, local_size=2)
-    assert rank_device(("cpu",), world) == torch.device("cpu")
-    with pytest.raises(DeviceError, match="gpu:77 is not available to rank 1"):
-        rank_device(("gpu:93", "gpu:77"), world)
 
 
 GPUS = [Device(f"gpu:{index}", "gpu", "NVIDIA A100-SXM4-40GB", 40.0) for index in range(2)]

@@ -24,7 +24,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from lockstep.engine.state import RunResult
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.lightning import fit
 from lockstep.rundir.folder import RunDir
@@ -98,7 +97,7 @@ class AsksTheTrainer(BoringModel):
 
 
 def test_boring_models_and_loaders_are_trained_as_the_trainer_takes_them(tmp_path: Path) -> None:
-    calls: list[tuple[int, Callable[[dict[str, Any]], RunResult]]] = [
+    calls: list[tuple[int, Callable[[dict[str, Any]], Any]]] = [
         (128, lambda config: fit(BoringModel(), config=config)),
         (128, lambda config: fit(BoringModel(), BoringDataModule(), config=config)),
         (128, lambda config: fit(NoData(), datamodule=BoringDataModule(), config=config)),
@@ -179,7 +178,7 @@ def test_a_loaders_own_order_is_resumed_in_mid_epoch(tmp_path: Path) -> None:
 
 
 def test_what_modules_log_decides_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def trained(module: pl.LightningModule, **trainer: Any) -> tuple[RunResult, str, list[dict[str, Any]]]:
+    def trained(module: pl.LightningModule, **trainer: Any) -> tuple[Any, str, list[dict[str, Any]]]:
         folder = tmp_path / type(module).__name__
         config = settings(folder, epochs=1) | {"telemetry": {"log_interval": 8, "progress": "plain"}}
         result = fit(module, config=config, trainer=trainer)

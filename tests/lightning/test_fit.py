@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,10 +20,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
+from lockstep.cli.main import main
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
-from lockstep.launch.api import resume
-from lockstep.launch.finished.evaluation import evaluate
-from lockstep.launch.finished.export import export
 from lockstep.lightning import fit
 from lockstep.lightning.module_fit import evaluate_module
 from lockstep.lightning.module_task import ModuleTask
@@ -105,7 +104,7 @@ def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path
     first = run.progress().step
     assert 2 <= first < 16, "in mid-epoch: 253 samples are 16 steps of 16"
     assert run.plan()["batch"]["global_batch"] == 16
-    resume(run, devices="cpu", overrides={"training": {"max_steps": 20}})
+    lockstep.Run(run.path).resume(devices="cpu", training={"max_steps": 20})
     assert run.progress().step == 20
     assert run.plan()["batch"]["accumulate"] == 2, "the global batch of 16 stays, in two micro-batches of one rank"
     again = ("resume", "run", "--devices", "cpu,cpu,cpu", "--set", "training.max_steps=null")
@@ -135,7 +134,7 @@ def test_moments_are_restored_in_the_layout_of_their_weights(tmp_path: Path) -> 
     lockstep.train(f"{FILE}:Pixels", settings(stopped, epochs=1, max_steps=3) | task)
     older = stopped / "run" / "config.yaml"
     older.write_text(older.read_text().replace("training:\n", "training:\n  engine: lightning\n"))
-    resume(RunDir.open(stopped / "run"), overrides={"training": {"max_steps": None}})
+    lockstep.Run(stopped / "run").resume(training={"max_steps": None})
     ours, theirs = weights(stopped / "run"), weights(whole / "run")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -199,17 +198,23 @@ def test_activations_are_computed_again_for_the_same_weights(tmp_path: Path) -> 
     assert any("training.on_oom" in text for text in texts)
 
 
-def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: Path) -> None:
+def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = {"datamodule": f"{FILE}:Ragged", "model": {"batchnorm": True}, "data": {"samples": 51}}
     lockstep.train(MODULE, settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})
-    run = RunDir.open(tmp_path / "run")
-    tested, validated = evaluate(run), evaluate(run, split="val", checkpoint="last")
+    run = lockstep.Run(tmp_path / "run")
+    command = ["evaluate", str(run.run_dir), "--json"]
+    assert main(command) == 0
+    tested = json.loads(capsys.readouterr().out)
+    assert main([*command, "--split", "val", "--checkpoint", "last"]) == 0
+    validated = json.loads(capsys.readouterr().out)
     assert (tested["samples"], tested["metrics"]) == (11, {"test_number": 5.0})
     assert (validated["samples"], validated["step"]) == (5, 7)
-    assert validated["metrics"]["val_loss"] == pytest.approx(run.epochs()[-1]["val_loss"])
-    with pytest.raises(UnsupportedError, match="evaluated on one device, not on cpu, cpu"):
-        evaluate(run, devices="cpu,cpu")
-    export(run, tmp_path / "out")
+    assert validated["metrics"]["val_loss"] == pytest.approx(run.history[-1]["val_loss"])
+    with pytest.raises(UnsupportedError):
+        run.evaluate(devices="cpu,cpu")
+    run.export(tmp_path / "out")
     done = subprocess.run([sys.executable, str(tmp_path / "out" / "load_example.py")], capture_output=True, text=True)
     assert done.stdout == "output: (2, 2)\n", done.stderr
     again = own.Classifier.load_from_checkpoint(tmp_path / "out" / "module.ckpt")
@@ -222,10 +227,10 @@ def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(tmp_path: 
 def test_a_module_that_does_not_show_its_input_is_exported_without_a_program(tmp_path: Path) -> None:
     task = {"datamodule": f"{FILE}:Numbered"}
     lockstep.train(f"{FILE}:Unshown", settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})
-    run = RunDir.open(tmp_path / "run")
+    run = lockstep.Run(tmp_path / "run")
     with pytest.raises(DataError, match=r"inputs of the module.s forward\(\) are not known"):
-        export(run, tmp_path / "out", program=True)
-    export(run, tmp_path / "out")
+        run.export(tmp_path / "out", program=True)
+    run.export(tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"weights.safetensors", "module.ckpt", "metadata.json", "load_example.py"}
 
@@ -442,7 +447,7 @@ def test_a_stop_within_an_epoch_saves_the_state_before_its_end(tmp_path: Path, b
 def test_the_command_line_cannot_resume_an_object_of_a_script(tmp_path: Path) -> None:
     fit(own.Classifier(), own.Numbered(), hardware=ONE, config=settings(tmp_path, max_steps=1))
     with pytest.raises(TaskError, match="was an object of a program"):
-        resume(RunDir.open(tmp_path / "run"), overrides={"training": {"max_steps": 2}})
+        lockstep.Run(tmp_path / "run").resume(training={"max_steps": 2})
 
 
 def test_workers_change_nothing(tmp_path: Path) -> None:

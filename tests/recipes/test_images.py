@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep import Task
-from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.recipes.images.folders import Augmentation, Images, is_grey, list_images, read_image
 from lockstep.recipes.images.resnet import ResNet
@@ -240,7 +240,7 @@ class SmallImages(ImagesTask):
 def test_padding_does_not_count(tmp_path: Path, kind: str) -> None:
     folders(tmp_path / "data")
     made: Task = SmallImages() if kind == "images" else HarTask(HarConfig(model="mlp"))
-    made.data = DataSettings(tmp_path / "data" if kind == "images" else None)
+    made.data = replace(made.data, data_dir=tmp_path / "data" if kind == "images" else None)
     train, model = made.datasets().train, made.model().eval()
     batch = tuple(default_collate([train.sample(k, np.random.default_rng(k)) for k in range(3)]))
     found = [made.loss(model, one) for one in (batch, made.pad(batch, 8))]

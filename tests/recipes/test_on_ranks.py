@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep import Task
-from lockstep.launch.finished.export import export
-from lockstep.launch.finished.reopen import load_model
 from lockstep.recipes.text.task import TextConfig, TextTask
-from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.recipes.test_images import SmallImages, folders
@@ -79,12 +77,12 @@ def test_two_ranks_have_the_losses_of_one_with_ragged_batches(runs: tuple[Path, 
 
 
 def test_a_trained_run_generates_and_exports(runs: tuple[Path, Losses, Losses], tmp_path: Path) -> None:
-    run = RunDir(runs[0] / "corpus.txt-1")
-    made, model = load_model(run)
-    assert isinstance(made, TextTask)
+    run = lockstep.Run(runs[0] / "corpus.txt-1")
+    made = SmallText(SmallConfig())
+    model = run.load_model(task=made)
     assert made.generate(model, "How ", 12, seed=1) == made.generate(model, "How ", 12, seed=1)
     shown = made.generate(model, "", 200, temperature=100.0)  # about any bytes
     assert all(c.isprintable() or c in "\n\t" for c in shown) and "�" in shown
     assert len(made.remarks(model)) == 1 and made.remarks() == []
-    export(run, tmp_path / "out", program=False)
+    run.export(tmp_path / "out", program=False, task=made)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "bytes"

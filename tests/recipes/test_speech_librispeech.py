@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.download import hash_file
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.speech.manifest import ARCHIVES, fetch_librispeech, find_librispeech, librispeech_rows, open_rows
 from tests.data.web import Site, serve
+from tests.disks import sha256
 from tests.recipes.speech_files import make_librispeech
 
 
@@ -56,7 +56,7 @@ def test_a_split_is_fetched_once_verified_and_unpacked(tmp_path: Path) -> None:
     original = make_librispeech(tmp_path / "original")
     packed = pack(original, tmp_path / "packed.tar.gz")
     target = tmp_path / "data"
-    archives = {"dev-clean": hash_file(packed)}
+    archives = {"dev-clean": sha256(packed)}
     with serve(Site(packed.read_bytes(), drops=[2000])) as site:
         for _ in range(2):
             fetch_librispeech(["dev-clean"], target, url=site.url.rpartition("/")[0], archives=archives)
@@ -80,7 +80,7 @@ def test_an_archive_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> 
         with pytest.raises(DataError, match="does not give the file that was expected"):
             fetch_librispeech(["dev-clean"], tmp_path / "a", url=url)
         with pytest.raises(DataError, match="does not hold dev-clean"):
-            fetch_librispeech(["dev-clean"], tmp_path / "b", url=url, archives={"dev-clean": hash_file(packed)})
+            fetch_librispeech(["dev-clean"], tmp_path / "b", url=url, archives={"dev-clean": sha256(packed)})
     assert find_librispeech(tmp_path / "a") == find_librispeech(tmp_path / "b") == {}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError
 from lockstep.events import Sound
 from lockstep.recipes.speech import espeak
@@ -16,41 +16,41 @@ from lockstep.recipes.speech.task import SpeechConfig, SpeechTask
 from tests.recipes.speech_files import make_librispeech, make_recordings
 
 
-def make(data: DataSettings | None = None, **settings: Any) -> SpeechTask:
+def make(data_dir: Path | str | None = None, *, download: bool = False, **settings: Any) -> SpeechTask:
     task = SpeechTask(SpeechConfig(**settings))
-    task.data = data or DataSettings()
+    task.data = replace(task.data, data_dir=data_dir, download=download)
     return task
 
 
 @pytest.mark.parametrize(
     ("settings", "data", "ignored"),
     [
-        ({"val_manifest": "val.jsonl"}, DataSettings(), "task.val_manifest"),
-        ({"test_manifest": "test.jsonl", "source": "synthesised"}, DataSettings(), "task.test_manifest"),
-        ({"train_manifest": "t.jsonl", "source": "librispeech"}, DataSettings("."), "task.train_manifest"),
-        ({"librispeech_train": ("train-clean-360",)}, DataSettings(), "task.librispeech_train"),
-        ({"train_manifest": "t.jsonl", "librispeech_val": ("dev-other",)}, DataSettings(), "task.librispeech_val"),
-        ({"train_manifest": "t.jsonl", "utterances": 7}, DataSettings(), "task.utterances"),
-        ({"train_manifest": "t.jsonl"}, DataSettings(".", download=True), "data.download, data.data_dir"),
-        ({"source": "synthesised"}, DataSettings(download=True), "data.download"),
+        ({"val_manifest": "val.jsonl"}, {}, "task.val_manifest"),
+        ({"test_manifest": "test.jsonl", "source": "synthesised"}, {}, "task.test_manifest"),
+        ({"train_manifest": "t.jsonl", "source": "librispeech"}, {"data_dir": "."}, "task.train_manifest"),
+        ({"librispeech_train": ("train-clean-360",)}, {}, "task.librispeech_train"),
+        ({"train_manifest": "t.jsonl", "librispeech_val": ("dev-other",)}, {}, "task.librispeech_val"),
+        ({"train_manifest": "t.jsonl", "utterances": 7}, {}, "task.utterances"),
+        ({"train_manifest": "t.jsonl"}, {"data_dir": ".", "download": True}, "data.download, data.data_dir"),
+        ({"source": "synthesised"}, {"download": True}, "data.download"),
     ],
 )
 def test_settings_for_another_source_are_refused_by_name(
-    settings: dict[str, Any], data: DataSettings, ignored: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], data: dict[str, Any], ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(espeak, "PACKAGE", "not-here")  # so that nothing is spoken where nothing is refused
     with pytest.raises(ConfigError, match=f"^{ignored} would be ignored"):
-        make(data, **settings).prepare()
+        make(**data, **settings).prepare()
 
 
 def test_a_folder_without_known_data_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     make_recordings(tmp_path / "mine", 2)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(DataError, match="holds no data that this task knows") as caught:
-        make(DataSettings(tmp_path / "mine")).prepare()
+        make(tmp_path / "mine").prepare()
     assert "task.train_manifest" in caught.value.fix
     with pytest.raises(DataError, match="there is no folder"):
-        make(DataSettings(tmp_path / "mien")).prepare()
+        make(tmp_path / "mien").prepare()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -71,7 +71,7 @@ def test_the_folder_decides_the_source(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "spoken" / "speech-0123456789ab").mkdir(parents=True)
     make_recordings(tmp_path / "mine", 1)
-    assert make(DataSettings(tmp_path / "libri")).source == "librispeech"
-    assert make(DataSettings(str(tmp_path / "empty"))).source == "synthesised"
-    assert make(DataSettings(tmp_path / "spoken")).source == "synthesised"
-    assert make(DataSettings(tmp_path / "mine"), source="synthesised").source == "synthesised"
+    assert make(tmp_path / "libri").source == "librispeech"
+    assert make(str(tmp_path / "empty")).source == "synthesised"
+    assert make(tmp_path / "spoken").source == "synthesised"
+    assert make(tmp_path / "mine", source="synthesised").source == "synthesised"

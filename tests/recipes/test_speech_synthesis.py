@@ -20,7 +20,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.download import hash_file
 from lockstep.errors import DataError
 from lockstep.readers.files import cache_folder
 from lockstep.recipes.speech import espeak, synthesis
@@ -38,6 +37,7 @@ from lockstep.recipes.speech.synthesis import (
     synthesised_folder,
 )
 from lockstep.recipes.speech.vocabulary import ENGLISH, alignment_frames
+from tests.disks import sha256
 from tests.gloo import ROOT, clean_environment
 
 SMALL, TINY = Recipe(train=20, val=6, test=6), Recipe(train=1, val=1, test=1)
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def audio(folder: Path) -> list[str]:
-    return [hash_file(folder / f"{split}.wav") for split in SPLITS]
+    return [sha256(folder / f"{split}.wav") for split in SPLITS]
 
 
 # What is said, and by whom

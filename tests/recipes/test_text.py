@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.arrays import NO_LABEL
+import lockstep
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.launch.prepare import settle
 from lockstep.recipes.text.corpus import Bpe, Bytes, read_tokenizer, train_bpe
 from lockstep.recipes.text.task import TextConfig, TextScores, TextTask
+from lockstep.tasks.registry import find_task, make_task
 
+NO_LABEL = -100  # as torch's ignore_index
 SMALL = {"context": 16, "width": 16, "depth": 1, "heads": 2, "sample_tokens": 8}
 TEXT = "How much wood would a woodchuck chuck if a woodchuck could chuck wood? " * 20
 
@@ -77,10 +78,10 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
 def test_paths_of_a_run_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it is resumed from any folder."""
     monkeypatch.chdir(tmp_path)
-    settings = {"data": "corpus.txt", "tokenizer": "tokenizer.json"}
-    section = settle("text", {"task": settings})[1].task.model_dump()
-    assert {name: section[name] for name in settings} == {name: str(tmp_path / v) for name, v in settings.items()}
-    assert settle("text", {"task": {"tokenizer": "bpe"}})[1].task.model_dump()["tokenizer"] == "bpe"
+    written(tmp_path)
+    run = lockstep.train("text", {"task": {**SMALL, "data": "corpus.txt"}}, devices="cpu", max_steps=1)
+    assert run.config.task.model_dump()["data"] == str(tmp_path / "corpus.txt")
+    assert make_task(TextTask, {"tokenizer": "bpe"}).config.tokenizer == "bpe"
 
 
 def test_bits_per_byte_and_perplexity() -> None:
@@ -291,7 +292,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 def test_the_default_corpus_is_there() -> None:
-    built, config = settle("text", {})
+    built = find_task("text")()
     assert isinstance(built, TextTask)
-    assert len(built._tokens(None)) > 400_000
-    assert config.optimizer.weight_decay_on == "matrices"
+    data = built.datasets()
+    assert (len(data.train) + len(data.val)) * built.config.context > 400_000

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,6 @@ from pydantic import ValidationError
 from torch.nn import functional as F
 
 from lockstep.config import resolve
-from lockstep.data.order import sample_rng
-from lockstep.data.requests import fetch
-from lockstep.engine.task import DataSettings
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.har import HarConfig, HarTask
 from lockstep.tasks.har import data as har_data
@@ -24,14 +22,16 @@ from tests.tasks.har_folders import make_tensors, make_uci
 SMALL: dict[str, Any] = {"source": "synthetic", "synthetic_samples": 60, "synthetic_shape": (3, 32)}
 
 
-def make(data: DataSettings | None = None, **settings: Any) -> HarTask:
+def make(data_dir: Path | str | None = None, *, download: bool = False, seed: int = 42, **settings: Any) -> HarTask:
     task = HarTask(HarConfig(**settings))
-    task.data = data or DataSettings()
+    task.data = replace(task.data, data_dir=data_dir, download=download, seed=seed)
     return task
 
 
 def batch_of(task: HarTask, dataset: Any, indices: range | list[int]) -> Any:
-    return fetch(dataset, task.collate, 42, 0, np.array(indices, dtype=np.int64))
+    if hasattr(dataset, "sample"):
+        return task.collate([dataset.sample(index, np.random.default_rng((42, 0, index))) for index in indices])
+    return dataset.__getitems__(list(indices))
 
 
 # Where the windows come from
@@ -44,22 +44,22 @@ def test_the_default_is_the_data_in_the_package() -> None:
 
 def test_the_folder_decides_the_source(tmp_path: Path) -> None:
     uci, tensors = make_uci(tmp_path / "a"), make_tensors(tmp_path / "b")
-    assert make(DataSettings(uci)).source == "uci"
-    assert make(DataSettings(uci.parent)).datasets().train[0][0].shape == (9, 128)
-    assert make(DataSettings(str(tensors))).source == "pt"
-    assert make(DataSettings(tensors)).datasets().train[0][0].shape == (3, 16)
+    assert make(uci).source == "uci"
+    assert make(uci.parent).datasets().train[0][0].shape == (9, 128)
+    assert make(str(tensors)).source == "pt"
+    assert make(tensors).datasets().train[0][0].shape == (3, 16)
 
 
 @pytest.mark.parametrize(
-    ("settings", "data", "error", "message"),
+    ("settings", "data_dir", "error", "message"),
     [
-        ({}, DataSettings("missing"), DataError, "there is no folder"),
-        ({}, DataSettings("."), DataError, "holds no data that this task knows"),
-        ({"source": "uci"}, DataSettings("."), DataError, "does not hold UCI-HAR"),
-        ({"source": "uci"}, DataSettings(), ConfigError, "no folder for the data"),
-        ({"source": "pt"}, DataSettings("."), DataError, "train.pt is missing"),
-        ({"source": "watch"}, DataSettings("."), ConfigError, "reads no folder"),
-        ({"source": "synthetic"}, DataSettings("."), ConfigError, "reads no folder"),
+        ({}, "missing", DataError, "there is no folder"),
+        ({}, ".", DataError, "holds no data that this task knows"),
+        ({"source": "uci"}, ".", DataError, "does not hold UCI-HAR"),
+        ({"source": "uci"}, None, ConfigError, "no folder for the data"),
+        ({"source": "pt"}, ".", DataError, "train.pt is missing"),
+        ({"source": "watch"}, ".", ConfigError, "reads no folder"),
+        ({"source": "synthetic"}, ".", ConfigError, "reads no folder"),
         ({**SMALL, "val_subjects": (1,)}, None, ConfigError, "val_subjects means nothing"),
         ({**SMALL, "test_subjects": (1,)}, None, ConfigError, "test_subjects means nothing"),
         ({"val_subjects": (9,)}, None, ConfigError, "subject 9 is in"),
@@ -69,7 +69,7 @@ def test_the_folder_decides_the_source(tmp_path: Path) -> None:
 )
 def test_settings_that_do_not_fit_are_one_clear_error(
     settings: dict[str, Any],
-    data: DataSettings | None,
+    data_dir: str | None,
     error: type[Exception],
     message: str,
     tmp_path: Path,
@@ -77,20 +77,20 @@ def test_settings_that_do_not_fit_are_one_clear_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message) as caught:
-        make(data, **settings).datasets()
+        make(data_dir, **settings).datasets()
     assert caught.value.fix  # type: ignore[attr-defined]
 
 
 def test_only_uci_har_can_be_downloaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to download"):
-        make(DataSettings(tmp_path, download=True), source="watch").prepare()
+        make(tmp_path, download=True, source="watch").prepare()
     with pytest.raises(ConfigError, match="no folder for the data"):
-        make(DataSettings(download=True)).prepare()
+        make(download=True).prepare()
     make().prepare()
 
 
 def test_data_that_is_there_is_not_downloaded(tmp_path: Path) -> None:
-    task = make(DataSettings(make_uci(tmp_path), download=True))
+    task = make(make_uci(tmp_path), download=True)
     task.prepare()
     assert task.source == "uci"
 
@@ -113,12 +113,12 @@ def test_its_defaults_make_a_valid_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def tensors(tmp_path_factory: pytest.TempPathFactory) -> DataSettings:
-    return DataSettings(make_tensors(tmp_path_factory.mktemp("pt")))
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tensors(tmp_path_factory.mktemp("pt"))
 
 
 def test_training_windows_have_mean_0_and_deviation_1_in_each_channel_and_others_use_their_scale(
-    tensors: DataSettings,
+    tensors: Path,
 ) -> None:
     task = make(tensors)
     datasets = task.datasets()
@@ -137,7 +137,7 @@ def test_a_constant_channel_becomes_zero() -> None:
     assert (result[:, 0] == 0).all() and np.isfinite(result).all()
 
 
-def test_the_modes_turn_channels_into_samples(tensors: DataSettings) -> None:
+def test_the_modes_turn_channels_into_samples(tensors: Path) -> None:
     joint = make(tensors).datasets().train.tensors[0]
     average = make(tensors, mode="average").datasets().train
     first = make(tensors, mode="first").datasets().train
@@ -155,7 +155,7 @@ def test_the_modes_turn_channels_into_samples(tensors: DataSettings) -> None:
 def test_augmentation_is_a_function_of_seed_epoch_and_sample() -> None:
     train = make().datasets().train
     one, again, other_epoch, other_seed = (
-        train.sample(5, sample_rng(seed, epoch, 5))[0] for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))
+        train.sample(5, np.random.default_rng((seed, epoch, 5)))[0] for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, other_epoch) and not torch.equal(one, other_seed)
@@ -163,7 +163,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample() -> None:
 
 def test_a_rotation_keeps_the_length_of_every_arrow() -> None:
     task = make(rotate_deg=40, gain=0)
-    turned, label = task.datasets().train.sample(11, sample_rng(1, 0, 11))
+    turned, label = task.datasets().train.sample(11, np.random.default_rng((1, 0, 11)))
     mean, std = task.standardiser.mean[:, None], task.standardiser.std[:, None]
     arrows = (turned.numpy() * std + mean).reshape(2, 3, 100)
     original = task.windows.train.samples[11].reshape(2, 3, 100)
@@ -187,7 +187,7 @@ def test_the_other_modes_are_not_augmented_unless_asked() -> None:
 def test_synthetic_data_is_the_same_for_a_seed_and_differs_between_splits() -> None:
     task = make(**SMALL)
     one, again = task.datasets().train, make(**SMALL).datasets().train
-    other = make(DataSettings(seed=7), **SMALL).datasets().train
+    other = make(seed=7, **SMALL).datasets().train
     assert torch.equal(one.tensors[0], again.tensors[0])
     assert not torch.equal(one.tensors[0], other.tensors[0])
     assert not torch.equal(one.tensors[0][:6], task.datasets().val.tensors[0])
@@ -305,7 +305,7 @@ def test_a_small_cnn_learns_the_synthetic_classes() -> None:
 
 
 def test_the_model_can_be_built_first_and_without_memory() -> None:
-    task = make(DataSettings())
+    task = make()
     with torch.device("meta"):
         assert all(p.is_meta for p in task.model().parameters())
     assert task.datasets().val[0][0].device.type == "cpu"

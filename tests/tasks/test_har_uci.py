@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.data.download import hash_file
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.har.data import CHANNELS, CLASSES, fetch_uci, find_uci, load_uci
 from tests.data.web import Site, serve
+from tests.disks import sha256
 from tests.tasks.har_folders import make_uci, make_uci_archive
 
 
@@ -91,7 +91,7 @@ def test_it_is_fetched_once_verified_and_unpacked(
     packed = make_uci_archive(folder, tmp_path_factory.mktemp("web") / "uci.zip")
     target = tmp_path_factory.mktemp("data") / "sets"
     with serve(Site(packed.read_bytes())) as site:
-        archive = {"url": site.url, "sha256": hash_file(packed)}
+        archive = {"url": site.url, "sha256": sha256(packed)}
         found = fetch_uci(target, **archive)
         assert fetch_uci(target, **archive) == found == target / "UCI HAR Dataset"
         assert len(site.asked) == 1
@@ -111,5 +111,5 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path, monkeypatch: py
         serve(Site((tmp_path / "other.zip").read_bytes())) as site,
         pytest.raises(DataError, match="does not hold UCI HAR Dataset"),
     ):
-        fetch_uci(tmp_path / "data", url=site.url, sha256=hash_file(tmp_path / "other.zip"))
+        fetch_uci(tmp_path / "data", url=site.url, sha256=sha256(tmp_path / "other.zip"))
     assert find_uci(tmp_path / "data") is None

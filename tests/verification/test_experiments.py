@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.launch.prepare import prepare
+import lockstep
+from lockstep.config import resolve
 from lockstep.rundir.folder import RunDir
 from lockstep.verification.experiments import Lab, Variant
 from tests.toys import Toy
@@ -23,8 +24,8 @@ def test_a_run_for_comparison_tells_nobody_and_waits_for_no_other_node(tmp_path:
         },
         "launch": {"nodes": "2", "rdzv": "127.0.0.1", "join_timeout_s": 0.1},
     }
-    prepared = prepare(Toy, settings)
-    lab = Lab(Toy, prepared.config, prepared.plan, 2, 1, tmp_path / "lab", lambda line: None)
+    plan = lockstep.plan(Toy, settings)
+    lab = Lab(Toy, resolve({**Toy.defaults, **settings}), plan, 2, 1, tmp_path / "lab", lambda line: None)
     assert len(lab.run(Variant("one")).loss) == 2
     run = RunDir.open(tmp_path / "lab" / "run-01")
     assert run.status() == "completed"

@@ -14,13 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.cli.main import main
-from lockstep.data.requests import fetch
-from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.errors import TaskError, UnsupportedError, UsageError
 from lockstep.lab.bench.trials import Subject
 from lockstep.lab.forecast.footprint import count_step
 from lockstep.lab.forecast.memory import Counting, estimate_memory, print_memory
-from lockstep.launch.prepare import RunInputs, prepare
 
 CASES = {
     "har": ({}, 64),
@@ -30,15 +27,20 @@ CASES = {
 }
 
 
-def allocated(prepared: RunInputs, batch: Any, *, keep_gradients: bool) -> int:
+def batch_of(task: Task, train: Any, indices: list[int]) -> Any:
+    if hasattr(train, "sample"):
+        return task.collate([train.sample(index, np.random.default_rng(index)) for index in indices])
+    return train.__getitems__(indices) if hasattr(train, "__getitems__") else task.collate([train[i] for i in indices])
+
+
+def allocated(task: Task, batch: Any, *, keep_gradients: bool) -> int:
     """The most bytes that torch's allocator had given out at once during three steps on real tensors."""
-    task = prepared.task
     with (
         torch.random.fork_rng(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
     ):
         model = task.model().train()
-        optimizer = task.optimizer(model) or build_optimizer(prepared.config.optimizer, model, 1e-3)
+        optimizer = task.optimizer(model) or torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for _ in range(3):
             for parameter in model.parameters():
                 if not keep_gradients:
@@ -58,12 +60,12 @@ def allocated(prepared: RunInputs, batch: Any, *, keep_gradients: bool) -> int:
 @pytest.mark.parametrize("keep_gradients", [False, True])
 def test_the_peak_is_counted_within_a_fifth(name: str, keep_gradients: bool) -> None:
     settings, size = CASES[name]
-    prepared = prepare(name.split()[0], {**settings, "hardware": {"selected_devices": ["cpu"]}})
+    prepared = Subject(name.split()[0], {**settings, "hardware": {"selected_devices": ["cpu"]}}).base
     train = prepared.datasets.train
-    batch = fetch(train, prepared.task.collate, 1, 0, np.arange(size) % len(train))
+    batch = batch_of(prepared.task, train, [index % len(train) for index in range(size)])
     own = sum(leaf.untyped_storage().nbytes() for leaf in batch if isinstance(leaf, Tensor))
     counted = count_step(prepared.task, prepared.config, batch, size, keep_gradients=keep_gradients)
-    measured = allocated(prepared, batch, keep_gradients=keep_gradients) + own
+    measured = allocated(prepared.task, batch, keep_gradients=keep_gradients) + own
     assert sum(counted.kinds.values()) == pytest.approx(measured, rel=0.2)
     parameters = sum(p.numel() * p.element_size() for p in prepared.task.model().parameters())
     assert counted.kinds["parameters"] == parameters
@@ -88,7 +90,7 @@ class Large(Task):
 
 
 def test_a_model_larger_than_memory_is_counted_without_it() -> None:
-    config = prepare("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).config
+    config = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).base.config
     task = Large()
     counted = count_step(task, config, (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), 4, keep_gradients=True)
     assert counted.on == "fake"
@@ -185,7 +187,7 @@ class Reading(Large):
 
 
 def test_a_large_model_that_reads_values_is_refused_and_not_tried() -> None:
-    config = prepare("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).config
+    config = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).base.config
     batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
     with pytest.raises(UnsupportedError, match="cannot be counted without memory"):
         count_step(Reading(), config, batch, 4, keep_gradients=True)
