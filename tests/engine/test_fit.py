@@ -21,13 +21,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import Callback, Datasets, Loss, Task
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update
-from lockstep.engine.task import Context
 from lockstep.errors import CheckpointError, ConfigError, DataError, TaskError
 from lockstep.events import Note
-from lockstep.launch.api import resume
-from lockstep.launch.finished.evaluation import evaluate as evaluate_checkpoint
 from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
 from tests.gloo import ROOT, run_ranks
@@ -54,6 +49,10 @@ def trained(folder: Path, log_interval: int = 50, task: type[Task] | Task = Toy,
         },
     )
     return RunDir.open(folder)
+
+
+def resumed(run: RunDir, task: type[Task] | None = None, **sections: Any) -> lockstep.Run:
+    return lockstep.Run(run.path).resume(task, sections)
 
 
 def interval_means(each: Sequence[dict[str, Any]], some: Sequence[dict[str, Any]]) -> list[float]:
@@ -91,7 +90,7 @@ def test_evaluations_between_epochs_are_kept_and_judged(tmp_path: Path) -> None:
 
 def test_a_resume_of_a_finished_run_leaves_it_finished(tmp_path: Path) -> None:
     run = trained(tmp_path / "run")
-    result = resume(run)
+    result = resumed(run)
     progress = run.progress()
     assert progress is not None
     assert (result.step, progress.step, progress.total) == (26, 26, 26)
@@ -166,15 +165,15 @@ def test_the_best_weights_are_tested_with_the_tasks_state_at_that_time(tmp_path:
     run = trained(tmp_path / "run", task=Declining)
     assert [row["val_steps"] for row in run.epochs()] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
     assert run.read().final_metrics["test_steps"] == STEPS_PER_EPOCH
-    found = evaluate_checkpoint(run, split="test", devices="cpu", checkpoint="best")
-    assert found["metrics"]["test_steps"] == STEPS_PER_EPOCH, "the state is restored after model()"
+    found = lockstep.Run(run.path).evaluate(split="test", devices="cpu", checkpoint="best")
+    assert found["test_steps"] == STEPS_PER_EPOCH, "the state is restored after model()"
 
 
 def test_another_monitor_starts_again_with_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path / "run", task=Declining, training={"threads": 1, "max_steps": 20})
     assert run.read().best_epoch == 1
     changes = {"training": {"max_steps": None}, "checkpoint": {"monitor": "val_loss"}}
-    resume(run, overrides={**changes, "telemetry": {"progress": "plain"}})
+    resumed(run, **changes, telemetry={"progress": "plain"})
     assert run.read().best_epoch == 2, "a loss is compared with losses, not with the best score"
     assert "judged by val_score (max) and is now judged by val_loss (min)" in capsys.readouterr().out
 
@@ -202,7 +201,7 @@ def test_an_evaluation_at_a_stop_judges_nothing(validation: dict[str, int], tmp_
     assert (record.best_epoch, record.status) == (None, "completed")
     assert record.final_metrics["val_level"] == -5, "it is reported"
     for stop in (13, 18, 20, None):
-        resume(run, overrides={"training": {"max_steps": stop}})
+        resumed(run, training={"max_steps": stop})
     ended = [(one.progress().step, one.read().best_metric) for one in (run, whole)]  # type: ignore[union-attr]
     assert ended[0] == ended[1]
 
@@ -237,7 +236,7 @@ def test_what_a_loss_draws_from_pythons_and_numpys_generators_is_resumed(tmp_pat
         training = {"threads": 1, "early_stopping_patience": 0, "max_steps": stop}
         run = trained(tmp_path / str(stop), task=LateMixup, training=training, **constant)
         np.random.rand(), random.random()
-        resume(run, overrides={"training": {"max_steps": None}})
+        resumed(run, training={"max_steps": None})
         for name, value in weights(run).items():
             assert torch.equal(value, whole[name]), (stop, name)
 
@@ -249,32 +248,32 @@ class Seen(Callback):
         self.calls = calls
         self.norms: list[float] = []
 
-    def on_epoch_start(self, context: Context, model: nn.Module) -> None:
+    def on_epoch_start(self, context: Any, model: nn.Module) -> None:
         self.note("epoch start", context)
 
-    def on_step_start(self, context: Context, model: nn.Module) -> None:
+    def on_step_start(self, context: Any, model: nn.Module) -> None:
         self.note("step start", context)
 
-    def on_after_backward(self, context: Context, model: nn.Module) -> None:
+    def on_after_backward(self, context: Any, model: nn.Module) -> None:
         self.norms.append(
             float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
         )
         self.note("gradients", context)
         model[0].bias.grad.zero_()
 
-    def on_step_end(self, context: Context, model: nn.Module) -> None:
+    def on_step_end(self, context: Any, model: nn.Module) -> None:
         self.note("step end", context)
 
-    def on_epoch_end(self, context: Context, model: nn.Module) -> None:
+    def on_epoch_end(self, context: Any, model: nn.Module) -> None:
         self.note("epoch end", context)
 
-    def on_evaluation_start(self, context: Context, model: nn.Module) -> None:
+    def on_evaluation_start(self, context: Any, model: nn.Module) -> None:
         self.note("evaluation", context)
 
-    def on_evaluation_end(self, context: Context, model: nn.Module) -> None:
+    def on_evaluation_end(self, context: Any, model: nn.Module) -> None:
         assert model.training is False
 
-    def note(self, event: str, context: Context) -> None:
+    def note(self, event: str, context: Any) -> None:
         self.calls.append((event, context.step, context.epoch, context.is_training))
 
 
@@ -517,15 +516,15 @@ class Scheduled(Toy):
 
 
 class Halve(Callback):
-    def on_epoch_start(self, context: Context, model: nn.Module) -> None:
+    def on_epoch_start(self, context: Any, model: nn.Module) -> None:
         self.kept = model[0].bias.detach().clone()
 
-    def on_after_backward(self, context: Context, model: nn.Module) -> None:
+    def on_after_backward(self, context: Any, model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= 0.5
 
-    def on_step_end(self, context: Context, model: nn.Module) -> None:
+    def on_step_end(self, context: Any, model: nn.Module) -> None:
         if context.epoch == 0:
             with torch.no_grad():
                 model[0].bias.copy_(self.kept)
@@ -624,25 +623,6 @@ def test_settings_that_only_look_change_no_bit(
         assert all(torch.equal(weights[name], value) for name, value in expected.items()), look
 
 
-@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
-def test_a_norm_that_is_only_logged_skips_no_step(on_host: bool) -> None:
-    """Gradients are finite, and their norm is not."""
-    results = []
-    for want_norm in (False, True):
-        model = nn.Linear(3, 1)
-        update = Update(
-            *(model, torch.optim.SGD(model.parameters(), lr=1e-30), None, Precision("32", torch.device("cpu"), 1.0)),
-            max_norm=None,
-        )
-        update._on_host = on_host
-        for parameter in model.parameters():
-            parameter.data.zero_()
-            parameter.grad = torch.full_like(parameter, 3e38)
-        update.apply(0, 1, 1.0, want_norm=want_norm)
-        results.append((update.skipped, model.weight.detach().clone()))
-    assert results[0][0] == results[1][0] == 0 and torch.equal(results[0][1], results[1][1])
-
-
 class OneCycle(Toy):
     made_for = 26
 
@@ -665,7 +645,7 @@ def test_a_scheduler_with_too_few_steps_is_refused_before_the_first_one(tmp_path
         trained(tmp_path / "short", task=short)
     assert not RunDir.open(tmp_path / "short").steps()
     with pytest.raises(TaskError, match="26 optimizer steps, the run has 39"):
-        resume(run, task=OneCycle, overrides={"training": {"epochs": 3}})
+        resumed(run, OneCycle, training={"epochs": 3})
     with pytest.raises(TaskError, match="LambdaLR failed in its step 5") as caught:
         trained(tmp_path / "lambda", task=RunsOut())
     assert "IndexError" in caught.value.why

@@ -1,32 +1,44 @@
-"""Any split of a step over ranks and micro-batches gives the gradient of one process."""
+"""Any split of a step over ranks and micro-batches trains as one process does."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep import ArrayDataset, Loss, Task
-from lockstep.data.requests import InOrder, Source, windows
-from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.optim.precision import Precision
-from lockstep.engine.strategies.base import Flags, Replica, Strategy
-from lockstep.engine.strategies.ddp import DdpStrategy, FlatStrategy
-from lockstep.planning import BatchPlan
+from lockstep import ArrayDataset, Datasets, Loss, Task, TaskConfig
+from lockstep.events import StepLogged
+from tests.attempts import attempt
 from tests.gloo import run_ranks
-
-CPU = torch.device("cpu")
-Computed = Callable[[int], list[dict[str, Any]]]
 
 
 class Weighted(Task):
-    """Samples hold different numbers of items, so a mean of means would be wrong."""
+    """Samples hold different numbers of items, so a mean of means would be wrong; in double precision."""
+
+    class Config(TaskConfig):
+        samples: int = 8
+        batchnorm: bool = False
+        poison: bool = False
+
+    def datasets(self) -> Datasets:
+        samples = self.config.samples
+        generator = torch.Generator().manual_seed(samples)
+        inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+        if self.config.poison:
+            inputs[0] = float("inf")
+        return Datasets(ArrayDataset(inputs, torch.randint(1, 9, (samples,), generator=generator).double()))
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(8) if self.config.batchnorm else nn.Identity()
+        return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 1)).double()
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         inputs, items = batch
@@ -34,153 +46,165 @@ class Weighted(Task):
         return Loss(errors.sum(), items.sum())
 
 
-def model_of(batchnorm: bool) -> nn.Module:
-    torch.manual_seed(0)
-    norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
-    return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 1)).double()
+@dataclass(frozen=True)
+class Case:
+    """An epoch of ``samples``; a step has ``accumulate`` micro-batches of ``batch`` samples on each of ``ranks``.
+
+    ``buckets``: torch's DDP reduces; otherwise one message a step.
+    """
+
+    ranks: int
+    samples: int
+    batch: int
+    accumulate: int = 1
+    batchnorm: bool = False
+    poison: bool = False
+    buckets: bool = False
+    profile: str | None = None
+
+    @property
+    def whole(self) -> Case:
+        """One process takes the same steps; BatchNorm sees what it sees over all ranks."""
+        if self.batchnorm:
+            return Case(1, self.samples, self.batch * self.ranks, self.accumulate, batchnorm=True)
+        return Case(1, self.samples, self.batch, self.accumulate * self.ranks, poison=self.poison)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "task": {"samples": self.samples, "batchnorm": self.batchnorm, "poison": self.poison},
+            "training": {
+                "epochs": 1,
+                "batch_size": self.batch,
+                "global_batch_size": self.batch * self.accumulate * self.ranks,
+                "max_grad_norm": None,
+                "max_skipped_share": 1.0,
+            },
+            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+            "scheduler": {"name": "constant", "warmup_steps": 0},
+            "distributed": {"bucket_cap_mb": 1} if self.buckets else {},
+            "telemetry": {"profile": self.profile},
+        }
 
 
-def data_of(samples: int) -> ArrayDataset:
-    generator = torch.Generator().manual_seed(samples)
-    inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
-    items = torch.randint(1, 9, (samples,), generator=generator).double()
-    return ArrayDataset(inputs, items)
-
-
-def gradients(
-    rank: int, ranks: int, plan: BatchPlan, batchnorm: bool, poison: bool = False, flat: bool = False
-) -> list[list[torch.Tensor]]:
-    """The true gradient (sum over count) of every step of one epoch, at fixed weights."""
-    model = model_of(batchnorm)
-    if batchnorm and ranks > 1:
-        model = convert(model, None)
-    precision = Precision("32", CPU, 2.0**-4)
-    dataset = data_of(plan.samples)
-    if poison:
-        dataset.tensors[0][0] = float("inf")
-    strategy: Strategy
-    replica = Replica(Weighted(), model, precision, CPU, 0, rank)
-    if ranks == 1:
-        strategy = Strategy(replica)
-    elif flat:
-        strategy = FlatStrategy(replica)
-    else:
-        strategy = DdpStrategy(replica)
-    source = Source(dataset, Weighted().collate, 0, InOrder())
-    found = []
-    for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=batchnorm)):
-        batches = (source.batch(request) for request in window.requests)
-        reduced = strategy.gradients(window, batches, step, Flags())
-        factor = reduced.divisor / (precision.seed_value() * float(reduced.count))
-        found.append([p.grad * factor for p in model.parameters() if p.grad is not None])
-    return found
-
-
-def cases(ranks: int, number: int) -> list[BatchPlan]:
+def plain_cases(ranks: int) -> list[Case]:
     draw = random.Random(ranks)
-    plans = []
-    for _ in range(number):
+    cases = []
+    for number in range(6):
         batch, accumulate = draw.randint(1, 5), draw.randint(1, 3)
-        plans.append(
-            BatchPlan(
-                samples=draw.randint(2, 4 * ranks * batch * accumulate),
-                global_batch=batch * accumulate * ranks,
-                batch_size=batch,
-                accumulate=accumulate,
-                ranks=ranks,
-                least_window=2,
-            )
-        )
-    return plans
+        samples = draw.randint(2, 4 * ranks * batch * accumulate)
+        cases.append(Case(ranks, samples, batch, accumulate, buckets=number % 2 == 1))
+    return cases
 
 
-def synchronised_cases(ranks: int) -> list[BatchPlan]:
+def synchronised_cases(ranks: int) -> list[Case]:
     """Windows of every size from two samples on: with fewer samples than ranks one of them replays a ghost.
 
     A sample too few for a step joins the one before, and several micro-batches are those of one process.
     """
-    sizes = [(4, 1, samples) for samples in (2, 3, 4 * ranks, 4 * ranks + 1, 4 * ranks + 2, 4 * ranks + 3)]
-    sizes += [(batch, 2, samples) for batch in (1, 3) for samples in (ranks + 1, 2 * batch * ranks + 1, 11)]
+    sizes = [(4, 1, samples) for samples in (2, 3, 4 * ranks + 1, 4 * ranks + 3)]
+    sizes += [(batch, 2, samples) for batch in (1, 3) for samples in (ranks + 1, 11)]
     return [
-        BatchPlan(
-            samples=samples, global_batch=batch * accumulate * ranks, batch_size=batch, accumulate=accumulate,
-            ranks=ranks, least_window=2,
-        )
-        for batch, accumulate, samples in sizes
-    ]  # fmt: skip
-
-
-#: Of three ranks, one has no sample of the last step, or two have none of the only one.
-POISONED = [BatchPlan(samples=n, global_batch=6, batch_size=2, accumulate=1, ranks=3) for n in (7, 1)]
-
-
-def computed(rank: int, ranks: int) -> dict[str, Any]:
-    """What a rank computes of the cases of that many ranks, by DDP and in one all-reduce."""
-    torch.set_num_threads(1)
-    plain, synchronised = cases(ranks, 12), synchronised_cases(ranks) if ranks < 4 else []
-    found: dict[str, Any] = {
-        name: [gradients(rank, ranks, plan, batchnorm, flat=flat) for flat in (False, True) for plan in plans]
-        for name, plans, batchnorm in (("plain", plain, False), ("synchronised", synchronised, True))
-    }
-    found["poisoned"] = [poisoned(rank, ranks, plan) for plan in POISONED if ranks == 3]
-    found["reductions"] = [count_reductions(rank, ranks, accumulate) for accumulate in (1, 4) if ranks == 2]
-    return found
-
-
-@pytest.fixture(scope="module")
-def by_rank() -> Computed:
-    """What each of N ranks computes; they are started once."""
-    return cache(lambda ranks: run_ranks(computed, ranks, timeout_s=120.0))
-
-
-def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    for a, b in zip(left, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
-
-
-def poisoned(rank: int, ranks: int, plan: BatchPlan) -> list[list[bool]]:
-    return [
-        [all(torch.isfinite(g).all().item() for g in step) for step in gradients(rank, ranks, plan, False, True, flat)]
-        for flat in (False, True)
+        Case(ranks, samples, batch, accumulate, batchnorm=True, buckets=number % 2 == 1)
+        for number, (batch, accumulate, samples) in enumerate(sizes)
     ]
 
 
-def count_reductions(rank: int, ranks: int, accumulate: int) -> int:
-    plan = BatchPlan(
-        samples=8 * accumulate, global_batch=8 * accumulate, batch_size=4, accumulate=accumulate, ranks=ranks
-    )
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        gradients(rank, ranks, plan, False)
-    dist.barrier()
-    return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
+def poisoned_cases(ranks: int) -> list[Case]:
+    """Of three ranks, one has no sample of the last step, or two have none of the only one."""
+    return [
+        Case(ranks, samples, 2, poison=True, buckets=buckets)
+        for samples in (7, 1)
+        for buckets in (False, True)
+        if ranks == 3
+    ]
+
+
+#: Their second step is profiled.
+ACCUMULATING = [Case(2, 32 * accumulate, 4, accumulate, profile="2:2") for accumulate in (1, 4)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    norms: list[float | None]
+    skipped: list[int]
+    weights: dict[str, Tensor]
+
+
+def trained(rank: int, case: Case, folder: Path) -> Trained:
+    weights, events = attempt(Weighted, folder, rank, case.ranks, **case.settings)
+    rows = [event for event in events if isinstance(event, StepLogged)]
+    columns = [row.loss or 0.0 for row in rows], [row.grad_norm for row in rows], [row.skipped_steps for row in rows]
+    return Trained(*columns, weights)
+
+
+def cases_of(ranks: int) -> list[Case]:
+    synchronised = synchronised_cases(ranks) if ranks < 4 else []
+    return [*plain_cases(ranks), *synchronised, *poisoned_cases(ranks), *(ACCUMULATING if ranks == 2 else ())]
+
+
+def all_cases(rank: int, ranks: int, folder: Path) -> list[Trained]:
+    return [trained(rank, case, folder / str(number)) for number, case in enumerate(cases_of(ranks))]
+
+
+Together = Callable[[int], tuple[Path, dict[Case, Trained]]]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    """What N ranks train, by case, and the folder of the runs; they are started once."""
+
+    @cache
+    def on(ranks: int) -> tuple[Path, dict[Case, Trained]]:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        first, *_ = run_ranks(all_cases, ranks, folder, timeout_s=120.0)
+        return folder, dict(zip(cases_of(ranks), first, strict=True))
+
+    return on
+
+
+def assert_same(ours: Trained, theirs: Trained, case: Case) -> None:
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6), case
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-6), case
+    assert ours.skipped == theirs.skipped, case
+    for name, value in theirs.weights.items():
+        if "running" not in name:
+            torch.testing.assert_close(ours.weights[name], value, rtol=1e-6, atol=1e-9, msg=f"{case}: {name}")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (4, 5))])
-def test_any_split_gives_the_gradient_of_one_process(by_rank: Computed, ranks: int) -> None:
-    for index, plan in enumerate(2 * cases(ranks, 12)):
-        alone = gradients(0, 1, plan.model_copy(update={"ranks": 1}), False)
-        for rank in range(ranks):
-            found = by_rank(ranks)[rank]["plain"][index]
-            assert len(found) == len(alone)
-            for ours, theirs in zip(found, alone, strict=True):
-                assert_equal(ours, theirs)
+def test_any_split_trains_as_one_process(together: Together, tmp_path: Path, ranks: int) -> None:
+    for number, case in enumerate(plain_cases(ranks)):
+        alone = trained(0, case.whole, tmp_path / str(number))
+        assert len(alone.losses) >= 1
+        assert_same(together(ranks)[1][case], alone, case)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_synchronised_batchnorm_gives_the_gradient_of_the_whole_batch(by_rank: Computed, ranks: int) -> None:
-    for index, plan in enumerate(2 * synchronised_cases(ranks)):
-        whole = plan.model_copy(update={"ranks": 1, "batch_size": plan.batch_size * ranks, "least_part": 2})
-        alone = gradients(0, 1, whole, True)
-        for rank in range(ranks):
-            for ours, theirs in zip(by_rank(ranks)[rank]["synchronised"][index], alone, strict=True):
-                assert_equal(ours, theirs)
+def test_synchronised_batchnorm_trains_as_on_the_whole_batch(together: Together, tmp_path: Path, ranks: int) -> None:
+    for number, case in enumerate(synchronised_cases(ranks)):
+        assert_same(together(ranks)[1][case], trained(0, case.whole, tmp_path / str(number)), case)
 
 
-def test_an_infinite_sample_on_one_rank_is_seen_by_all_ranks_and_by_the_empty_ones(by_rank: Computed) -> None:
-    for found in by_rank(3):
-        assert found["poisoned"] == [[[False, True]] * 2, [[False]] * 2]
+def test_an_infinite_sample_on_one_rank_is_seen_by_all_ranks_and_by_the_empty_ones(
+    together: Together, tmp_path: Path
+) -> None:
+    for number, case in enumerate(poisoned_cases(3)):
+        alone = trained(0, case.whole, tmp_path / str(number))
+        ours = together(3)[1][case]
+        assert ours.skipped == alone.skipped and ours.skipped[-1] == 1, case
+        for name, value in alone.weights.items():
+            assert value.isfinite().all()
+            torch.testing.assert_close(ours.weights[name], value, rtol=1e-6, atol=1e-9)
 
 
-def test_accumulation_reduces_once_however_many_micro_batches_there_are(by_rank: Computed) -> None:
-    one, four = by_rank(2)[0]["reductions"]
+def test_accumulation_reduces_once_however_many_micro_batches_there_are(together: Together) -> None:
+    folder, _ = together(2)
+    calls = []
+    for case in ACCUMULATING:
+        profile = folder / str(cases_of(2).index(case)) / "profile" / "rank-0.json"
+        operators = json.loads(profile.read_text())["operators"]
+        calls.append(sum(row["calls"] for row in operators if row["name"] == "gloo:all_reduce"))
+    one, four = calls
     assert one == four > 0

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 
 from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.config import resolve
-from lockstep.data import loader
-from lockstep.data.requests import InOrder, Source
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.planning import Plan, TaskFacts, make_plan
-from lockstep.planning.plan import LoaderPlan
 from tests.attempts import attempt
 from tests.gloo import run_ranks
 from tests.hardware.machines import machine
@@ -100,11 +97,3 @@ def test_layout_and_data_device_by_rule(sections: dict[str, Any], channels_last:
     plan = gpu_plan(**sections)
     assert plan.value("channels_last") is channels_last
     assert plan.value("data_device") == data_device
-
-
-def test_arrays_on_a_gpu_are_not_given_to_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = ArrayDataset(torch.arange(10))
-    monkeypatch.setattr(ArrayDataset, "is_on_gpu", property(lambda _: True))
-    plan = LoaderPlan(num_workers=2, prefetch_factor=2, persistent_workers=True, pin_memory=True)
-    made = loader.make_loader(Source(data, None, 0, InOrder()), [], plan, 0, largest=4)  # type: ignore[arg-type]
-    assert made.gi_code is loader._in_place.__code__  # type: ignore[attr-defined]

@@ -1,113 +1,102 @@
-"""What an attempt begins with: the newest good checkpoint, or weights that rank 0 reads, whatever the others see."""
+"""What an attempt begins with: the latest valid checkpoint, or weights that rank 0 reads, whatever the others see."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
 
-from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.config import RunConfig
-from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import judge_afresh, load_initial_weights, load_latest
-from lockstep.engine.state import TrainState
+import lockstep
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError, UnreadableError
-from lockstep.events import Note
-from lockstep.hardware.world import World
 from lockstep.rundir.folder import RunDir
-from tests.fakes import RecordingSink
+from tests.attempts import attempt
 from tests.gloo import run_ranks
-from tests.rundir.runs import make_run
+from tests.toys import Toy
+
+STEPS: dict[str, Any] = {
+    "training": {"max_steps": 8, "early_stopping_patience": 0},
+    "scheduler": {"name": "constant", "warmup_steps": 0},
+    "checkpoint": {"every_steps": 4, "keep_last": 9},
+}
 
 
-def begin(rank: int, ranks: int, sources: list[tuple[Path | None, Path | None]]) -> list[float | str]:
-    """What a rank's weight is, or what it is told, for what each rank names."""
-    collectives = Collectives(World(rank, ranks, rank, ranks))
-    found: list[float | str] = []
-    for named in sources:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, -1.0)
+def begin(rank: int, ranks: int, folder: Path, sources: dict[str, Path]) -> dict[str, str]:
+    """Train from the weights of each source, which only rank 0 sees; the errors."""
+    errors = {}
+    for name, source in sources.items():
+        errors[name] = ""
+        training = {"max_steps": 1, "global_batch_size": 8}
         try:
-            load_initial_weights(model, named[rank], collectives)
-            found.append(model.weight.item())
+            attempt(Still, folder / name, rank, ranks, init_from=str(source), training=training)
         except CheckpointError as error:
-            found.append(str(error))
-    return found
+            errors[name] = str(error)
+    return errors
+
+
+class Still(Toy):
+    """Its optimizer changes no weight."""
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 def test_what_rank_0_reads_is_every_ranks_weights_or_error(tmp_path: Path) -> None:
-    here, absent, broken = tmp_path / "here.safetensors", tmp_path / "absent", tmp_path / "broken.safetensors"
-    save_file({"weight": torch.full((1, 1), 3.0)}, here)
+    given, absent, broken = tmp_path / "given.safetensors", tmp_path / "absent", tmp_path / "broken.safetensors"
+    weights = {name: torch.full_like(value, 3.0) for name, value in Still().model().state_dict().items()}
+    save_file(weights, given)
     broken.write_bytes(b"no weights")
-    sources: list[tuple[Path | None, Path | None]] = [
-        *((here, here), (here, absent), (here, None), (None, None)),
-        *((absent, here), (broken, here)),
-    ]
-    first, second = run_ranks(begin, 2, sources)
+    first, second = run_ranks(begin, 2, tmp_path, {"given": given, "absent": absent, "broken": broken})
     assert first == second
-    assert first[:4] == [3.0, 3.0, 3.0, -1.0]
-    assert f"{absent} holds no weights" in first[4]
-    assert f"cannot read {broken}" in first[5]
+    assert first["given"] == ""
+    assert f"{absent} holds no weights" in first["absent"]
+    assert f"cannot read {broken}" in first["broken"]
+    store = CheckpointStore(RunDir(tmp_path / "given").checkpoints)
+    for name, value in load_file(store.path_of(1) / "model.safetensors").items():
+        assert torch.equal(value, weights[name])
 
 
-def checkpoints(folder: Path, *steps: int) -> CheckpointStore:
-    """Those of a run in ``folder``."""
-    store = CheckpointStore(make_run(folder).checkpoints)
-    for step in steps:
-        store.save(Snapshot(step, {"weight": torch.full((3,), float(step))}, {"step": step}, {"epoch": 0}))
-    return store
+def of_eight_steps(folder: Path) -> tuple[lockstep.Run, CheckpointStore]:
+    run = lockstep.train(Toy, STEPS, devices="cpu", save_dir=folder)
+    store = CheckpointStore(RunDir(folder).checkpoints)
+    assert store.steps() == [4, 8]
+    return run, store
 
 
-def begin_attempt(store: CheckpointStore) -> tuple[int | None, list[str]]:
-    """From which step an attempt goes on, and the warnings."""
-    heard = RecordingSink()
-    plan: Any = None
-    run = RunDir(store.folder.parent)
-    rank = RankContext(run, World(), RunConfig(), plan, torch.device("cpu"), Collectives(World()), sink=heard)
-    snapshot = load_latest(rank)
-    return snapshot and snapshot.step, [event.text for event in heard.events if isinstance(event, Note)]
+def resumed_from(run: lockstep.Run, steps: int) -> int:
+    """The step from which a resume continues; it trains ``steps`` in all."""
+    run.resume(training={"max_steps": steps})
+    _, step = max(RunDir(run.run_dir).resumed_from().items())
+    return step
 
 
-def test_an_attempt_sets_broken_checkpoints_aside(tmp_path: Path) -> None:
-    store = checkpoints(tmp_path / "run", 4, 8)
+def test_an_attempt_sets_broken_checkpoints_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, store = of_eight_steps(tmp_path / "run")
     (store.path_of(8) / "model.safetensors").write_bytes(b"broken")
-    step, (warning, aside) = begin_attempt(store)
-    assert step == 4 and "step 8 is broken" in warning
-    assert aside.startswith(f"{store.folder / 'step-00000008.broken'} was set aside")
-    assert store.steps() == [4] and (store.folder / "step-00000008.broken" / "trainer.pt").is_file()
+    aside = store.folder / "step-00000008.broken"
+    assert resumed_from(run, 4) == 4
+    shown = capsys.readouterr().out
+    assert "step 8 is broken" in shown and f"{aside} was set aside" in shown
+    assert store.steps() == [4] and (aside / "trainer.pt").is_file()
     (store.path_of(4) / "model.safetensors").write_bytes(b"broken")
-    step, (warning, _) = begin_attempt(store)
-    assert step is None and "step 4 is broken" in warning
-    assert store.steps() == [], "they would count among the newest that are kept"
+    assert resumed_from(run, 1) == 0
+    assert "step 4 is broken" in capsys.readouterr().out
+    assert store.steps() == [1], "the broken ones would count among the newest that are kept"
 
 
 def test_an_attempt_does_not_begin_without_a_checkpoint_that_cannot_be_read_now(tmp_path: Path) -> None:
-    store = checkpoints(tmp_path / "run", 4, 8)
+    _, store = of_eight_steps(tmp_path / "run")
     manifest = store.path_of(8) / "manifest.json"
     good = manifest.read_bytes()
     manifest.unlink()
     manifest.symlink_to("/proc/self/mem")  # whose reading fails with EIO
     with pytest.raises(UnreadableError, match=r"manifest\.json"):
-        begin_attempt(store)
+        attempt(Toy, tmp_path / "run", resume=True, training={"max_steps": 9})
     assert store.steps() == [4, 8]
     manifest.unlink()
     manifest.write_bytes(good)
-    assert begin_attempt(store) == (8, [])
-
-
-@pytest.mark.parametrize(
-    ("before", "shown"), [(["val_score", "max"], "val_score (max)"), (["val_score"], "['val_score'] (unknown)")]
-)
-def test_another_metric_than_the_checkpoints_starts_the_best_again(before: Any, shown: str) -> None:
-    state = TrainState(step=3, best_value=0.5, best_metric={"val_score": 0.5}, evaluations_without_gain=2)
-    plan: Any = SimpleNamespace(monitor="val_loss", mode="min", total_steps=9)
-    note = judge_afresh(state, {"monitor": before}, plan)
-    assert note is not None
-    assert f"judged by {shown} and is now judged by val_loss (min)" in note
-    assert (state.best_value, state.best_metric, state.evaluations_without_gain) == (None, {}, 0)
+    attempt(Toy, tmp_path / "run", resume=True, training={"max_steps": 9})
+    assert RunDir(tmp_path / "run").resumed_from()[2] == 8

@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau,
 
 import lockstep
 from lockstep import ArrayDataset, Datasets, Loss, Scheduler
-from lockstep.engine.inspection import inspect_task
-from lockstep.engine.trained import Trained, bare, build_model
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.events import Note
 from lockstep.rundir.folder import RunDir
@@ -131,23 +129,6 @@ def test_modules_and_scheduler_of_the_task_on_any_ranks_are_what_a_plain_loop_ma
     assert run.plan()["decisions"]["schedule"]["value"] == "task"
 
 
-def test_names_and_states_of_modules_beside_the_model() -> None:
-    task = ArcFace()
-    whole = build_model(task)
-    assert isinstance(whole, Trained)
-    assert {name for name, _ in whole.named_parameters()} >= {"0.weight", "modules.head.temperature"}
-    assert {*whole.state_dict()} == {name for name, _ in (*whole.named_parameters(), *whole.named_buffers())}
-    other = build_model(task)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(1.0)
-    other.load_state_dict(whole.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), other.parameters(), strict=True))
-    assert bare(whole) is whole.model
-    with pytest.raises(RuntimeError, match="Missing key"):
-        other.load_state_dict(whole.model.state_dict())
-
-
 class ByEpoch(ArcFace):
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return Scheduler(StepLR(optimizer, 1, 0.5), "epoch")
@@ -222,7 +203,7 @@ class Rows(Toy):
 
 def refusal(task: lockstep.Task) -> str:
     with pytest.raises((TaskError, UnsupportedError)) as error:
-        inspect_task(task, task.datasets(), "toy")
+        lockstep.plan(task, devices="cpu")
     return str(error.value)
 
 
@@ -289,11 +270,20 @@ def test_steps_without_items_change_nothing_and_have_no_row(tmp_path: Path) -> N
     assert all(row["loss"] == row["loss"] and row["skipped_steps"] == 0 for row in rows)
 
 
-def test_divided_models_refuse_modules_by_name() -> None:
-    from lockstep.engine.strategies.stages import stages_of
+class InStages(ArcFace):
+    def stages(self, model: Any) -> list[nn.Module]:
+        return list(model)
 
-    with pytest.raises(UnsupportedError, match="pipeline divides the model, and cannot train modules beside it: head"):
-        stages_of(ArcFace(), build_model(ArcFace()), 2)
+
+def in_stages(rank: int, ranks: int, folder: Path) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        attempt(InStages, folder, rank, ranks, hardware={"strategy": "pipeline"})
+    return str(error.value)
+
+
+def test_divided_models_refuse_modules_by_name(tmp_path: Path) -> None:
+    for message in run_ranks(in_stages, 2, tmp_path / "run"):
+        assert "cannot train modules beside it: head" in message
 
 
 class Lowest(Plateau):
@@ -348,4 +338,4 @@ class Wrapped(Toy):
 
 def test_a_model_that_distributes_itself_is_refused() -> None:
     with pytest.raises(TaskError, match=r"model\(\) returned DataParallel"):
-        build_model(Wrapped())
+        lockstep.plan(Wrapped(), devices="cpu")

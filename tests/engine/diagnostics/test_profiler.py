@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lockstep
+from lockstep import Loss
 from lockstep.config import resolve
-from lockstep.engine.diagnostics.profiler import memory_snapshot
-from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.rank_context import RankContext
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunError
 from lockstep.events import Note
-from lockstep.hardware.world import World
-from lockstep.planning import Plan
-from lockstep.rundir.folder import RunDir
+from tests.attempts import attempt
 from tests.e2e.test_train import train as train_by_command
-from tests.fakes import RecordingSink
 from tests.toys import Toy
 
 
@@ -94,24 +90,20 @@ def test_ranks_are_numbers_or_a_list_of_them() -> None:
     assert found == [(0, 2), (1,), (0, 1)]
 
 
-def rank_on(folder: Path, device: torch.device, sink: RecordingSink) -> RankContext:
-    config, plan = resolve({"telemetry": {"memory_snapshot": True}}), Plan.model_construct()
-    return RankContext(RunDir(folder), World(), config, plan, device, Collectives(World()), sink=sink)
-
-
 def test_a_memory_snapshot_on_a_cpu_has_no_effect_and_says_so(tmp_path: Path) -> None:
-    heard = RecordingSink()
-    with memory_snapshot(rank_on(tmp_path, torch.device("cpu"), heard)):
-        pass
-    [said] = heard.events
-    assert isinstance(said, Note) and "no effect" in said.text
+    _, events = attempt(Toy, tmp_path, training={"max_steps": 1}, telemetry={"memory_snapshot": True})
+    assert [event.level for event in events if isinstance(event, Note) and "memory_snapshot" in event.text] == ["info"]
     assert not (tmp_path / "profile").exists()
+
+
+class Greedy(Toy):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        torch.empty(1 << 50, device=batch[0].device)
+        return super().loss(model, batch)
 
 
 @pytest.mark.gpu
 def test_a_memory_snapshot_when_the_gpu_is_full(tmp_path: Path) -> None:
-    device = torch.device("cuda", 0)
-    rank = rank_on(tmp_path, device, RecordingSink())
-    with pytest.raises(torch.cuda.OutOfMemoryError), memory_snapshot(rank):
-        torch.empty(1 << 50, device=device)
-    assert (tmp_path / "profile" / "rank-0-memory.pickle").stat().st_size > 0
+    with pytest.raises((torch.cuda.OutOfMemoryError, RunError)):
+        lockstep.train(Greedy, save_dir=tmp_path / "run", devices="gpu:0", telemetry={"memory_snapshot": True})
+    assert (tmp_path / "run" / "profile" / "rank-0-memory.pickle").stat().st_size > 0

@@ -9,69 +9,79 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lockstep.engine.distributed.buffers import check_agreement, check_start
-from lockstep.engine.distributed.collectives import Collectives
-from lockstep.errors import LockstepError
-from lockstep.hardware.world import World
+from lockstep.errors import RanksDifferError, UnsupportedError
+from tests.attempts import attempt
 from tests.e2e.test_train import finish, start
 from tests.gloo import run_ranks
-from tests.toys import Toy
+from tests.toys import CLASSES, FEATURES, Toy
 
 
-class Cached(nn.Module):
-    buffer_reduction: ClassVar[dict[str, str]] = {"cache": "local"}
+class Cached(nn.Linear):
+    buffer_reduction: ClassVar[dict[str, str]] = {"cache": "local", "phase": "same"}
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(FEATURES, CLASSES)
         self.register_buffer("cache", torch.zeros(3))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
-        self.layer = nn.Linear(2, 2)
 
 
-def disagree(rank: int, ranks: int) -> list[str | None]:
-    """What is said of ranks that differ in something."""
-    collectives = Collectives(World(rank, ranks, rank, ranks))
-    torch.manual_seed(0)
-    model = Cached()
-    optimizer = torch.optim.Adam(model.parameters())
-    model.layer(torch.ones(2)).sum().backward()
-    optimizer.step()
+class Differing(Toy):
+    """After the last step the tensor ``part`` of rank 1 is another one, by a hook."""
 
-    def said(check: Any) -> str | None:
-        try:
-            return check()
-        except LockstepError as error:
-            return str(error)
+    part = "nothing"
 
-    found = []
-    for tensor in (model.cache, model.scratch, model.phase, model.layer.bias, None):
-        kept = None if tensor is None else tensor.detach().clone()
-        with torch.no_grad():
-            if tensor is not None and rank == 1:
-                tensor.view(-1)[1] += 1e-7
-            if tensor is None:
-                optimizer.state[model.layer.weight]["exp_avg"] *= 1 + rank
-        found.append(said(lambda: check_agreement(model, optimizer, collectives)))
-        if tensor is model.layer.bias:
-            found.append(said(lambda: check_start(model, collectives, exact=True)))
-            found.append(said(lambda: check_start(model, collectives, exact=False)))
-        if tensor is not None:
+    def model(self) -> nn.Module:
+        model = Cached()
+        if self.part == "start" and os.environ.get("RANK") == "1":
+            nn.init.ones_(model.bias)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.made = torch.optim.Adam(model.parameters())
+        return self.made
+
+    def hooks(self) -> Any:
+        def change(result: Any, model: Any) -> None:
+            if result.step != 3 or os.environ.get("RANK") != "1" or self.part == "start":
+                return
+            is_moment = self.part == "moment"
+            tensor = self.made.state[model.weight]["exp_avg"] if is_moment else getattr(model, self.part)
             with torch.no_grad():
-                tensor.copy_(kept)
-    return found
+                tensor.view(-1)[1] += 1e-5
+
+        return [(change, 1)]
 
 
-def test_the_first_tensor_that_differs_is_named() -> None:
-    first, second, third = run_ranks(disagree, 3)
-    assert first == second == third
-    cache, scratch, phase, bias, exact, fast, moment = first
-    assert cache is None and scratch is None, "these may differ"
-    assert "no longer train the same weights: phase of rank 1 is not that of rank 0" in str(phase)
-    assert "layer.bias of rank 1 is not that of rank 0" in str(bias)
-    assert "the ranks begin with different weights: layer.bias" in str(exact)
-    assert str(fast).startswith("The ranks began with different weights (layer.bias of rank 1")
-    assert "the optimizer's exp_avg of parameter 0 of ranks 1, 2" in str(moment)
+#: What differs, and the words of the error; the first may.
+PARTS = {
+    "cache": "",
+    "phase": "the buffer phase is declared the same on all ranks, and is not",
+    "bias": "bias of rank 1 ",
+    "moment": "exp_avg of parameter 0 of rank 1 ",
+    "start": "begin with different weights: bias",
+}
+
+
+def differing(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """The error of each part."""
+    errors = {}
+    for part in PARTS:
+        task = type("Of", (Differing,), {"part": part, "__module__": __name__})
+        mode = "exact" if part == "start" else "fast"
+        training = {"max_steps": 3, "global_batch_size": 12, "reproducibility": mode}
+        errors[part] = ""
+        try:
+            attempt(task, folder / part, rank, ranks, training=training)
+        except (RanksDifferError, UnsupportedError) as error:
+            errors[part] = str(error)
+    return errors
+
+
+def test_the_first_tensor_that_differs_is_named(tmp_path: Path) -> None:
+    for errors in run_ranks(differing, 2, tmp_path):
+        assert errors.keys() == PARTS.keys()
+        for part, words in PARTS.items():
+            assert words in errors[part] and bool(words) == bool(errors[part]), part
 
 
 class Apart(Toy):

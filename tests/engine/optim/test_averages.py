@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+import lockstep
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.config import AveragingConfig
-from lockstep.engine.optim.averages import Averages
 from lockstep.errors import UnsupportedError
-from lockstep.launch.prepare import prepare
 from tests.attempts import attempt
 from tests.gloo import run_ranks
-from tests.toys import Toy
+from tests.toys import CLASSES, FEATURES, Toy
 
 EMA = {"name": "ema", "decay": 0.9, "warmup": False}
 SWA = {"name": "swa", "start_share": 0.5}
@@ -58,7 +56,7 @@ def test_the_averages_are_those_of_torch_and_survive_a_resume(
     tmp_path: Path, task: type[Watched], averaging: dict[str, Any]
 ) -> None:
     if averaging is SWA:
-        task.start = prepare(task, RUN).plan.total_steps // 2
+        task.start = lockstep.plan(task, RUN).total_steps // 2
     saved, _ = attempt(task, tmp_path / "whole", averaging=averaging, **RUN)
     expected = dict(task.reference.module.state_dict())
     torch.testing.assert_close(saved, expected)
@@ -124,36 +122,56 @@ def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_averages(tmp_
     assert all(torch.equal(resumed[name], value) for name, value in saved.items())
 
 
-class Replaced(nn.Module):
-    """Makes its buffer again in each step."""
+class Layers(nn.Module):
+    """Makes its buffer again in each step, and counts the calls of ``state_dict``."""
+
+    buffer_reduction: ClassVar[dict[str, str]] = {"seen": "local"}
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)])
+        self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+        self.first.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(2))
         self.asked = 0
         self.register_state_dict_pre_hook(lambda *_: setattr(self, "asked", self.asked + 1))
 
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + 1
+        return self.last(self.first(inputs))  # type: ignore[no-any-return]
 
-def test_replaced_buffers_and_parameters_unfrozen_later_are_averaged_without_a_state_dict_per_step() -> None:
-    model = Replaced()
-    made = Averages(AveragingConfig.model_validate(EMA), model, 10)
-    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    reference.update_parameters(model)
-    for step in range(1, 6):
-        model.layers[1].requires_grad_(step > 2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * parameter.requires_grad)
-        model.seen = model.seen + step
-        asked = model.asked
-        made.update(step)
-        assert model.asked == asked
-        if step == 3:  # its average begins now
-            reference.module.layers[1].load_state_dict(model.layers[1].state_dict())
-        reference.update_parameters(model)
-    with made.in_use():
-        torch.testing.assert_close(dict(model.state_dict()), dict(reference.module.state_dict()))
+
+class Unfreezing(Watched):
+    """The first layer is trained from the fourth step on, and its average begins then."""
+
+    layers: Layers
+
+    def model(self) -> nn.Module:
+        type(self).layers = Layers()
+        type(self).reference = AveragedModel(self.layers, multi_avg_fn=self.function, use_buffers=True)
+        self.reference.update_parameters(self.layers)
+        return self.layers
+
+    def hooks(self) -> Any:
+        def average(step: Any, model: Any) -> None:
+            if step.step == 4:
+                self.reference.module.first.load_state_dict(model.first.state_dict())
+            self.reference.update_parameters(model)
+            model.first.requires_grad_(step.step >= 3)
+
+        return [(average, 1)]
+
+
+def test_replaced_buffers_and_parameters_unfrozen_later_are_averaged_without_a_state_dict_per_step(
+    tmp_path: Path,
+) -> None:
+    asked = []
+    for steps in (6, 12):
+        short = {**RUN, "training": {**RUN["training"], "max_steps": steps}}
+        saved, _ = attempt(Unfreezing, tmp_path / str(steps), averaging=EMA, **short)
+        torch.testing.assert_close(saved, dict(Unfreezing.reference.module.state_dict()))
+        asked.append(Unfreezing.layers.asked)
+    assert asked[0] == asked[1]
 
 
 class Mask(nn.Module):
@@ -220,9 +238,9 @@ def test_two_ranks_have_the_averages_of_one(tmp_path: Path) -> None:
 def test_a_pipeline_refuses_them() -> None:
     hardware = {"strategy": "pipeline", "selected_devices": ["cpu", "cpu"]}
     with pytest.raises(UnsupportedError, match="=ema is incompatible with strategy pipeline"):
-        prepare("autoencoder", {"averaging": EMA, "hardware": hardware})
+        lockstep.plan("autoencoder", {"averaging": EMA, "hardware": hardware})
 
 
 def test_the_plan_says_what_is_averaged() -> None:
-    decision = prepare(Toy, {"averaging": SWA, **RUN}).plan.decisions["averaging"]
+    decision = lockstep.plan(Toy, {"averaging": SWA, **RUN}).decisions["averaging"]
     assert decision.value == "swa" and decision.reason

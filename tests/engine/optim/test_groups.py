@@ -2,99 +2,104 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.writer import HostBuffers
-from lockstep.config import OptimizerConfig
-from lockstep.engine.optim.optimizers import build_optimizer
-from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update
+import lockstep
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import TaskError
-from lockstep.planning import Schedule
+from lockstep.rundir.folder import RunDir
+from tests.attempts import attempt
+from tests.toys import Toy
 
-CPU = torch.device("cpu")
-
-
-def model_of(*, frozen: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    model[0].requires_grad_(not frozen)
-    return model
+CONSTANT: dict[str, Any] = {
+    "training": {"epochs": 1, "batch_size": 20, "early_stopping_patience": 0},
+    "scheduler": {"name": "constant", "warmup_epochs": 0},
+}
 
 
-def update_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, lr: float = 0.1) -> Update:
-    schedule = Schedule(name="constant", lr=lr, total_steps=9, steps_per_epoch=9)
-    if optimizer is None:
-        optimizer = build_optimizer(OptimizerConfig(name="adamw", lr=lr), model, lr)
-    return Update(model, optimizer, schedule, Precision("32", CPU, 1.0), None)
+def interrupted(task: type[Toy], folder: Path, step: int, **sections: Any) -> dict[str, Tensor]:
+    """The weights of a run that was stopped at ``step`` and resumed, with changed ``sections``."""
+    training = CONSTANT["training"]
+    attempt(task, folder, **{**CONSTANT, "training": {**training, "max_steps": step}})
+    sections = {**sections, "training": {**training, "max_steps": None}}
+    return attempt(task, folder, resume=True, **{**CONSTANT, **sections})[0]
 
 
-def take(model: nn.Module, update: Update, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for parameter in model.parameters():
-            gradient = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = gradient if parameter.requires_grad else None
-        update.apply(step, 1, 1.0, want_norm=False)
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def moments(model: nn.Module, update: Update) -> dict[str, Tensor]:
-    state = update.optimizer.state
-    return {name: state[p]["exp_avg"] for name, p in model.named_parameters() if "exp_avg" in state.get(p, {})}
+class Growing(Toy):
+    """Trains its last layer; a hook adds the first one as a group after two steps."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("0").requires_grad_(False)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.made = torch.optim.AdamW(model.get_submodule("4").parameters(), lr=0.1)
+        return self.made
+
+    def hooks(self) -> Any:
+        def grow(result: Any, model: nn.Module) -> None:
+            if result.step == 2:
+                self.unfreeze(model)
+                self.made.add_param_group({"params": [*model.get_submodule("0").parameters()], "lr": 0.01})
+
+        return [(grow, 1)]
+
+    def unfreeze(self, model: nn.Module) -> None:
+        model.get_submodule("0").requires_grad_(True)
 
 
-def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+class Grown(Growing):
+    """Resumes with the first layer trained, which the hook of the attempt before has done."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.unfreeze(model)
+        return model
 
 
-def test_a_checkpoint_of_trainable_parameters_alone_fits_the_optimizer_of_all() -> None:
-    """Earlier versions left frozen parameters out of the built-in optimizer."""
-    model, again = model_of(frozen=True), model_of(frozen=True)
-    decay = OptimizerConfig(name="adamw").weight_decay
-    old = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1, weight_decay=decay, fused=True)
-    update = update_of(model, old)
-    take(model, update, range(2))
-    state = {
-        key: value for key, value in HostBuffers().copy(update.state_dict()).items() if key not in {"names", "settings"}
-    }
-    resumed = update_of(again)
-    resumed.load_state_dict(state)
-    assert moments(again, resumed).keys() == {"1.weight", "1.bias"}
-    again.load_state_dict(model.state_dict())
-    take(model, update, range(2, 4))
-    take(again, resumed, range(2, 4))
-    assert_equal(model, again)
+def test_a_group_that_a_hook_adds_follows_the_schedule_and_is_restored(tmp_path: Path) -> None:
+    whole, _ = attempt(Growing, tmp_path / "whole", **CONSTANT)
+    training = CONSTANT["training"]
+    attempt(Growing, tmp_path / "parts", **{**CONSTANT, "training": {**training, "max_steps": 4}})
+    last = {**CONSTANT, "training": {**training, "max_steps": None}}
+    parts, _ = attempt(Grown, tmp_path / "parts", resume=True, **last)
+    assert_equal(parts, whole)
+    store = CheckpointStore(RunDir(tmp_path / "whole").checkpoints)
+    groups = store.load(store.steps()[-1]).trainer["update"]["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == pytest.approx([0.1, 0.01])
+    start = lockstep.Run(tmp_path / "parts").load_model("last", task=Growing).state_dict()
+    assert torch.equal(start["0.weight"], whole["0.weight"])
 
 
-def test_a_group_that_a_hook_adds_follows_the_schedule_and_is_restored() -> None:
-    def new() -> tuple[nn.Sequential, Update]:
-        model = model_of(frozen=True)
-        return model, update_of(model, torch.optim.AdamW(model[1].parameters(), lr=0.1))
+class Foreign(Toy):
+    """A hook adds a parameter that is none of the model's."""
 
-    (model, update), (again, resumed) = new(), new()
-    take(model, update, range(2))
-    model[0].requires_grad_(True)
-    update.optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.01})
-    take(model, update, range(2, 4))
-    assert [group["lr"] for group in update.optimizer.param_groups] == pytest.approx([0.1, 0.01])
-    resumed.load_state_dict(HostBuffers().copy(update.state_dict()))
-    again.load_state_dict(model.state_dict())
-    again[0].requires_grad_(True)
-    take(model, update, range(4, 6))
-    take(again, resumed, range(4, 6))
-    assert_equal(model, again)
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.made = torch.optim.SGD(model.parameters(), lr=0.1)
+        return self.made
+
+    def hooks(self) -> Any:
+        def add(result: Any, model: nn.Module) -> None:
+            if result.step == 1:
+                self.made.add_param_group({"params": [nn.Parameter(torch.ones(7, 5))]})
+
+        return [(add, 1)]
 
 
-def test_a_group_of_parameters_that_are_not_the_models_is_refused_by_name() -> None:
-    model = model_of()
-    update = update_of(model)
-    update.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7, 5))]})
+def test_a_group_of_parameters_that_are_not_the_models_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"\(7, 5\) in group 1") as error:
-        take(model, update, range(1))
+        attempt(Foreign, tmp_path / "run", **CONSTANT)
     assert "Task.modules()" in str(error.value)
 
 
@@ -115,24 +120,40 @@ class Estimating(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad, alpha=group["lr"] * group["d"])
 
 
-def test_what_an_optimizer_estimates_in_its_groups_is_restored_and_changed_settings_win() -> None:
-    def new(lr: float, weight_decay: float) -> tuple[nn.Module, Update]:
-        model = model_of()
-        return model, update_of(model, Estimating(model.parameters(), lr, weight_decay), lr)
+class Prodigy(Toy):
+    """A hook changes the decay after three steps; the groups after each step are in ``groups``."""
 
-    model, update = new(1.0, 0.0)
-    take(model, update, range(3))
-    update.optimizer.param_groups[0]["weight_decay"] = 0.5  # as a hook may
-    state = HostBuffers().copy(update.state_dict())
-    (same, resumed), (other, changed) = new(1.0, 0.0), new(0.5, 0.25)
-    for one, its in ((same, resumed), (other, changed)):
-        one.load_state_dict(model.state_dict())
-        its.load_state_dict(HostBuffers().copy(state))
-    kept, given = resumed.optimizer.param_groups[0], changed.optimizer.param_groups[0]
-    assert (kept["d"], kept["k"], kept["weight_decay"]) == (update.optimizer.param_groups[0]["d"], 3, 0.5)
-    assert (given["d"], given["k"], given["weight_decay"]) == (kept["d"], 3, 0.25)
-    take(model, update, range(3, 5))
-    take(same, resumed, range(3, 5))
-    assert_equal(model, same)
-    take(other, changed, range(3, 4))
-    assert given["lr"] == 0.5
+    lr, weight_decay = 1.0, 0.0
+    groups: list[dict[str, Any]]
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.made = Estimating(model.parameters(), self.lr, self.weight_decay)
+        type(self).groups = []
+        return self.made
+
+    def hooks(self) -> Any:
+        def look(result: Any, model: nn.Module) -> None:
+            [group] = self.made.param_groups
+            self.groups.append({key: value for key, value in group.items() if key != "params"})
+            if result.step == 3:
+                group["weight_decay"] = 0.125
+
+        return [(look, 1)]
+
+
+class Changed(Prodigy):
+    lr, weight_decay = 0.5, 0.25
+
+
+def test_what_an_optimizer_estimates_in_its_groups_is_restored_and_changed_settings_win(tmp_path: Path) -> None:
+    whole, _ = attempt(Prodigy, tmp_path / "whole", **CONSTANT)
+    expected = Prodigy.groups
+    assert_equal(interrupted(Prodigy, tmp_path / "same", 3), whole)
+    assert Prodigy.groups == expected[3:]
+    training = CONSTANT["training"]
+    attempt(Prodigy, tmp_path / "changed", **{**CONSTANT, "training": {**training, "max_steps": 3}})
+    last = {**CONSTANT, "training": {**training, "max_steps": 4}}
+    attempt(Changed, tmp_path / "changed", resume=True, **last)
+    [group] = Changed.groups
+    assert (group["k"], group["lr"], group["weight_decay"]) == (4, 0.5, 0.25)
+    assert group["d"] == expected[3]["d"]

@@ -54,8 +54,11 @@ def test_muon_trains_the_matrices_of_hidden_layers_alone() -> None:
     optimizer = build_optimizer(OptimizerConfig(name="muon"), model, 1e-2)
     assert isinstance(optimizer, Several)
     assert optimizer.param_groups[0]["params"] == [model[1].weight]
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert len(optimizer._parts[-1].param_groups) == 2
+    added = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [added], "lr": 0.1})
+    added.grad = torch.ones(3)
+    optimizer.step()
+    assert bool((added < 0.95).all()), "a group that is added is trained"
 
 
 class Blocks(Task):

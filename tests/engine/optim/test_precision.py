@@ -13,7 +13,6 @@ from torch import nn
 
 import lockstep
 from lockstep.config.load import merge
-from lockstep.engine.optim.precision import cast
 from lockstep.errors import UnsupportedError
 from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
@@ -83,18 +82,38 @@ def test_one_rank_is_the_plain_loop_bit_for_bit_and_two_are_to_rounding(tmp_path
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.seen = nn.Linear(2, 2), list[torch.dtype]()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.seen: set[tuple[torch.dtype, ...]] = set()
 
     def forward(self, batch: dict[str, torch.Tensor], *, scale: torch.Tensor) -> dict[str, Any]:
-        self.seen += [batch["x"].dtype, batch["place"].dtype, scale.dtype]
+        self.seen.add((batch["x"].dtype, batch["place"].dtype, scale.dtype))
         return {"scores": self.linear(batch["x"]) * scale, "place": batch["place"]}
 
 
-def test_floats_of_nested_inputs_are_cast_and_outputs_are_float32() -> None:
-    model: Any = cast(Nested(), "bf16-true")
-    found = model({"x": torch.ones(1, 2), "place": torch.zeros(1, dtype=torch.long)}, scale=torch.ones(1))
-    assert model.seen == [torch.bfloat16, torch.int64, torch.bfloat16]
-    assert (found["scores"].dtype, found["place"].dtype) == (torch.float32, torch.int64)
+class OfNested(Toy):
+    def model(self) -> nn.Module:
+        self.net = Nested()
+        self.returned: set[tuple[torch.dtype, ...]] = set()
+        return self.net
+
+    def scores(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        found = model({"x": inputs, "place": labels}, scale=torch.ones(1))
+        self.returned.add((found["scores"].dtype, found["place"].dtype))
+        return found["scores"]  # type: ignore[no-any-return]
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        return lockstep.Loss(F.cross_entropy(self.scores(model, batch), batch[1], reduction="sum"), len(batch[1]))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+        return self.scores(model, batch), batch[1]
+
+
+def test_floats_of_nested_inputs_are_cast_and_outputs_are_float32(tmp_path: Path) -> None:
+    task = OfNested()
+    lockstep.train(task, merge(SAME, {"task": None, "save_dir": str(tmp_path / "run")}), devices="cpu", max_steps=1)
+    assert task.net.seen == {(torch.bfloat16, torch.int64, torch.bfloat16)}
+    assert task.returned == {(torch.float32, torch.int64)}
 
 
 @pytest.mark.parametrize(

@@ -249,3 +249,22 @@ def test_settings_of_another_kind_in_a_checkpoint_are_refused(name: str, value: 
     (group,) = state["optimizer"]["param_groups"]
     with pytest.raises(ValueError, match=f"the optimizer's {name} is "):
         update.load_state_dict({**state, "optimizer": {**state["optimizer"], "param_groups": [{**group, name: value}]}})
+
+
+@paths
+def test_a_norm_that_is_only_logged_skips_no_step(on_host: bool) -> None:
+    """Gradients are finite, and their norm is not."""
+    results = []
+    for want_norm in (False, True):
+        model = nn.Linear(3, 1)
+        update = Update(
+            *(model, torch.optim.SGD(model.parameters(), lr=1e-30), None, Precision("32", CPU, 1.0)),
+            max_norm=None,
+        )
+        update._on_host = on_host
+        for parameter in model.parameters():
+            parameter.data.zero_()
+            parameter.grad = torch.full_like(parameter, 3e38)
+        update.apply(0, 1, 1.0, want_norm=want_norm)
+        results.append((update.skipped, model.weight.detach().clone()))
+    assert results[0][0] == results[1][0] == 0 and torch.equal(results[0][1], results[1][1])
