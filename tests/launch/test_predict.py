@@ -15,8 +15,10 @@ import torch
 
 import lockstep
 from lockstep import Task
+from lockstep.config import resolve
 from lockstep.engine import evaluate as engine
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
+from lockstep.launch.finished import evaluation
 from lockstep.launch.finished.predict import predict
 from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
@@ -233,3 +235,9 @@ def test_a_frame_is_predicted_and_its_numbers_are_json(tmp_path: Path) -> None:
     rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["root"] for row in rows] == [None, None, 1.0, 2.0]
     assert [row["both"] for row in rows] == [[0.0, None], [1.0, None], [4.0, None], [7.0, None]]
+
+
+def test_evaluate_takes_one_device_of_a_run_on_all() -> None:
+    config = resolve({"hardware": {"selected_devices": ["all"]}})
+    assert evaluation._config_on(config, None, "auto").hardware.selected_devices is None
+    assert evaluation._config_on(config, "all", "auto").hardware.selected_devices == ("all",)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +23,9 @@ from lockstep.hardware.world import World
 from lockstep.launch.nodes.membership import meeting
 from lockstep.launch.nodes.preparation import TrainRequest, prepare_together
 from lockstep.launch.prepare import RunInputs, prepare, settle
-from lockstep.launch.run_claim import changed_config, create_folder, resume_point
+from lockstep.launch.run_claim import changed_config, claimed, create_folder, resume_point
 from lockstep.rundir.folder import RunDir
+from tests.gloo import ROOT, clean_environment
 from tests.toys import Toy
 
 ON_TWO = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "training": {"batch_size": 16}}
@@ -151,3 +158,68 @@ def test_threads_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch)
     finally:
         torch.set_num_threads(before)
     assert plan.threads == 1
+
+
+CLAIMER = """
+import sys
+from pathlib import Path
+from lockstep.launch.run_claim import claimed
+from lockstep.rundir.folder import RunDir
+with claimed(RunDir(Path(sys.argv[1]))):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> None:
+    run, _ = stopped_at_once(tmp_path / "run")
+    other = subprocess.Popen(
+        [sys.executable, "-c", CLAIMER, str(run.path)],
+        env=clean_environment(PYTHONPATH=str(ROOT / "src")),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"claimed\n"
+        with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.2):
+            pass
+        os.kill(other.pid, signal.SIGKILL)
+        with claimed(run):
+            with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.0):
+                pass  # a thread of the same process is another one, too
+            refused: list[RunFolderError] = []
+            resuming = threading.Thread(target=lambda: refused.extend(claim_error(run)))
+            resuming.start()
+            resuming.join()
+            assert len(refused) == 1
+        with claimed(run, wait_s=0.0):
+            pass  # it was given back
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def claim_error(run: RunDir) -> list[RunFolderError]:
+    try:
+        with claimed(run, wait_s=0.0):
+            return []
+    except RunFolderError as error:
+        return [error]
+
+
+def test_a_resume_waits_for_the_claim_of_one_that_ends(tmp_path: Path) -> None:
+    run, _ = stopped_at_once(tmp_path / "run")
+    inside = threading.Event()
+
+    def hold() -> None:
+        with claimed(run):
+            inside.set()
+            time.sleep(0.3)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(60)
+    with claimed(run, wait_s=60.0):
+        pass
+    holder.join()

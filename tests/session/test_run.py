@@ -15,8 +15,6 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
-from lockstep.errors import RunFolderError
-from lockstep.launch.session.script import run_script
 from lockstep.rundir.folder import RunDir
 from lockstep.verification.script import ScriptReport, print_script_report
 from tests.session.scripts import CLASSIFIER, numbers, run, start
@@ -117,8 +115,8 @@ def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
     made = RunDir.create(folder / "task", RunConfig(), run_id="run-task", command=[])
     made.update(status="completed")
     files = sorted(made.path.iterdir())
-    with pytest.raises(RunFolderError, match="is a run of har, not of a script"):
-        run_script(folder / "script.py", [], {"save_dir": str(made.path)}, resume=True)
+    error = run(*LOCKSTEP, "run", "script.py", "--save-dir", "task", "--resume", cwd=folder, code=2)
+    assert "is a run of har, not of a script" in error
     assert sorted(made.path.iterdir()) == files
 
 

@@ -20,9 +20,8 @@ import pytest
 
 from lockstep.cli.settings import flag_table
 from lockstep.config import resolve
-from lockstep.errors import LockstepError, RunFolderError
+from lockstep.errors import LockstepError
 from lockstep.hardware.nvml import GpuUser
-from lockstep.launch.run_claim import claimed
 from lockstep.rundir.files import JsonLines, last_row
 from lockstep.rundir.folder import RunDir
 from lockstep.studio.commands import Identity, Jobs, Starts, is_alive, reap, send
@@ -32,7 +31,6 @@ from lockstep.studio.server import Options, Studio
 from lockstep.studio.settings import offered_tasks
 from lockstep.studio.tailing import Columns, Feed, columns_of
 from tests.e2e.test_train import finish, start, wait_for_step
-from tests.gloo import ROOT, clean_environment
 from tests.hardware.machines import machine
 from tests.studio.serving import TOY, WAIT_S, Address, studio
 
@@ -205,53 +203,6 @@ def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
     assert refused == ["TRAINING_IN_PROGRESS"] * 3
 
 
-CLAIMER = """
-import sys
-from pathlib import Path
-from lockstep.launch.run_claim import claimed
-from lockstep.rundir.folder import RunDir
-with claimed(RunDir(Path(sys.argv[1]))):
-    print("claimed", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    other = subprocess.Popen(
-        [sys.executable, "-c", CLAIMER, str(run.path)],
-        env=clean_environment(PYTHONPATH=str(ROOT / "src")),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"claimed\n"
-        with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.2):
-            pass
-        os.kill(other.pid, signal.SIGKILL)
-        with claimed(run):
-            with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.0):
-                pass  # a thread of the same process is another one, too
-            refused: list[RunFolderError] = []
-            resuming = threading.Thread(target=lambda: refused.extend(claim_error(run)))
-            resuming.start()
-            resuming.join()
-            assert len(refused) == 1
-        with claimed(run, wait_s=0.0):
-            pass  # it was given back
-    finally:
-        end(other)
-
-
-def claim_error(run: RunDir) -> list[RunFolderError]:
-    try:
-        with claimed(run, wait_s=0.0):
-            return []
-    except RunFolderError as error:
-        return [error]
-
-
 @pytest.mark.drill
 def test_of_two_resumes_from_terminals_one_trains(tmp_path: Path) -> None:
     command = ("--set", "task.dataset=plain", "--num-workers", "0", "--set", "task.pause_s=0.01")
@@ -269,23 +220,6 @@ def test_of_two_resumes_from_terminals_one_trains(tmp_path: Path) -> None:
     run = RunDir.open(tmp_path / "runs" / "run")
     assert (run.status(), run.read().attempt) == ("completed", 2)
     assert sorted(entry.name for entry in run.attempts.iterdir()) == ["1", "2"]
-
-
-def test_a_resume_waits_for_the_claim_of_one_that_ends(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    inside = threading.Event()
-
-    def hold() -> None:
-        with claimed(run):
-            inside.set()
-            time.sleep(0.3)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    inside.wait(WAIT_S)
-    with claimed(run, wait_s=WAIT_S):
-        pass
-    holder.join()
 
 
 def launcher_of(run: RunDir, process: subprocess.Popen[bytes], **more: Any) -> None:
