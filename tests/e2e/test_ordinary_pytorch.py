@@ -66,9 +66,9 @@ def plain(entry: Entry) -> Weights:
     place = TrainState()
     task.context = Context(place)
     task.context.is_training = True
-    _seed(SEED)
+    seed_all(SEED)
     data = task.datasets()
-    _seed(SEED)
+    seed_all(SEED)
     model = task.model()
     extras = nn.ModuleDict(dict(task.modules()))
     parameters = [*model.parameters(), *extras.parameters()]
@@ -144,7 +144,7 @@ def _validation_loss(task: Any, model: nn.Module, dataset: Any) -> float:
     return float(sum(total for total, _ in sums) / sum(count for _, count in sums))
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -229,7 +229,7 @@ def _problems(entry: Entry, folder: Path, ranks: int, mode: str, many: Outcome) 
         if ours.keys() != theirs.keys():
             problems.append(f"{entry.name}: {mode}, {title}: other names {sorted(ours.keys() ^ theirs.keys())}")
             return
-        gaps = {name: _gap(ours[name], theirs[name]) for name in ours}
+        gaps = {name: gap(ours[name], theirs[name]) for name in ours}
         worst = max(gaps, key=gaps.__getitem__)
         if not gaps[worst] <= tolerance:
             problems.append(f"{entry.name}: {mode}, {title}: {worst} is {gaps[worst]:.2g} apart")
@@ -252,7 +252,7 @@ def _problems(entry: Entry, folder: Path, ranks: int, mode: str, many: Outcome) 
     return problems
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
+def gap(a: Tensor, b: Tensor) -> float:
     """The largest difference of an element."""
     if a.shape != b.shape:
         return float("inf")
