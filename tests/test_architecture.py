@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -277,3 +278,51 @@ def test_private_names_of_libraries_are_in_compat() -> None:
 )
 def test_a_private_name_is_found(code: str) -> None:
     assert list(foreign_names(ast.parse(code)))
+
+
+#: What tests may know of the inside of the product. A limit only falls: it is what has been reached.
+MOST_FILES_WITH_PRIVATE_MODULES = 60
+MOST_PRIVATE_NAMES = 40
+#: Modules whose names are private, however they are imported: in code that a test writes for another process, too.
+PRIVATE_IMPORT = re.compile(r"^\s*(?:from|import) lockstep\.(?:(?:engine|launch|data)\.|(?:engine|launch)\b)", re.M)
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_few_tests_import_private_modules() -> None:
+    """Public are the names of ``lockstep`` and ``lockstep.data``, the command line, and a run folder."""
+    files = [str(file.relative_to(ROOT)) for file in TESTS if PRIVATE_IMPORT.search(file.read_text(encoding="utf-8"))]
+    assert len(files) <= MOST_FILES_WITH_PRIVATE_MODULES, "\n".join(files)
+
+
+def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of private names of the product: attributes of objects other than ``self``, and imports."""
+    of_tests = frozenset(own_names(tree))
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.ImportFrom(module=str(module)) if module.startswith("lockstep"):
+                names = [alias.name for alias in node.names]
+            case ast.Attribute(value=value, attr=name) if not isinstance(value, ast.Name | ast.Call) or (
+                ast.unparse(value) not in ("self", "cls", "super()")
+            ):
+                names = [name]
+        yield from ((node.lineno, name) for name in names if is_private(name) and name in ours() - of_tests)  # type: ignore[attr-defined]
+
+
+def test_few_tests_use_private_names() -> None:
+    uses = [f"{file.relative_to(ROOT)}:{line}: {name}" for file in TESTS for line, name in private_uses(tree(file))]
+    assert len(uses) <= MOST_PRIVATE_NAMES, "\n".join(uses)
+
+
+@pytest.mark.parametrize(
+    ("code", "uses"),
+    [
+        ("from lockstep.data.loader import _groups", 1),
+        ("update._on_host = True", 1),
+        ("class Own:\n    def _on_host(self): ...\nOwn()._on_host()", 0),
+        ("trainer._logger_connector", 0),
+    ],
+)
+def test_private_names_of_the_product_are_found(code: str, uses: int) -> None:
+    assert len([*private_uses(ast.parse(code))]) == uses
