@@ -30,7 +30,7 @@ FLOORS = (
     *("api", "cli"),
 )
 #: What no training run needs. A leaf may import the core and the leaves before it; the core imports no leaf.
-LEAVES = ("readers", "recipes", "lab", "studio", "lightning")
+LEAVES = ("readers", "recipes", "lab", "studio", "lightning", "audit")
 #: Parts that people wait for at a prompt, or that plan and look only.
 LIGHT = ("errors", "events", "config", "hardware", "planning", "cli")
 

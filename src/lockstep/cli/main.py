@@ -69,6 +69,7 @@ VERBS = (
     ("plan", _BEFORE, "Show every decision of `train` with the same flags, and its reason; starts nothing."),
     ("doctor", _BEFORE, "Check whether this machine is ready for training on several devices."),
     ("verify", _BEFORE, "Check on your own task that several devices compute the same as one."),
+    ("audit", _BEFORE, "Check whether anybody's script computes on several ranks what it computes on one."),
     ("bench", _BEFORE, "Measure steps, input, communication, scaling, batch sizes and learning rates."),
     ("memory", _BEFORE, "Predict the memory of each device, by strategy, and the largest batch that fits."),
     ("forecast", _BEFORE, "Predict throughput and scaling efficiency on more GPUs than you have."),
@@ -97,6 +98,7 @@ VERBS = (
 )
 #: The verbs of each module. Those of the leaves are named, never imported, here.
 _MODULES = {
+    "lockstep.audit.command": ("audit",),
     "lockstep.cli.before": ("plan", "verify"),
     "lockstep.cli.machine": ("devices", "version", "completion"),
     "lockstep.cli.reading": ("runs", "show"),

@@ -1,0 +1,1 @@
+"""Findings from records: pure functions."""

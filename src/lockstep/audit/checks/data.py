@@ -1,0 +1,218 @@
+"""Findings about samples: divided among ranks, order, splits, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from lockstep.audit.findings import Finding
+from lockstep.audit.trace import Pass, RankTrace, RunTrace, counts_of
+
+#: Samplers of libraries that pad, so that all ranks have equally many samples.
+_DIVIDING = ("DistributedSampler", "UnrepeatedDistributedSampler", "DistributedSamplerWrapper")
+
+
+def data_findings(run: RunTrace) -> Iterator[Finding]:
+    """Findings about the samples that ranks read; each code at most once in training and once in evaluation."""
+    training = run.passes(training=True)
+    if run.size > 1:
+        split = next(filter(None, map(_different_split, training)), None)
+        shared = None if split else next(filter(None, (_same_samples(run, group) for group in training)), None)
+        yield from filter(None, (split, shared))
+        if split is None and shared is None:
+            yield from _uneven(training, evaluates=False)
+            yield from _ranks_alike(run, training)
+        yield from _uneven(run.passes(training=False), evaluates=True)
+    yield from _same_order(training)
+    yield from _workers_alike(run.first)
+    yield from _epochs_alike(run.first)
+
+
+def _is_comparable(group: list[Pass]) -> bool:
+    """Whether indices of all ranks mean samples of one data set."""
+    first = group[0].about
+    is_same = all(walk.about[key] == first[key] for walk in group for key in ("content", "size", "dataset"))
+    return is_same and first["size"] is not None and first["loader"] != "DataLoaderDispatcher"
+
+
+def _is_divided(walk: Pass) -> bool:
+    return walk.about["sampler"] in _DIVIDING or walk.about["loader"] == "DataLoaderShard"
+
+
+def _different_split(group: list[Pass]) -> Finding | None:
+    subsets = [walk.about["subset"] for walk in group]
+    if None in subsets or all(subset == subsets[0] for subset in subsets) or not _is_divided(group[0]):
+        return None
+    size = group[0].about["size"]
+    message = f"the ranks have different subsets of {size} samples, and the sampler divides each of them"
+    evidence: dict[str, Any] = {"size": size}
+    if all(isinstance(subset, list) for subset in subsets):
+        evidence["common"] = len(set.intersection(*map(set, subsets)))
+        message += f"; {evidence['common']} samples are in all"
+    return Finding("AUDIT_SPLIT_DIFFERS", group[0].line, message, evidence)
+
+
+def _same_samples(run: RunTrace, group: list[Pass]) -> Finding | None:
+    size = group[0].about["size"]
+    if not _is_comparable(group) or not size or any(walk.about["subset"] != group[0].about["subset"] for walk in group):
+        return None
+    for walk in group:
+        batch = walk.batches[0] if walk.batches else None
+        batches = walk.about["batches"]
+        if (
+            not batch
+            or walk.about["replaces"]
+            or (batches or 0) * len(batch) <= size - len(batch)
+            or size <= len(batch)
+        ):
+            return None
+    if all(walk.batches[0] == group[0].batches[0] for walk in group) and not _equal_local_gradients(run):
+        return None  # each rank may take its part of the batch later
+    evidence = {"size": size, "ranks": run.size, "first_batches": [walk.batches[0] for walk in group]}
+    message = f"each of {run.size} ranks reads all {size} samples in an epoch"
+    return Finding("AUDIT_NO_SAMPLER", group[0].line, message, evidence)
+
+
+def _equal_local_gradients(run: RunTrace) -> bool:
+    for steps in run.aligned_steps()[:1]:
+        gradients = [local and local["grad"] for step in steps for _, local in step.micro_batches[:1]]
+        return len(gradients) == run.size and all(gradient == gradients[0] for gradient in gradients)
+    return False
+
+
+def _uneven(groups: list[list[Pass]], *, evaluates: bool) -> Iterator[Finding]:
+    missing_of_passes = []
+    is_padded = False
+    for group in groups:
+        about = group[0].about
+        counts = counts_of(group)
+        is_shared = _is_comparable(group) and all(walk.about["subset"] == about["subset"] for walk in group)
+        if counts is None or not is_shared or not all(walk.is_whole for walk in group) or about["replaces"]:
+            continue
+        is_alone = not all(walk.batches for walk in group)
+        each_reads_all = evaluates and all(len(set(walk.indices or ())) == about["size"] for walk in group)
+        if is_alone or each_reads_all:
+            continue
+        missing = sorted(set(range(about["size"])) - counts.keys())
+        repeated = sorted(index for index, count in counts.items() if count > 1)
+        batch = len(group[0].batches[0] or ())
+        is_padding = _is_divided(group[0]) and counts.total() - about["size"] <= len(group) * max(batch, 1)
+        kind = "evaluation" if evaluates else "training"
+        evidence: dict[str, Any] = {"size": about["size"], "indices": (repeated or missing)[:20], "phase": kind}
+        if missing:
+            missing_of_passes.append(missing)
+            is_choice = about["drops"] and not (len(missing_of_passes) > 1 and missing == missing_of_passes[-2])
+            if evaluates or not is_choice:
+                evidence |= {"dropped": len(missing), "indices": missing[:20]}
+                message = f"{len(missing)} of {about['size']} samples of the {kind} are read by no rank"
+                yield Finding("AUDIT_DROPPED", group[0].line, message, evidence)
+                return
+        if repeated and not is_padding:
+            evidence["repeated"] = len(repeated)
+            message = f"{len(repeated)} of {about['size']} samples of the {kind} are read more than once"
+            yield Finding("AUDIT_REPEATED", group[0].line, message, evidence)
+            return
+        if repeated and not is_padded:
+            is_padded = True
+            evidence["repeated"] = len(repeated)
+            count = f"{len(repeated)} of {about['size']} samples"
+            if not evaluates:
+                yield Finding("AUDIT_PADDED", group[0].line, f"{count} are read twice in an epoch", evidence)
+            elif _counts_padding(group):
+                yield Finding("AUDIT_EVAL_PADDED", group[0].about["site"], f"{count} are evaluated twice", evidence)
+
+
+def _counts_padding(group: list[Pass]) -> bool:
+    """Whether the metric is seen to count the repeated samples."""
+    about = group[0].about
+    calls = [call for call in group[0].calls if "values" in call or "rows" in call]
+    if any(call.get("trims") for call in calls):
+        return False
+    if (
+        "lightning" in about["through"]
+        or "pytorch_lightning" in about["through"]
+        or about["loader"] == "DataLoaderShard"
+    ):
+        return any("float" in call.get("dtype", "") or call["kind"].startswith("all_gather") for call in calls)
+    read = [len(walk.indices or ()) for walk in group]
+    return all(
+        any(call["kind"] in ("all_reduce", "reduce") and number in call.get("values", ()) for call in walk.calls)
+        for walk, number in zip(group, read, strict=True)
+    )
+
+
+def _same_order(groups: list[list[Pass]]) -> Iterator[Finding]:
+    for before, after in pairwise(groups):
+        first, second = before[0], after[0]
+        if (first.line, first.about["content"]) != (second.line, second.about["content"]):
+            continue
+        length = min(len(first.batches), len(second.batches))
+        batches = first.batches[:length]
+        flat = [index for batch in batches for index in batch or ()]
+        if length < 2 or None in batches or len(flat) < 6 or batches != second.batches[:length]:
+            continue
+        if flat == sorted(flat) or first.about["sampler"] not in (*_DIVIDING, "RandomSampler", "SeedableRandomSampler"):
+            continue
+        message = f"the shuffled order of two epochs is the same: {flat[:6]}…"
+        yield Finding("AUDIT_SAME_ORDER", second.about["site"], message, {"first_indices": flat[:20]})
+        return
+
+
+Draws = dict[tuple[int | None, int], dict[str, str]]
+
+
+def _draws(rank: RankTrace, walk: int) -> Draws:
+    """By worker and fetch, the state of each generator from which samples of pass ``walk`` have drawn."""
+    return {(draw["worker"], draw["fetch"]): draw["states"] for draw in rank.draws if draw["pass"] == walk}
+
+
+def _alike(one: Draws, other: Draws) -> set[str]:
+    """Generators whose states are equal in all fetches that both have."""
+    names: set[str] | None = None
+    for key in one.keys() & other.keys():
+        equal = {name for name, state in one[key].items() if other[key].get(name) == state}
+        names = equal if names is None else names & equal
+    return names or set()
+
+
+def _ranks_alike(run: RunTrace, training: list[list[Pass]]) -> Iterator[Finding]:
+    for group in training[:1]:
+        draws = [_draws(rank, walk.number) for rank, walk in zip(run.ranks, group, strict=True)]
+        names = sorted(set.intersection(*(_alike(draws[0], other) for other in draws[1:])))
+        seeds = [rank.of("seed") for rank in run.ranks]
+        if names and group[0].batches[0] != group[1].batches[0]:
+            is_seeded = all(seeds) and len({of_rank[-1]["seed"] for of_rank in seeds}) == 1
+            line = (
+                seeds[0][-1]["site"]
+                if is_seeded and draws[0].keys() <= {(None, n) for n in range(9)}
+                else group[0].line
+            )
+            message = f"samples of different ranks draw the same random numbers ({', '.join(names)})"
+            yield Finding("AUDIT_RANKS_DRAW_ALIKE", line, message, {"generators": names})
+
+
+def _workers_alike(rank: RankTrace) -> Iterator[Finding]:
+    for walk in (walk for walk in rank.passes if walk.trains):
+        by_worker: dict[int, Draws] = {}
+        for (worker, fetch), states in _draws(rank, walk.number).items():
+            if worker is not None:
+                by_worker.setdefault(worker, {})[None, fetch] = states
+        first, *others = by_worker.values() or [{}]
+        names = sorted(set.union(set(), *(_alike(first, other) for other in others)))
+        if names:
+            message = f"workers of the data loader draw the same random numbers ({', '.join(names)})"
+            yield Finding(
+                "AUDIT_WORKERS_DRAW_ALIKE", walk.line, message, {"workers": len(by_worker), "generators": names}
+            )
+            return
+
+
+def _epochs_alike(rank: RankTrace) -> Iterator[Finding]:
+    walks = [walk for walk in rank.passes if walk.trains]
+    for first, second in pairwise(walks):
+        names = sorted(_alike(_draws(rank, first.number), _draws(rank, second.number)))
+        if names:
+            message = f"two epochs draw the same random numbers ({', '.join(names)})"
+            yield Finding("AUDIT_EPOCHS_DRAW_ALIKE", second.line, message, {"generators": names})
+            return

@@ -1,0 +1,139 @@
+"""Run a script on each number of ranks, and judge its records."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from lockstep.audit.checks.data import data_findings
+from lockstep.audit.checks.metrics import metric_findings
+from lockstep.audit.checks.ranks import file_findings, module_notes, parting, unmatched_calls
+from lockstep.audit.checks.steps import rate_findings, step_findings
+from lockstep.audit.findings import SEVERITIES, Finding
+from lockstep.audit.launcher import Outcome, Script, read_records, run_ranks, script_failure
+from lockstep.audit.report import AuditReport, step_rows
+from lockstep.audit.trace import RunTrace, read_rank
+from lockstep.errors import LockstepError, UnsupportedError
+
+#: Of the output of a rank that fails because another one has ended.
+_VICTIM = re.compile(
+    r"Connection closed by peer|[Cc]onnection reset|Timed? ?out|Broken pipe|DistNetworkError|recvBytes"
+)
+
+
+def audit(
+    script: Script, sizes: Sequence[int], *, steps: int, timeout_s: float, say: Callable[[str], None]
+) -> AuditReport:
+    """Run ``script`` on each number of ranks in ``sizes`` and judge what its processes did.
+
+    Raises:
+        TaskError: the script fails, or does not end in time. UnsupportedError: it starts its ranks itself, or takes
+        no optimizer step.
+    """
+    runs: dict[int, RunTrace] = {}
+    findings: list[Finding] = []
+    for size in sizes:
+        say(f"{script.name} on {size} rank{'s' * (size > 1)}")
+        with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
+            folder = Path(name)
+            outcome = run_ranks(script, size, folder, steps=steps, timeout_s=timeout_s)
+            run = RunTrace(
+                [read_rank(read_records(folder, "rank", r), read_records(folder, "worker", r)) for r in range(size)]
+            )
+        _refuse_spawn(run)
+        unmatched = unmatched_calls(run, has_failed=outcome.is_stuck or any(outcome.codes)) if size > 1 else None
+        if _is_fault_of_script(outcome, unmatched):
+            raise script_failure(script, size, outcome)
+        if not run.first.steps and unmatched is None:
+            raise _no_step(script)
+        runs[size] = run
+        findings += [*_findings(run), *filter(None, [unmatched])]
+    single, largest = runs.get(1), runs[max(runs)]
+    if single is not None and largest.size > 1:
+        findings += rate_findings(single, largest)
+    unique = {(finding.code, finding.line): finding for finding in findings}
+    ordered = sorted(unique.values(), key=lambda finding: -SEVERITIES.index(finding.severity))
+    rows = {size: step_rows(run) for size, run in runs.items()}
+    return AuditReport(script.name, tuple(runs), tuple(ordered), rows, tuple(limits(runs, steps)))
+
+
+def _findings(run: RunTrace) -> Iterator[Finding]:
+    data = list(data_findings(run))
+    yield from data
+    apart = parting(run)
+    yield from filter(None, [apart])
+    # Ranks that part have other gradients and losses: one cause is enough.
+    if apart is None and not any(finding.code == "AUDIT_NO_SAMPLER" for finding in data):
+        yield from step_findings(run)
+    elif apart is not None:
+        yield from (f for f in step_findings(run) if f.code in ("AUDIT_ZERO_GRAD", "AUDIT_CLIP_SCALED"))
+    yield from metric_findings(run)
+    yield from module_notes(run)
+    yield from file_findings(run)
+
+
+def _refuse_spawn(run: RunTrace) -> None:
+    for rank in run.ranks:
+        for record in rank.of("spawn"):
+            raise UnsupportedError(
+                "the script starts its ranks itself, with torch.multiprocessing",
+                why=f"{record['site']}: `lockstep audit` starts the ranks, as torchrun does",
+                fix="call the function of a rank directly, with RANK and WORLD_SIZE of the environment",
+            )
+
+
+def _is_fault_of_script(outcome: Outcome, unmatched: Finding | None) -> bool:
+    """Whether the script failed for a reason that is not the other ranks."""
+    failed = [output for code, output in zip(outcome.codes, outcome.outputs, strict=True) if code]
+    if unmatched is None:
+        return bool(failed) or outcome.is_late
+    return not outcome.is_stuck and not all(_VICTIM.search(output) for output in failed)
+
+
+def _no_step(script: Script) -> LockstepError:
+    return UnsupportedError(
+        f"{script.name} has taken no step of a torch.optim.Optimizer",
+        why="only steps, gradients and samples of a training loop can be judged",
+        fix="pass it arguments with which it trains",
+    )
+
+
+def limits(runs: dict[int, RunTrace], steps: int) -> Iterator[str]:
+    """What could not be seen, one sentence each."""
+    texts: dict[str, None] = {}
+    for size, run in runs.items():
+        for rank in run.ranks:
+            for record in rank.of("limit"):
+                texts[f"{record['text']}: not everything was observed"] = None
+        for walk in run.first.passes:
+            if walk.trains and walk.about["size"] is None:
+                texts["the training data set is not a map-style Dataset: its samples cannot be counted"] = None
+            if walk.trains and not walk.is_whole:
+                texts[f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen"] = None
+        if not run.first.passes:
+            texts["the script reads no torch DataLoader: samples, their order and random numbers are not seen"] = None
+        if run.first.of("ended"):
+            texts["the script was ended in its third epoch: what it does at its end is not seen"] = None
+        if run.first.steps and not run.has_one_optimizer:
+            texts["several optimizers: denominators and learning rates are not judged"] = None
+        looked = [b for step in run.first.steps for b, _ in step.micro_batches if "graph" in b]
+        unread = sorted({b["graph"] for b in looked if b["count"] is None and b["graph"]})
+        if unread and size == max(runs):
+            texts[f"the loss is not one mean or sum ({', '.join(unread)}): its denominator is not judged"] = None
+    if 1 not in runs:
+        texts["no run on one rank: learning rates are not compared"] = None
+    if max(runs) == 1:
+        texts["no run on several ranks: only faults of one rank can be found"] = None
+    yield from texts
+
+
+def write_report(report: AuditReport, path: Path) -> None:
+    """Write the report as JSON, or as Markdown if the name ends in ``.md``. Raises :class:`StorageError`."""
+    from lockstep.rundir.files import plain, write_text
+
+    document = plain(report.as_dict())
+    text = report.as_markdown() if path.suffix == ".md" else json.dumps(document, indent=2) + "\n"
+    write_text(path, text)

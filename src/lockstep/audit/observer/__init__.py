@@ -1,0 +1,1 @@
+"""Runs inside the processes of the audited script: hooks that write records."""

@@ -1,0 +1,72 @@
+"""Install the observer when the script imports torch, and the number of devices when it imports Lightning."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: Lightning's classes that start ranks, by the module that defines them.
+_STARTERS = {
+    "lightning.pytorch.trainer.trainer": "Trainer",
+    "pytorch_lightning.trainer.trainer": "Trainer",
+    "lightning.fabric.fabric": "Fabric",
+    "lightning_fabric.fabric": "Fabric",
+}
+
+
+class ImportHooks(MetaPathFinder):
+    """Calls ``actions[name]`` once, with the module, right after the import of ``name``."""
+
+    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.actions = actions
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find ``fullname`` as the other finders do, and let its loader call the action."""
+        action = self.actions.pop(fullname, None)
+        spec = importlib.util.find_spec(fullname) if action is not None else None
+        if spec is None or spec.loader is None or action is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            action(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def arm() -> None:
+    """Wait for the imports of torch and Lightning in this process."""
+    actions: dict[str, Callable[[ModuleType], None]] = {"torch": _observe}
+    for module, name in _STARTERS.items():
+        actions[module] = functools.partial(_set_devices, name)
+    sys.meta_path.insert(0, ImportHooks(actions))
+
+
+def _observe(_: ModuleType) -> None:
+    from lockstep.audit.observer.install import install
+
+    install(os.environ["LOCKSTEP_AUDIT"], int(os.environ.get("RANK", "0")), int(os.environ["LOCKSTEP_AUDIT_STEPS"]))
+
+
+def _set_devices(name: str, module: ModuleType) -> None:
+    """Let the class ``name`` use as many devices as there are ranks, whatever number the script names."""
+    starter = getattr(module, name)
+    create = starter.__init__
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+
+    @functools.wraps(create)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **{**kwargs, "devices": ranks, "num_nodes": 1})
+
+    starter.__init__ = init

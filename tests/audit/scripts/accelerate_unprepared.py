@@ -1,0 +1,16 @@
+# expect: AUDIT_NO_SAMPLER
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from common import model, samples
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator()
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = DataLoader(samples(), batch_size=4, shuffle=True)  # fault
+net, optimizer = accelerator.prepare(net, optimizer)
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    accelerator.backward(F.mse_loss(net(inputs), targets))
+    optimizer.step()

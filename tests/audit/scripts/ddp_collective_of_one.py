@@ -1,0 +1,26 @@
+# expect: AUDIT_COLLECTIVE
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import model, samples
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+dataset = samples()
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+net = DistributedDataParallel(model())
+optimizer = SGD(net.parameters(), lr=0.01)
+
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    loss = F.mse_loss(net(inputs), targets)
+    loss.backward()
+    optimizer.step()
+if dist.get_rank() == 0:
+    total = torch.tensor([loss.item()])
+    dist.all_reduce(total)  # fault
+dist.destroy_process_group()

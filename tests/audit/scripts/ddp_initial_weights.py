@@ -1,0 +1,26 @@
+# expect: AUDIT_INITIAL_WEIGHTS
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import samples
+from torch.nn import Linear
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+dataset = samples()
+
+net = Linear(4, 1)
+
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+
+optimizer = SGD(net.parameters(), lr=0.01)  # fault
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    F.mse_loss(net(inputs), targets).backward()
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    optimizer.step()
+dist.destroy_process_group()

@@ -1,0 +1,22 @@
+# expect: AUDIT_MEAN_OF_MEANS
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import sentences, tagger
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+dataset = sentences()
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+net = DistributedDataParallel(tagger())
+optimizer = SGD(net.parameters(), lr=0.01)
+
+for tokens, labels in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten())  # fault
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()

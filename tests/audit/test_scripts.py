@@ -1,0 +1,49 @@
+"""`lockstep audit` on forty small scripts: 25 with one fault, in the line that ends with ``# fault``, 15 without."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunCli
+
+SCRIPTS = sorted(path for path in Path(__file__).with_name("scripts").glob("*.py") if path.stem != "common")
+#: What `make test` runs; `make drills` runs all.
+QUICK = (
+    *("ddp_no_set_epoch", "ddp_clip_local", "ddp_token_means", "ddp_right_tokens"),
+    *("accelerate_eval_padded", "fabric_not_reduced", "lightning_no_sync_dist", "hf_right"),
+)
+#: Scripts whose fault shows only beside a run on one rank.
+COMPARED = ("ddp_schedule", "accelerate_schedule", "accelerate_right_schedule", "ddp_right")
+
+
+def cases() -> list[object]:
+    return [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.drill]) for path in SCRIPTS
+    ]
+
+
+@pytest.mark.parametrize("path", cases())
+def test_script(path: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    expected = re.match(r"# expect: (\w+)", source)
+    ranks = "1,2" if path.stem in COMPARED else "2"
+    result = run_cli("audit", "--ranks", ranks, "--json", tmp_path / "report.json", path, fresh=True, timeout_s=110)
+    assert result.code == (1 if expected else 0), result.out + result.err
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    alarms = [
+        (finding["code"], Path(finding["file"]), finding["line"])
+        for finding in report["findings"]
+        if finding["severity"] != "note"
+    ]
+    lines = [number for number, line in enumerate(source.splitlines(), 1) if line.endswith("# fault")]
+    assert alarms == ([(expected[1], path, lines[0])] if expected else []), result.out
+
+
+def test_there_are_forty_of_five_kinds() -> None:
+    faulty = [path for path in SCRIPTS if path.read_text(encoding="utf-8").startswith("# expect: ")]
+    assert (len(faulty), len(SCRIPTS) - len(faulty)) == (25, 15)
+    assert {path.stem.split("_")[0] for path in SCRIPTS} == {"ddp", "accelerate", "fabric", "lightning", "hf"}
