@@ -242,6 +242,11 @@ except lockstep.LockstepError as error:
 
 Codes are stable, messages are not. Exit code 2 means wrong usage, 1 a run that failed."""
 
+FINDINGS_INTRODUCTION = """\
+## Findings of an audit
+
+[`lockstep audit`](audit.md) reports these; they are no errors of Lockstep, and their codes are stable, too."""
+
 CAUSES_INTRODUCTION = """\
 ## Causes of a failed rank
 
@@ -253,6 +258,7 @@ MESSAGES = "<!-- messages -->"
 def errors_page() -> str:
     """Codes, classes and exit codes; causes of a failure. The messages follow on the site."""
     from lockstep import errors
+    from lockstep.audit.findings import CODES
     from lockstep.launch.failure.causes import KEYS
 
     meanings = dict(re.findall(r"── (\w+) +(.+)$", errors.__doc__ or "", re.M))
@@ -263,7 +269,9 @@ def errors_page() -> str:
         rows.append((f"`{kind.code}`", f"`{name}`", bases, str(kind.exit_code), meaning))
     columns = ("code", "class", "subclass of", "exit code", "meaning")
     causes = [f"[{key}](troubleshooting.md#{key})" for key in KEYS]
-    parts = [GENERATED, ERRORS_INTRODUCTION, _table(columns, rows), CAUSES_INTRODUCTION, " · ".join(causes), MESSAGES]
+    findings = [(f"`{code}`", kind.severity, kind.meaning, kind.fix) for code, kind in CODES.items()]
+    parts = [GENERATED, ERRORS_INTRODUCTION, _table(columns, rows), CAUSES_INTRODUCTION, " · ".join(causes)]
+    parts += [FINDINGS_INTRODUCTION, _table(("code", "severity", "meaning", "fix"), findings), MESSAGES]
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,6 +11,8 @@ from lockstep.audit.trace import Pass, RankTrace, RunTrace, counts_of
 
 #: Samplers of libraries that pad, so that all ranks have equally many samples.
 _DIVIDING = ("DistributedSampler", "UnrepeatedDistributedSampler", "DistributedSamplerWrapper")
+#: Accelerate's samplers of batches, which pad too.
+_SHARDS = ("BatchSamplerShard",)
 
 
 def data_findings(run: RunTrace) -> Iterator[Finding]:
@@ -33,11 +35,11 @@ def _is_comparable(group: list[Pass]) -> bool:
     """Whether indices of all ranks mean samples of one data set."""
     first = group[0].about
     is_same = all(walk.about[key] == first[key] for walk in group for key in ("content", "size", "dataset"))
-    return is_same and first["size"] is not None and first["loader"] != "DataLoaderDispatcher"
+    return is_same and first["size"] is not None
 
 
 def _is_divided(walk: Pass) -> bool:
-    return walk.about["sampler"] in _DIVIDING or walk.about["loader"] == "DataLoaderShard"
+    return walk.about["sampler"] in _DIVIDING or walk.about["batch_sampler"] in _SHARDS
 
 
 def _different_split(group: list[Pass]) -> Finding | None:
@@ -129,11 +131,7 @@ def _counts_padding(group: list[Pass]) -> bool:
     calls = [call for call in group[0].calls if "values" in call or "rows" in call]
     if any(call.get("trims") for call in calls):
         return False
-    if (
-        "lightning" in about["through"]
-        or "pytorch_lightning" in about["through"]
-        or about["loader"] == "DataLoaderShard"
-    ):
+    if "lightning" in about["through"] or "pytorch_lightning" in about["through"] or about["batch_sampler"] in _SHARDS:
         return any("float" in call.get("dtype", "") or call["kind"].startswith("all_gather") for call in calls)
     read = [len(walk.indices or ()) for walk in group]
     return all(

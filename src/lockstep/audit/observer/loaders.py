@@ -104,7 +104,7 @@ class LoaderObserver:
             {
                 "t": "pass",
                 "pass": self.passes,
-                "loader": type(loader).__name__,
+                "batch_sampler": type(loader.batch_sampler).__name__,
                 "batches": batches,
                 "size": len(dataset) if is_map else None,
                 "dataset": type(dataset).__name__,
@@ -215,9 +215,6 @@ def _states(dataset: Any) -> Iterator[tuple[str, str]]:
 def content_hash(dataset: Any, depth: int = 3) -> str | None:
     """Hash a part of the tensors, arrays and lists that a data set holds; ``None``: it holds none of them."""
     parts = []
-    fingerprint = getattr(dataset, "_fingerprint", None)  # of `datasets.Dataset`
-    if isinstance(fingerprint, str):
-        return fingerprint
     for name, value in sorted(vars(dataset).items()) if hasattr(dataset, "__dict__") else ():
         for item in value if isinstance(value, tuple) else (value,):
             part = _part_of(item, depth)

@@ -15,7 +15,10 @@ from typing import Any
 
 Record = dict[str, Any]
 
-_LIBRARIES = (f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}", f"{Path(__file__).resolve().parents[2]}{os.sep}")
+#: The folders of Python's library and of Lockstep.
+_LIBRARIES = tuple(
+    f"{Path(path).resolve()}{os.sep}" for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[2])
+)
 
 
 @functools.cache

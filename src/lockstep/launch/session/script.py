@@ -133,6 +133,11 @@ def _start(
 #: before, may wait for ever for a thread of its process group, which waits for the interpreter.
 _variables: list[dict[str, Any]] = []
 
+_NO_SESSION = (
+    "make one: session = lockstep.Session(global_batch_size=64), see docs/own-loop.md; `lockstep audit SCRIPT` checks a "
+    "script of DistributedDataParallel, Accelerate, Lightning or Transformers as it is"
+)
+
 # --- in a rank -----------------------------------------------------------------------------------
 
 
@@ -155,7 +160,7 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
             raise TaskError(
                 "an optimizer takes its first step, and the script has made no lockstep.Session",
                 why="only the session shows its steps and weights, which are to be compared or measured",
-                fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
+                fix=_NO_SESSION,
             )
         if rank.world.is_main and not has_group:
             warn(
@@ -177,7 +182,7 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
         raise TaskError(
             "no lockstep.Session was made",
             why="each rank has run all of the script, and neither a session nor a process group joins the ranks",
-            fix="make one: session = lockstep.Session(global_batch_size=64); see docs/own-loop.md",
+            fix=_NO_SESSION,
         )
     return result
 
