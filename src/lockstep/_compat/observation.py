@@ -32,23 +32,26 @@ def loss_term(loss: Tensor) -> tuple[float | None, float, str] | None:
     Returns the constant factor of the reduced loss (``None``: unknown), the number of elements and ``mean`` or ``sum``;
     ``None``: the loss is not one reduction, multiplied or divided by constants.
     """
-    return _term(loss.grad_fn)
+    return _term(loss.grad_fn, 0)
 
 
-def _term(node: Any) -> tuple[float | None, float, str] | None:
+def _term(node: Any, output: int) -> tuple[float | None, float, str] | None:
+    """Read ``output`` of ``node``; see :func:`loss_term`."""
     factor = 1.0
     while node is not None:
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if name in ("Mul", "Div"):
             constant = saved(node, "other")
-            branches = [function for function, _ in node.next_functions if function is not None]
+            branches = [branch for branch in node.next_functions if branch[0] is not None]
             value = constant.item() if isinstance(constant, Tensor) and constant.numel() == 1 else constant
             if len(branches) != 1 or not isinstance(value, int | float) or not value:
                 return None
             factor = factor * value if name == "Mul" else factor / value
-            node = branches[0]
+            node, output = branches[0]
         elif name in ("ToCopy", "Clone", "View", "Squeeze"):
-            node = node.next_functions[0][0]
+            node, output = node.next_functions[0]
+        elif name == "_DDPSink":  # DistributedDataParallel passes the outputs of its module through it
+            node, output = node.next_functions[output]
         elif name == "Add":
             return _equal_terms(node)
         else:
@@ -59,7 +62,7 @@ def _term(node: Any) -> tuple[float | None, float, str] | None:
 
 def _equal_terms(node: Any) -> tuple[float | None, float, str] | None:
     """Read the sum of two losses, each a mean over equally many elements, as label smoothing makes it."""
-    terms = [_term(function) for function, _ in node.next_functions]
+    terms = [_term(function, output) for function, output in node.next_functions]
     if None in terms or len({term[1:] for term in terms if term}) != 1:
         return None
     assert terms[0] is not None

@@ -6,12 +6,12 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-_folder = str(Path(__file__).resolve().parent)
-# The file of the same name that this one hides.
-_hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if str(Path(path).resolve()) != _folder])
-if _hidden is not None and _hidden.loader is not None:
-    _hidden.loader.exec_module(module_from_spec(_hidden))
 if "LOCKSTEP_AUDIT" in os.environ:
     from lockstep.audit.observer.arm import arm
 
     arm()
+# The file of the same name that this one hides.
+_others = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+_hidden = PathFinder.find_spec("sitecustomize", _others)
+if _hidden is not None and _hidden.loader is not None:
+    _hidden.loader.exec_module(module_from_spec(_hidden))

@@ -197,7 +197,7 @@ def _digest(content: Any) -> str:
 
 def _states(dataset: Any) -> Iterator[tuple[str, str]]:
     """Name and hash of the state of each generator that a sample may draw from."""
-    yield "random", _digest(hash(random.getstate()))
+    yield "random", _digest(random.getstate())
     yield "torch", _digest(torch.get_rng_state().numpy().tobytes())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -205,7 +205,7 @@ def _states(dataset: Any) -> Iterator[tuple[str, str]]:
         yield "numpy", _digest(state[1].tobytes() + bytes(str(state[2:]), "ascii"))
     for name, value in vars(dataset).items() if hasattr(dataset, "__dict__") else ():
         if isinstance(value, random.Random):
-            yield f"self.{name}", _digest(hash(value.getstate()))
+            yield f"self.{name}", _digest(value.getstate())
         elif isinstance(value, torch.Generator):
             yield f"self.{name}", _digest(value.get_state().numpy().tobytes())
         elif numpy is not None and isinstance(value, numpy.random.Generator):

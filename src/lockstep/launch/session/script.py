@@ -134,8 +134,8 @@ def _start(
 _variables: list[dict[str, Any]] = []
 
 _NO_SESSION = (
-    "make one: session = lockstep.Session(global_batch_size=64), see docs/own-loop.md; `lockstep audit SCRIPT` checks a "
-    "script of DistributedDataParallel, Accelerate, Lightning or Transformers as it is"
+    "make one: session = lockstep.Session(global_batch_size=64), see docs/own-loop.md; `lockstep audit SCRIPT` checks "
+    "a script of DistributedDataParallel, Accelerate, Lightning or Transformers as it is"
 )
 
 # --- in a rank -----------------------------------------------------------------------------------

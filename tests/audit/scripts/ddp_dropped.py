@@ -1,0 +1,21 @@
+# expect: AUDIT_DROPPED
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import model, samples
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+dist.init_process_group("gloo")
+dataset = samples()
+share = len(dataset) // 3
+sampler = range(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)  # fault
+net = DistributedDataParallel(model())
+optimizer = SGD(net.parameters(), lr=0.01)
+for _ in range(2):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+dist.destroy_process_group()
