@@ -64,8 +64,8 @@ def read_command(script: str, arguments: Sequence[str], *, is_module: bool) -> S
     if words[:1] == ["-m"] and len(words) > 1:
         return Script(tuple(words), words[1])
     if not words or not Path(words[0]).is_file():
-        what = f"there is no script {words[0]}" if words else "no script is named"
-        raise UsageError(what, fix="write `lockstep audit path/to/script.py`, or -m package.module")
+        message = f"script not found: {words[0]}" if words else "no script given"
+        raise UsageError(message, fix="write `lockstep audit path/to/script.py`, or -m package.module")
     return Script(tuple(words), Path(words[0]).name)
 
 
@@ -194,12 +194,12 @@ def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
     failed = next((rank for rank, code in enumerate(outcome.codes) if code), 0)
     lines = outcome.outputs[failed].rstrip().splitlines()[-30:]
     if outcome.is_late:
-        what = f"{script.name} on {ranks} ranks has not ended in time"
+        message = f"{script.name} on {ranks} ranks has not ended in time"
         fix = "pass it arguments for a shorter run, or a larger --timeout"
     else:
-        what = f"{script.name} on {many(ranks, 'rank')} fails: exit code {outcome.codes[failed]} of rank {failed}"
+        message = f"{script.name} on {many(ranks, 'rank')} fails: exit code {outcome.codes[failed]} of rank {failed}"
         fix = "run it without `lockstep audit` first; nothing was judged"
-    return TaskError(what, why="\n".join(["its last lines:", *lines]), fix=fix)
+    return TaskError(message, why="\n".join(["its last lines:", *lines]), fix=fix)
 
 
 def read_records(folder: Path, kind: str, rank: int) -> list[dict[str, object]]:

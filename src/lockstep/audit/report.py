@@ -31,11 +31,11 @@ class AuditReport:
     limits: tuple[str, ...]
 
     def exit_code(self, fail_on: str) -> int:
-        """1 where a finding is at least as severe as ``fail_on``; ``never``: 0."""
+        """1 where a finding is at threshold as severe as ``fail_on``; ``never``: 0."""
         if fail_on == "never":
             return 0
-        least = SEVERITIES.index(fail_on)
-        return int(any(SEVERITIES.index(finding.severity) >= least for finding in self.findings))
+        threshold = SEVERITIES.index(fail_on)
+        return int(any(SEVERITIES.index(finding.severity) >= threshold for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
         """The document of ``--json``."""
@@ -52,9 +52,9 @@ class AuditReport:
         """The report as a Markdown page."""
         lines = [f"# Audit of {self.script} on {', '.join(map(str, self.ranks))} ranks", "", self.summary(), ""]
         for finding in self.findings:
-            place = f" ({_place(finding.line)})" if finding.line else ""
+            location = f" ({_location(finding.line)})" if finding.line else ""
             lines += [
-                f"- **{finding.severity} {finding.code}**{place}: {finding.message}",
+                f"- **{finding.severity} {finding.code}**{location}: {finding.message}",
                 f"  Fix: {CODES[finding.code].fix}.",
             ]
         header, rows = self.table()
@@ -131,17 +131,19 @@ def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
     if len(steps) < 2 or 1 not in steps:
         return None
     pairs = list(zip(steps[1], steps[max(steps)], strict=False))
-    if not pairs or any(one["indices"] is None or one["indices"] != other["indices"] for one, other in pairs[:1]):
+    if not pairs or any(
+        single["indices"] is None or single["indices"] != several["indices"] for single, several in pairs[:1]
+    ):
         return None
-    for one, other in pairs:
-        if one["indices"] != other["indices"]:
-            return int(one["step"])
+    for single, several in pairs:
+        if single["indices"] != several["indices"]:
+            return int(single["step"])
         for name in ("loss", "grad_norm"):
-            if one[name] is not None and other[name] is not None:
-                scale = max(abs(one[name]), abs(other[name]))
+            if single[name] is not None and several[name] is not None:
+                scale = max(abs(single[name]), abs(several[name]))
                 # Rounding grows with the steps before.
-                if abs(one[name] - other[name]) > FACTOR * ROUNDING * scale * one["step"]:
-                    return int(one["step"])
+                if abs(single[name] - several[name]) > FACTOR * ROUNDING * scale * single["step"]:
+                    return int(single["step"])
     return 0
 
 
@@ -159,12 +161,12 @@ def print_report(report: AuditReport, stream: TextIO) -> None:
 
 def _lines(report: AuditReport) -> Iterator[str]:
     for finding in report.findings:
-        place = f" {_place(finding.line)}:" if finding.line else ""
-        yield f"{finding.severity} {finding.code}{place} {finding.message}"
+        location = f" {_location(finding.line)}:" if finding.line else ""
+        yield f"{finding.severity} {finding.code}{location} {finding.message}"
         yield f"  fix: {CODES[finding.code].fix}"
 
 
-def _place(line: str | None) -> str:
+def _location(line: str | None) -> str:
     path, _, number = (line or "").rpartition(":")
     try:
         shown = os.path.relpath(path)

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 dist.init_process_group("gloo")
 dataset = samples()
-sampler = range(dist.get_rank(), 60, dist.get_world_size())
-loader = DataLoader(dataset, batch_size=4 + 2 * dist.get_rank(), sampler=sampler)
+sampler = range(36) if dist.get_rank() == 0 else range(36, 64)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)
 net = DistributedDataParallel(model())
 optimizer = SGD(net.parameters(), lr=0.01)
 for _ in range(2):

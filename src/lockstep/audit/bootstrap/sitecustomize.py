@@ -11,7 +11,7 @@ if "LOCKSTEP_AUDIT" in os.environ:
 
     arm()
 # The file of the same name that this one hides.
-_others = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
-_hidden = PathFinder.find_spec("sitecustomize", _others)
+_search_path = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+_hidden = PathFinder.find_spec("sitecustomize", _search_path)
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))

@@ -18,17 +18,23 @@ _SHARDS = ("BatchSamplerShard",)
 def data_findings(run: RunTrace) -> Iterator[Finding]:
     """Findings about the samples that ranks read; each code at most once in training and once in evaluation."""
     training = run.passes(training=True)
+    is_divided = run.size > 1
     if run.size > 1:
         split = next(filter(None, map(_different_split, training)), None)
         shared = None if split else next(filter(None, (_same_samples(run, group) for group in training)), None)
         yield from filter(None, (split, shared))
-        if split is None and shared is None:
+        is_divided = split is None and shared is None
+        if is_divided:
             yield from _uneven(training, evaluates=False)
-            yield from _ranks_alike(run, training)
         yield from _uneven(run.passes(training=False), evaluates=True)
     yield from _same_order(training)
-    # Workers that are seeded alike draw alike in every epoch, too.
-    yield from list(_workers_alike(run.first)) or _epochs_alike(run.first)
+    # Workers that are seeded alike draw alike on every rank and in every epoch, too.
+    workers = list(_workers_alike(run.first))
+    yield from workers
+    if not workers:
+        yield from _epochs_alike(run.first)
+        if is_divided:
+            yield from _ranks_alike(run, training)
 
 
 def _is_comparable(group: list[Pass]) -> bool:
@@ -161,15 +167,15 @@ Draws = dict[tuple[int | None, int], dict[str, str]]
 
 
 def _draws(rank: RankTrace, walk: int) -> Draws:
-    """By worker and fetch, the state of each generator from which samples of pass ``walk`` have drawn."""
+    """Return, by worker and fetch, the states of generators from which samples of pass ``walk`` draw."""
     return {(draw["worker"], draw["fetch"]): draw["states"] for draw in rank.draws if draw["pass"] == walk}
 
 
-def _alike(one: Draws, other: Draws) -> set[str]:
-    """Generators whose states are equal in all fetches that both have."""
+def _alike(first: Draws, second: Draws) -> set[str]:
+    """Return generators with equal states in all common fetches."""
     names: set[str] | None = None
-    for key in one.keys() & other.keys():
-        equal = {name for name, state in one[key].items() if other[key].get(name) == state}
+    for key in first.keys() & second.keys():
+        equal = {name for name, state in first[key].items() if second[key].get(name) == state}
         names = equal if names is None else names & equal
     return names or set()
 
@@ -177,17 +183,10 @@ def _alike(one: Draws, other: Draws) -> set[str]:
 def _ranks_alike(run: RunTrace, training: list[list[Pass]]) -> Iterator[Finding]:
     for group in training[:1]:
         draws = [_draws(rank, walk.number) for rank, walk in zip(run.ranks, group, strict=True)]
-        names = sorted(set.intersection(*(_alike(draws[0], other) for other in draws[1:])))
-        seeds = [rank.of("seed") for rank in run.ranks]
+        names = sorted(set.intersection(*(_alike(draws[0], of_rank) for of_rank in draws[1:])))
         if names and group[0].batches[0] != group[1].batches[0]:
-            is_seeded = all(seeds) and len({of_rank[-1]["seed"] for of_rank in seeds}) == 1
-            line = (
-                seeds[0][-1]["site"]
-                if is_seeded and draws[0].keys() <= {(None, n) for n in range(9)}
-                else group[0].line
-            )
             message = f"samples of different ranks draw the same random numbers ({', '.join(names)})"
-            yield Finding("AUDIT_RANKS_DRAW_ALIKE", line, message, {"generators": names})
+            yield Finding("AUDIT_RANKS_DRAW_ALIKE", group[0].line, message, {"generators": names})
 
 
 def _workers_alike(rank: RankTrace) -> Iterator[Finding]:
@@ -196,8 +195,8 @@ def _workers_alike(rank: RankTrace) -> Iterator[Finding]:
         for (worker, fetch), states in _draws(rank, walk.number).items():
             if worker is not None:
                 by_worker.setdefault(worker, {})[None, fetch] = states
-        first, *others = by_worker.values() or [{}]
-        names = sorted(set.union(set(), *(_alike(first, other) for other in others)))
+        first, *rest = by_worker.values() or [{}]
+        names = sorted(set.union(set(), *(_alike(first, of_worker) for of_worker in rest)))
         if names:
             message = f"workers of the data loader draw the same random numbers ({', '.join(names)})"
             yield Finding(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from lockstep.audit.findings import Finding
-from lockstep.audit.trace import Pass, RunTrace
+from lockstep.audit.trace import Pass, Record, RunTrace
 
 _SMALL = 1e-4
 
@@ -27,18 +27,20 @@ def _never_joined(group: list[Pass]) -> Finding | None:
     is_divided = all(part and size and len(part) < size for part, size in zip(parts, sizes, strict=True))
     if not is_divided or len(set(parts)) == 1 or not all(walk.is_whole for walk in group):
         return None
-    if not all(walk.losses for walk in group) or any(_joins(call) for walk in group for call in walk.calls):
+    if not all(walk.losses for walk in group) or any(_joins(walk, call) for walk in group for call in walk.calls):
         return None
     counts = [len(part) for part in parts]
     message = f"the ranks evaluate {', '.join(map(str, counts))} of {sizes[0]} samples and do not join the results"
     return Finding("AUDIT_EVAL_LOCAL", group[0].losses[-1]["site"], message, {"samples": counts, "size": sizes[0]})
 
 
-def _joins(call: object) -> bool:
-    assert isinstance(call, dict)
-    is_object = "object" in call["kind"] and call["kind"] != "broadcast_object_list"
-    is_number = "float" in call.get("dtype", "") or (call.get("numel", 0) > 0 and call["kind"] != "broadcast")
-    return is_object or (is_number and call.get("dtype") not in ("bool", "uint8", "int32"))
+def _joins(walk: Pass, call: Record) -> bool:
+    """Whether ``call`` may bring results of the ranks together."""
+    if call["kind"] in ("broadcast", "broadcast_object_list", "barrier", "scatter"):
+        return False
+    # Lightning agrees on decisions and on numbers of batches, in integers.
+    is_decision = call.get("dtype") in ("bool", "uint8", "int32", "int64") and "lightning" in walk.about["through"]
+    return "object" in call["kind"] or not is_decision
 
 
 def _mean_of_means(group: list[Pass]) -> Finding | None:
@@ -70,8 +72,7 @@ def _mean_of_means(group: list[Pass]) -> Finding | None:
     return None
 
 
-def _has(call: object, value: float) -> bool:
-    assert isinstance(call, dict)
+def _has(call: Record, value: float) -> bool:
     return any(math.isclose(number, value, rel_tol=2e-6) for number in call.get("values", ()))
 
 

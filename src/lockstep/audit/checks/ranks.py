@@ -67,14 +67,14 @@ def _optimizer_line(run: RunTrace) -> str | None:
 
 def _not_reduced(steps: list[Step], name: str, position: int) -> Finding:
     step = steps[0]
-    norms = [other.look["gradients"][position] for other in steps if other.look]
+    norms = [of_rank.look["gradients"][position] for of_rank in steps if of_rank.look]
     evidence = {"step": step.number, "parameter": name, "norms": norms}
     text = f"at step {step.number} the gradient of {name} differs between ranks"
     if step.forwards and not step.forwards[-1]["sync"]:
         return Finding(
             "AUDIT_NO_SYNC", step.forwards[-1]["site"], f"{text}: the last forward is under no_sync", evidence
         )
-    bare = next((other.bare[0] for other in steps if other.bare), None)
+    bare = next((of_rank.bare[0] for of_rank in steps if of_rank.bare), None)
     if bare is not None:
         return Finding(
             "AUDIT_BARE_MODULE", bare["site"], f"{text}: the forward skips DistributedDataParallel", evidence

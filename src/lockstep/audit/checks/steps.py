@@ -28,10 +28,10 @@ def step_findings(run: RunTrace) -> Iterator[Finding]:
 
 
 def _once(findings: Iterator[Finding]) -> Iterator[Finding]:
-    seen = set()
+    codes = set()
     for finding in findings:
-        if finding.code not in seen:
-            seen.add(finding.code)
+        if finding.code not in codes:
+            codes.add(finding.code)
             yield finding
 
 
@@ -62,7 +62,7 @@ def _clips(run: RunTrace) -> Iterator[Finding]:
 
 
 def _differ(vectors: Sequence[Vector]) -> bool:
-    return any(_distance(vectors[0], other) > 1e-5 * _length(vectors[0]) for other in vectors[1:])
+    return any(_distance(vectors[0], vector) > 1e-5 * _length(vectors[0]) for vector in vectors[1:])
 
 
 def flatten(rows: Sequence[Sequence[float]]) -> Vector:
@@ -74,17 +74,17 @@ def _length(vector: Vector) -> float:
     return math.sqrt(math.fsum(value * value for value in vector))
 
 
-def _distance(one: Vector, other: Vector) -> float:
-    return math.dist(one, other) if len(one) == len(other) else math.inf
+def _distance(first: Vector, second: Vector) -> float:
+    return math.dist(first, second) if len(first) == len(second) else math.inf
 
 
-def _ratio(one: Vector, other: Vector) -> tuple[float, float]:
-    """The factor by which ``one`` is a multiple of ``other``, and the relative distance that remains."""
-    square = math.fsum(value * value for value in other)
-    factor = math.fsum(a * b for a, b in zip(one, other, strict=True)) / square if square else 0.0
-    scaled = [factor * value for value in other]
+def _ratio(vector: Vector, base: Vector) -> tuple[float, float]:
+    """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains."""
+    square = math.fsum(value * value for value in base)
+    factor = math.fsum(a * b for a, b in zip(vector, base, strict=True)) / square if square else 0.0
+    scaled = [factor * value for value in base]
     length = _length(scaled)
-    return factor, _distance(one, scaled) / length if length else math.inf
+    return factor, _distance(vector, scaled) / length if length else math.inf
 
 
 def _denominators(run: RunTrace) -> Iterator[Finding]:
@@ -174,22 +174,24 @@ def _scale(
     return None
 
 
-def rate_findings(one: RunTrace, many: RunTrace) -> Iterator[Finding]:
+def rate_findings(single_run: RunTrace, several_run: RunTrace) -> Iterator[Finding]:
     """Compare learning rates over the samples of a run on one rank with those on several."""
-    curves = [[step.record["lr"][0] for step in run.first.steps if step.record["lr"]] for run in (one, many)]
+    runs = (single_run, several_run)
+    ranks = several_run.size
+    curves = [[step.record["lr"][0] for step in run.first.steps if step.record["lr"]] for run in runs]
     single, several = curves
-    if len(single) < 2 or len(several) < 2 or not one.has_one_optimizer or not many.has_one_optimizer:
+    if len(single) < 2 or len(several) < 2 or not all(run.has_one_optimizer for run in runs):
         return
-    made = many.first.of("scheduler")
+    made = several_run.first.of("scheduler")
     tops = max(single), max(several)
     if tops[0] <= 0 or tops[1] <= 0:
         return
-    made_optimizer = many.first.of("optimizer")
+    made_optimizer = several_run.first.of("optimizer")
     ratio = tops[1] / tops[0]
     if not made and abs(ratio - 1) > 1e-6 and made_optimizer:
-        message = f"the learning rate is {tops[0]:g} on one rank and {tops[1]:g} on {many.size}"
+        message = f"the learning rate is {tops[0]:g} on one rank and {tops[1]:g} on {ranks}"
         yield Finding("AUDIT_RATE_SCALED", made_optimizer[0]["site"], message, {"lr": list(tops)})
-    has_ended = not any(rank.of("cut") or rank.of("ended") for run in (one, many) for rank in run.ranks)
+    has_ended = not any(rank.of("cut") or rank.of("ended") for run in runs for rank in run.ranks)
     if not made or not has_ended or len(single) == len(several):
         return
     relative = [[rate / top for rate in curve] for curve, top in zip(curves, tops, strict=True)]
@@ -199,19 +201,19 @@ def rate_findings(one: RunTrace, many: RunTrace) -> Iterator[Finding]:
         return
     message = ""
     if _mean_distance(relative[1], relative[0], 1.0) < 0.01 and abs(relative[0][-1] - relative[1][-1]) > 0.1:
-        message = f"the schedule on {many.size} ranks has reached {1 / stretch:.0%} of its steps at the end"
-    elif _mean_distance(relative[1], relative[0], stretch * many.size) < 0.01:
-        message = f"the schedule runs {many.size} times as fast over the samples on {many.size} ranks as on one"
+        message = f"the schedule on {ranks} ranks has reached {1 / stretch:.0%} of its steps at the end"
+    elif _mean_distance(relative[1], relative[0], stretch * ranks) < 0.01:
+        message = f"the schedule runs {ranks} times as fast over the samples on {ranks} ranks as on one"
     if message:
         evidence = {"lr_one": single[:: max(1, len(single) // 8)], "lr_many": several[:: max(1, len(several) // 8)]}
         yield Finding("AUDIT_SCHEDULE", made[0]["site"], message, evidence)
 
 
-def _mean_distance(curve: Vector, other: Vector, stretch: float) -> float:
-    """The mean distance of ``curve[i]`` and ``other[stretch · i]``, for the positions that both have."""
+def _mean_distance(curve: Vector, reference: Vector, stretch: float) -> float:
+    """Return the mean distance of ``curve[i]`` and ``reference[stretch · i]`` over common positions."""
     pairs = [
-        (value, other[round(position * stretch)])
+        (value, reference[round(position * stretch)])
         for position, value in enumerate(curve)
-        if round(position * stretch) < len(other)
+        if round(position * stretch) < len(reference)
     ]
     return math.inf if len(pairs) < 2 else sum(abs(a - b) for a, b in pairs) / len(pairs)

@@ -64,9 +64,15 @@ def _set_devices(name: str, module: ModuleType) -> None:
     starter = getattr(module, name)
     create = starter.__init__
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    steps = int(os.environ["LOCKSTEP_AUDIT_STEPS"])
 
     @functools.wraps(create)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if name == "Trainer" and kwargs.get("limit_train_batches") is None:
+            # A loader that only ends early would let the Trainer skip the validation at the end of the epoch.
+            kwargs["limit_train_batches"] = steps * kwargs.get("accumulate_grad_batches", 1)
         create(self, *args, **{**kwargs, "devices": ranks, "num_nodes": 1})
+        if name == "Fabric":
+            self.launch()  # as `fabric run` does; another call changes nothing
 
     starter.__init__ = init

@@ -47,7 +47,7 @@ class CollectiveObserver:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
                 return original(*args, **kwargs)
-            self._note(name, position, args, kwargs)
+            guarded(self._note, self.recorder)(name, position, args, kwargs)
             self._depth += 1
             try:
                 return original(*args, **kwargs)
@@ -56,7 +56,6 @@ class CollectiveObserver:
 
         return call
 
-    @guarded
     def _note(self, name: str, position: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not dist.is_initialized():
             return

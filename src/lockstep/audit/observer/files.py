@@ -28,7 +28,7 @@ class FileObserver:
 
     def _saved(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_save(obj, f)
+            guarded(self._note_save, self.recorder)(obj, f)
             self._saving = True
             try:
                 return original(obj, f, *args, **kwargs)
@@ -40,18 +40,16 @@ class FileObserver:
     def _opened(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if not self._saving and isinstance(mode, str) and mode[:1] in ("w", "x"):
-                self._note_open(file)
+                guarded(self._note_open, self.recorder)(file)
             return original(file, mode, *args, **kwargs)
 
         return open
 
-    @guarded
     def _note_open(self, file: Any) -> None:
         site = script_line(MOST_FRAMES)
         if site is not None and isinstance(file, str | os.PathLike) and not os.fspath(file).startswith("/dev/"):
             self.recorder.write({"t": "write", "path": os.path.realpath(file), "site": site})
 
-    @guarded
     def _note_save(self, content: Any, file: Any) -> None:
         name = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
         path = os.path.realpath(name) if isinstance(name, str | os.PathLike) else None

@@ -18,7 +18,7 @@ from lockstep.audit.observer.steps import StepObserver
 def install(folder: str, rank: int, most_steps: int) -> Patches:
     """Observe this process as ``rank``, with records in ``folder``; :meth:`Patches.undo` of the result ends it."""
     recorder = Recorder(folder, rank)
-    patches = Patches()
+    patches = Patches(recorder)
     StepObserver(recorder, patches, most_steps)
     CollectiveObserver(recorder, patches)
     FileObserver(recorder, patches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,10 +37,10 @@ class LoaderObserver:
         self._indices = 0
         self._fetches = 0
         self._lines: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
-        patches.replace(DataLoader, "__init__", self._created)
-        patches.replace(LoaderIterator, "__init__", self._started)
-        patches.replace(LoaderIterator, RESET, self._restarted)
-        patches.replace(LoaderIterator, NEXT_INDEX, self._asked)
+        patches.after(DataLoader, "__init__", self._note_loader)
+        patches.before(LoaderIterator, "__init__", self._begin)
+        patches.before(LoaderIterator, RESET, self._begin_again)
+        patches.after(LoaderIterator, NEXT_INDEX, self._note_index)
         patches.replace(LoaderIterator, "__next__", self._yielded)
         patches.replace(MapFetcher, "fetch", self._fetched)
 
@@ -60,41 +60,22 @@ class LoaderObserver:
         """Return how many batches the current pass has left; ``None``: unknown."""
         return None if self.current is None else self.current.lockstep_left
 
-    def _created(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            self._lines[loader] = script_line()
+    def _note_loader(self, _: None, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        self._lines[loader] = script_line()
 
-        return init
-
-    def _started(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+    def _begin_again(self, iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
             self._begin(iterator, loader)
-            original(iterator, loader, *args, **kwargs)
 
-        return init
-
-    def _restarted(self, original: Callable[..., None]) -> Callable[..., None]:
-        def reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            if not (args and args[0]) and not kwargs.get("first_iter"):
-                self._begin(iterator, loader)
-            original(iterator, loader, *args, **kwargs)
-
-        return reset
-
-    def _begin(self, iterator: Any, loader: Any) -> None:
+    def _begin(self, iterator: Any, loader: Any, *args: Any) -> None:
         self.passes += 1
         self._fetches = 0
         iterator.lockstep_pass = self.passes
         iterator.lockstep_steps = 0
         iterator.lockstep_infers = False
-        iterator.lockstep_asked = []
+        iterator.lockstep_indices = []
         iterator.lockstep_left = None
         iterator.lockstep_batches = 0
-        self._describe(iterator, loader)
-
-    @guarded
-    def _describe(self, iterator: Any, loader: Any) -> None:
         dataset = loader.dataset
         is_map = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = len(loader.batch_sampler or loader.sampler) if is_map else None
@@ -113,20 +94,14 @@ class LoaderObserver:
                 "sampler": type(sampler).__name__,
                 "drops": bool(loader.drop_last or getattr(sampler, "drop_last", False)),
                 "replaces": bool(getattr(sampler, "replacement", False)),
-                "workers": loader.num_workers,
                 "made": self._lines.get(loader),
                 "site": script_line(),
                 "through": libraries_above(),
             }
         )
 
-    def _asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def next_index(iterator: Any) -> Any:
-            index = original(iterator)
-            iterator.lockstep_asked.append(index)
-            return index
-
-        return next_index
+    def _note_index(self, index: Any, iterator: Any) -> None:
+        iterator.lockstep_indices.append(index)
 
     def _yielded(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(iterator: Any) -> Any:
@@ -138,18 +113,17 @@ class LoaderObserver:
             except StopIteration:
                 self.recorder.write({"t": "done", "pass": iterator.lockstep_pass})
                 raise
-            self._note_batch(iterator)
+            guarded(self._note_batch, self.recorder)(iterator)
             return batch
 
         return step
 
-    @guarded
     def _note_batch(self, iterator: Any) -> None:
         self.current = iterator
         iterator.lockstep_batches += 1
         if iterator.lockstep_left is not None:
             iterator.lockstep_left -= 1
-        index = iterator.lockstep_asked.pop(0) if iterator.lockstep_asked else None
+        index = iterator.lockstep_indices.pop(0) if iterator.lockstep_indices else None
         indices = _plain(index)
         self._indices += len(indices or ())
         if self._indices > MOST_INDICES:
@@ -162,16 +136,15 @@ class LoaderObserver:
             self._fetches += 1
             if self._fetches > MOST_DRAWS:
                 return original(fetcher, index)
-            before = dict(_states(fetcher.dataset))
+            before = guarded(_states, self.recorder)(fetcher.dataset) or {}
             batch = original(fetcher, index)
-            self._note_draws(fetcher.dataset, before)
+            guarded(self._note_draws, self.recorder)(fetcher.dataset, before)
             return batch
 
         return fetch
 
-    @guarded
     def _note_draws(self, dataset: Any, before: dict[str, str]) -> None:
-        after = dict(_states(dataset))
+        after = _states(dataset)
         drawn = {name: state for name, state in before.items() if after.get(name) != state}
         if drawn:
             info = get_worker_info()
@@ -195,21 +168,21 @@ def _digest(content: Any) -> str:
     return hashlib.blake2b(content if isinstance(content, bytes) else repr(content).encode(), digest_size=8).hexdigest()
 
 
-def _states(dataset: Any) -> Iterator[tuple[str, str]]:
-    """Name and hash of the state of each generator that a sample may draw from."""
-    yield "random", _digest(random.getstate())
-    yield "torch", _digest(torch.get_rng_state().numpy().tobytes())
+def _states(dataset: Any) -> dict[str, str]:
+    """Return the hash of the state of each generator that a sample may draw from, by name."""
+    states = {"random": _digest(random.getstate()), "torch": _digest(torch.get_rng_state().numpy().tobytes())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state = numpy.random.get_state()
-        yield "numpy", _digest(state[1].tobytes() + bytes(str(state[2:]), "ascii"))
+        states["numpy"] = _digest(state[1].tobytes() + bytes(str(state[2:]), "ascii"))
     for name, value in vars(dataset).items() if hasattr(dataset, "__dict__") else ():
         if isinstance(value, random.Random):
-            yield f"self.{name}", _digest(value.getstate())
+            states[f"self.{name}"] = _digest(value.getstate())
         elif isinstance(value, torch.Generator):
-            yield f"self.{name}", _digest(value.get_state().numpy().tobytes())
+            states[f"self.{name}"] = _digest(value.get_state().numpy().tobytes())
         elif numpy is not None and isinstance(value, numpy.random.Generator):
-            yield f"self.{name}", _digest(value.bit_generator.state)
+            states[f"self.{name}"] = _digest(value.bit_generator.state)
+    return states
 
 
 def content_hash(dataset: Any, depth: int = 3) -> str | None:

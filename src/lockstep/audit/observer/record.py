@@ -75,10 +75,41 @@ class Recorder:
 
 
 class Patches:
-    """Replaced functions of libraries; :meth:`undo` restores them."""
+    """Replaced functions of libraries; :meth:`undo` restores them.
 
-    def __init__(self) -> None:
+    A failure of an observer is a limit of the report, never an error of the script.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self._stack = ExitStack()
+
+    def before(self, owner: Any, name: str, note: Callable[..., object]) -> None:
+        """Call ``note`` with the arguments of each call of ``owner.name``, before it."""
+        note = guarded(note, self.recorder)
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                note(*args, **kwargs)
+                return original(*args, **kwargs)
+
+            return call
+
+        self.replace(owner, name, make)
+
+    def after(self, owner: Any, name: str, note: Callable[..., object]) -> None:
+        """Call ``note`` with the result and the arguments of each call of ``owner.name``, after it."""
+        note = guarded(note, self.recorder)
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                note(result, *args, **kwargs)
+                return result
+
+            return call
+
+        self.replace(owner, name, make)
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``owner.name`` by ``make(original)``, with the signature of the original."""
@@ -100,15 +131,15 @@ class Patches:
         self._stack.close()
 
 
-def guarded(observe: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a failure of the observer be a limit of the report, never an error of the script."""
+def guarded(observe: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """Return ``observe`` with errors recorded as limits; its result is then ``None``."""
 
-    @functools.wraps(observe)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return observe(self, *args, **kwargs)
+            return observe(*args, **kwargs)
         except Exception as error:
-            self.recorder.write({"t": "limit", "code": "observer", "text": f"{observe.__name__}: {error!r}"})
+            name = getattr(observe, "__name__", repr(observe))
+            recorder.write({"t": "limit", "code": "observer", "text": f"{name}: {error!r}"})
             return None
 
     return call

@@ -50,69 +50,39 @@ class StepObserver:
         self._stepping: set[int] = set()
         self._training_passes: list[int] = []
         self._loss_line: str | None = None
-        self._forwards = 0
         self._is_scaled = False
         self._has_ended = False
         self._names: dict[int, str] = {}
-        patches.replace(Optimizer, "add_param_group", self._optimizer_made)
-        patches.replace(LRScheduler, "__init__", self._scheduler_made)
-        patches.replace(torch.autograd, "backward", self._backward)
-        patches.replace(DistributedDataParallel, "__init__", self._ddp_made)
-        patches.replace(torch.amp.GradScaler, "scale", self._scaled)
-        patches.replace(torch.amp.GradScaler, "unscale_", self._unscaled)
-        patches.replace(torch, "manual_seed", self._seeded)
+        patches.after(Optimizer, "add_param_group", self._note_optimizer)
+        patches.after(LRScheduler, "__init__", self._note_scheduler)
+        patches.after(DistributedDataParallel, "__init__", self._note_replica)
+        patches.before(torch.amp.GradScaler, "scale", self._note_scaled)
+        patches.before(torch.amp.GradScaler, "unscale_", self._note_unscaled)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            patches.replace(nn.utils, name, partial(self._clipped, name))
+            patches.before(nn.utils, name, partial(self._note_clip, name))
         for name in LOSSES:
-            patches.replace(nn.functional, name, self._loss_called)
+            patches.after(nn.functional, name, self._note_loss)
+        patches.replace(torch.autograd, "backward", self._backward)
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         patches.on_undo(register_optimizer_step_post_hook(self._after_step).remove)
 
     # --- what is made ----------------------------------------------------------------------------
 
-    def _optimizer_made(self, original: Callable[..., None]) -> Callable[..., None]:
-        def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            if not any(reference() is optimizer for reference in self._optimizers):
-                self._optimizers.append(weakref.ref(optimizer))
-                record = {"t": "optimizer", "number": len(self._optimizers), "name": type(optimizer).__name__}
-                self.recorder.write({**record, "site": script_line()})
+    def _note_optimizer(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if not any(reference() is optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+            self.recorder.write({"t": "optimizer", "number": len(self._optimizers), "site": script_line()})
 
-        return add_param_group
+    def _note_scheduler(self, _: None, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        self.recorder.write({"t": "scheduler", "name": type(scheduler).__name__, "site": script_line()})
 
-    def _scheduler_made(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scheduler, *args, **kwargs)
-            self.recorder.write({"t": "scheduler", "name": type(scheduler).__name__, "site": script_line()})
-
-        return init
-
-    def _seeded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def manual_seed(seed: Any) -> Any:
-            site = script_line()
-            if site is not None and not self.recorder.is_child:
-                self.recorder.write({"t": "seed", "seed": seed, "site": site})
-            return original(seed)
-
-        return manual_seed
-
-    def _ddp_made(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(replica: Any, *args: Any, **kwargs: Any) -> None:
-            original(replica, *args, **kwargs)
-            self._note_replica(replica)
-
-        return init
-
-    @guarded
-    def _note_replica(self, replica: DistributedDataParallel) -> None:
+    def _note_replica(self, _: None, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         modules = list(replica.module.modules())
         self.recorder.write(
             {
                 "t": "ddp",
                 "site": script_line(),
                 "batchnorm": sum(isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in modules),
-                "broadcasts": bool(replica.broadcast_buffers),
-                "static": bool(getattr(replica, "static_graph", False)),
             }
         )
         for name, parameter in replica.module.named_parameters():
@@ -123,7 +93,6 @@ class StepObserver:
             inside.append(True)
             if torch.is_grad_enabled() and self.looks():
                 sync = bool(replica.require_backward_grad_sync)
-                self._forwards += 1
                 self.recorder.write({"t": "forward", "sync": sync, "site": script_line()})
 
         def inner(module: nn.Module, _: Any) -> None:
@@ -143,17 +112,9 @@ class StepObserver:
         left = self.loaders.batches_left()
         return self.steps < FIRST_STEPS or self.steps % EVERY == 0 or (left is not None and left <= LAST_BATCHES)
 
-    def _loss_called(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def loss(*args: Any, **kwargs: Any) -> Any:
-            value = original(*args, **kwargs)
-            if not torch.compiler.is_compiling():
-                self._note_loss(value, args, kwargs)
-            return value
-
-        return loss
-
-    @guarded
-    def _note_loss(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_loss(self, value: Any, *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if torch.is_grad_enabled():
             self._loss_line = script_line() if self.looks() else self._loss_line
         elif isinstance(value, Tensor) and value.numel() == 1:
@@ -172,16 +133,15 @@ class StepObserver:
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
             if self.recorder.is_child or not isinstance(loss, Tensor) or loss.numel() != 1:
                 return original(tensors, *args, **kwargs)
-            gradients = self._watch_gradients(loss)
+            gradients = guarded(self._watch_gradients, self.recorder)(loss)
             try:
                 return original(tensors, *args, **kwargs)
             finally:
                 if gradients is not None:
-                    self._note_gradients(*gradients)
+                    guarded(self._note_gradients, self.recorder)(*gradients)
 
         return backward
 
-    @guarded
     def _watch_gradients(self, loss: Tensor) -> Any:
         current = self.loaders.current
         record: dict[str, Any] = {"t": "backward", "pass": current and current.lockstep_pass, "site": script_line()}
@@ -209,7 +169,6 @@ class StepObserver:
         ]
         return sums, handles
 
-    @guarded
     def _note_gradients(self, sums: list[list[float]], handles: list[Any]) -> None:
         for handle in handles:
             handle.remove()
@@ -228,26 +187,25 @@ class StepObserver:
         self._stepping.add(id(optimizer))
         if not self.looks():
             return None
-        norms = self._norms([parameter.detach() for parameter in self._parameters([optimizer])])
+        note = guarded(self._note_step, self.recorder)
+        norms = guarded(self._norms, self.recorder)([parameter.detach() for parameter in self._parameters([optimizer])])
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._note_step(optimizer, norms)
+            note(optimizer, norms)
             return None
 
         def observed(*values: Any) -> Any:
             result = closure(*values)
-            self._note_step(optimizer, norms)
+            note(optimizer, norms)
             return result
 
         return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
 
-    @guarded
     def _norms(self, tensors: list[Tensor]) -> list[float]:
         if not tensors or any(tensor.is_sparse or _is_sharded(tensor) for tensor in tensors):
             return []
         return torch.stack([norm.double().cpu() for norm in foreach_norm(tensors)]).tolist()
 
-    @guarded
     def _note_step(self, optimizer: Optimizer, norms: list[float]) -> None:
         parameters = self._parameters([optimizer])
         is_whole = not any(map(_is_sharded, parameters))
@@ -272,7 +230,7 @@ class StepObserver:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.discard(id(optimizer))
-        self._count_step(optimizer)
+        guarded(self._count_step, self.recorder)(optimizer)
         passes = len(self._training_passes)
         if passes > MOST_PASSES or (self.loaders.current is None and self.steps >= self.most_steps):
             self.recorder.write({"t": "ended", "pass": passes})
@@ -281,7 +239,6 @@ class StepObserver:
             self._has_ended = True
             raise SystemExit(0)
 
-    @guarded
     def _count_step(self, optimizer: Optimizer) -> None:
         self.steps += 1
         self.loaders.on_step()
@@ -289,46 +246,29 @@ class StepObserver:
         number = None if current is None else current.lockstep_pass
         if number is not None and number not in self._training_passes:
             self._training_passes.append(number)
-        known = [reference() is optimizer for reference in self._optimizers]
-        record = {"t": "step", "step": self.steps, "optimizer": known.index(True) + 1 if True in known else 0}
+        matches = [reference() is optimizer for reference in self._optimizers]
+        record = {"t": "step", "step": self.steps, "optimizer": matches.index(True) + 1 if True in matches else 0}
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.recorder.write({**record, "pass": number, "lr": rates, "site": script_line()})
         self._is_scaled = False
 
     # --- scaling and clipping ------------------------------------------------------------------------
 
-    def _scaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if scaler.is_enabled() and not self._is_scaled:
-                self.recorder.write({"t": "scaled"})
-            self._is_scaled = scaler.is_enabled()
-            return original(scaler, *args, **kwargs)
+    def _note_scaled(self, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+        if scaler.is_enabled() and not self._is_scaled:
+            self.recorder.write({"t": "scaled"})
+        self._is_scaled = scaler.is_enabled()
 
-        return scale
+    def _note_unscaled(self, *args: Any, **kwargs: Any) -> None:
+        self._is_scaled = False
 
-    def _unscaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale_(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            self._is_scaled = False
-            return original(scaler, *args, **kwargs)
-
-        return unscale_
-
-    def _clipped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            self._note_clip(name)
-            return original(*args, **kwargs)
-
-        return clip
-
-    @guarded
-    def _note_clip(self, name: str) -> None:
+    def _note_clip(self, name: str, *args: Any, **kwargs: Any) -> None:
         if self.looks():
             made = [reference() for reference in self._optimizers]
             parameters = sampled(self._parameters([optimizer for optimizer in made if optimizer is not None]))
             grad = [entries(_gradient(parameter)) for parameter in parameters]
-            self.recorder.write(
-                {"t": "clip", "call": name, "scaled": self._is_scaled, "grad": grad, "site": script_line()}
-            )
+            record = {"t": "clip", "call": name, "scaled": self._is_scaled, "grad": grad}
+            self.recorder.write({**record, "site": script_line()})
 
 
 def sampled(parameters: list[Tensor]) -> list[Tensor]:

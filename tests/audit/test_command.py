@@ -1,0 +1,84 @@
+"""The command line of `lockstep audit`: its forms, bad input, exit codes; and that its hooks are removed."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lockstep._compat.observation import LoaderIterator, MapFetcher
+from lockstep.audit.launcher import Script, read_command
+from lockstep.audit.observer.install import install
+from lockstep.errors import UsageError
+from tests.conftest import RunCli
+
+SCRIPTS = Path(__file__).with_name("scripts")
+BAD = {
+    "TASK_NOT_USABLE": ("raise ValueError('of the script')", "ValueError: of the script"),
+    "NOT_SUPPORTED": ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)", "script.py:2"),
+}
+
+
+@pytest.mark.parametrize("code", BAD)
+def test_script_that_cannot_be_judged(code: str, run_cli: RunCli, tmp_path: Path) -> None:
+    source, shown = BAD[code]
+    (tmp_path / "script.py").write_text(f"import torch\n{source}\n".replace("import torch\nimport", "import"))
+    result = run_cli("audit", "--ranks", "1", "script.py", fresh=True)
+    assert result.code == 2
+    assert shown in result.err
+    assert result.out == ""
+
+
+def test_report_and_exit_code(run_cli: RunCli, tmp_path: Path) -> None:
+    """One run of a faulty script on one rank, through `torchrun`: JSON, Markdown, `--fail-on`."""
+    script = SCRIPTS / "ddp_no_zero_grad.py"
+    options = ("--ranks", "1", "--fail-on", "never", "--json", "report.json", "--markdown", "report.md")
+    result = run_cli("audit", *options, "--", "torchrun", "--nproc_per_node", "4", script, fresh=True)
+    assert result.code == 0, result.err
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["ranks"] == [1]
+    assert [finding["code"] for finding in report["findings"]] == ["AUDIT_ZERO_GRAD"]
+    assert report["findings"][0].keys() == {"code", "severity", "file", "line", "message", "evidence", "fix"}
+    rows = report["steps"]["1"]
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert [row["samples"] for row in rows] == [4] * 16
+    assert {row["lr"] for row in rows} == {0.01}
+    assert all(row["grad_norm"] > 0 and row["loss"] > 0 for row in rows)
+    assert "AUDIT_ZERO_GRAD" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_forms_of_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    plain = Script((str(script), "--lr", "1"), "train.py")
+    words = [str(script), "--lr", "1"]
+    assert read_command(words[0], words[1:], is_module=False) == plain
+    assert read_command("python3", words, is_module=False) == plain
+    assert read_command("torchrun", ["--nproc_per_node=2", *words], is_module=False) == plain
+    assert read_command("accelerate", ["launch", "--cpu", "--num_processes", "2", *words], is_module=False) == plain
+    assert read_command("package.module", ["--lr", "1"], is_module=True).words == ("-m", "package.module", "--lr", "1")
+    with pytest.raises(UsageError):
+        read_command(str(tmp_path / "missing.py"), [], is_module=False)
+
+
+def test_hooks_are_removed(tmp_path: Path) -> None:
+    owners = (torch, torch.autograd, torch.nn.functional, torch.nn.utils, dist, builtins, io, torch.multiprocessing)
+    classes = (DataLoader, LoaderIterator, MapFetcher, DistributedDataParallel, torch.optim.Optimizer)
+
+    def attributes() -> list[dict[str, object]]:
+        return [dict(vars(owner)) for owner in (*owners, *classes, torch.amp.GradScaler)]
+
+    before = attributes()
+    patches = install(str(tmp_path), 0, 10)
+    try:
+        assert attributes() != before
+    finally:
+        patches.undo()
+    assert attributes() == before
