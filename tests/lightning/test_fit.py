@@ -386,7 +386,7 @@ class NotesEpochEnds(AtEpochEnds):
         self.noted.append((self.current_epoch, self.global_step))
 
 
-@pytest.mark.filterwarnings("ignore:The `srun` command")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_hooks_of_an_epoch_that_max_steps_divides_are_called_as_by_a_trainer(tmp_path: Path) -> None:
     """At the stop and at the epoch's end; the Trainer's state has both, a run's the second alone."""
     ends = {}
