@@ -21,9 +21,15 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
 from lockstep.engine.session.prepared import Beside, PreparedModels, tensors_of
 from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.stepper import SessionOptimizer, SharedPrecision, backward, build_steppers, checked_loss
+from lockstep.engine.session.stepper import (
+    SessionOptimizer,
+    SharedPrecision,
+    backward,
+    build_steppers,
+    checked_loss,
+    lanes_of,
+)
 from lockstep.engine.strategies.base import SeededDraws
-from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import Flags, Reduced
 from lockstep.errors import CollectiveError, TaskError, UnsupportedError
 
@@ -80,8 +86,7 @@ class Training(Saves):
         mode: Any = "exact" if exact else "ranks" if rank.collectives.size > 1 else "alone"
         prefix = f"{next(iter(prepared.models))}." if len(prepared.models) == 1 else ""
         self._buffers = Buffers(module, rank.device, mode, ("before session.prepare()", prefix))
-        changing = exact and self._buffers.tensors("mean", "max", "once")
-        self._lanes = LaneSums((), self._buffers, rank.device, rank.world) if changing else None
+        self._lanes = lanes_of(rank, self._buffers)
         self.draws = SeededDraws(plan.seed, [rank.device])
         self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
         self._arrive, self._around = arrival(rank.device), contextlib.ExitStack()
