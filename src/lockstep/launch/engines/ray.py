@@ -176,7 +176,7 @@ def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
             raise _failure(error.worker_failures, job) from None
         except ray.train.TrainingFailedError as error:
             raise RunError(f"Ray has ended the run: {str(error).splitlines()[0]}") from None
-    return int(result.return_value)
+    return int(result.return_value)  # type: ignore[attr-defined]
 
 
 def _failure(failures: Mapping[int, Exception], job: Job) -> RunError:

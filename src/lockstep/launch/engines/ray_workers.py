@@ -179,7 +179,7 @@ class _RankAddressBackend(Backend):
 def _free_address() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]  # type: ignore[no-untyped-call]
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
