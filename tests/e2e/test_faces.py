@@ -6,7 +6,6 @@ callbacks, hooks and modules of a task nor its context, and no draws that only a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep import Task
+from tests.attempts import without_fsync
 from tests.e2e.catalogue import CATALOGUE, Entry
 from tests.e2e.test_ordinary_pytorch import EPOCHS, GLOBAL_BATCH, SEED, SETTINGS, Weights, gap, plain, seed_all
 
@@ -132,9 +132,7 @@ def problems(face: str, entries: list[Entry], folder: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("entries", [ENTRIES[::6], pytest.param(ENTRIES, marks=pytest.mark.drill)], ids=["some", "all"])
-def test_a_face_trains_the_entries_as_the_plain_loop(
-    face: str, entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    found = problems(face, entries, tmp_path)
+def test_a_face_trains_the_entries_as_the_plain_loop(face: str, entries: list[Entry], tmp_path: Path) -> None:
+    with without_fsync():
+        found = problems(face, entries, tmp_path)
     assert not found, "\n".join(found)

@@ -5,7 +5,6 @@ One launch of ranks trains every entry of a group of :mod:`tests.e2e.catalogue` 
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -180,10 +179,6 @@ def lockstep_run(entry: Entry, folder: Path, world: World, mode: str, resume: bo
         raise Refused(f"{type(error).__name__}: {error} [step {at}]") from error
 
 
-def _unwritten(descriptor: int) -> None:
-    """In place of fsync(2), of which a run does thirty: no power fails here between a run and its resume."""
-
-
 Outcome = Weights | str
 
 
@@ -198,7 +193,6 @@ def outcome(entry: Entry, folder: Path, world: World, mode: str, **how: Any) -> 
 def _on_ranks(rank: int, ranks: int, names: list[str], folder: Path) -> dict[str, Outcome]:
     """Train every entry on all ranks, in each mode; a checkpoint is saved after the third step, in mid-epoch."""
     warnings.simplefilter("ignore")  # of torch, about what strangers do
-    os.fsync = _unwritten
     world, found = World(rank, ranks, rank, ranks), dict[str, Outcome]()
     for number, entry in enumerate(e for e in CATALOGUE if e.name in names):
         for mode in MODES[ranks]:
@@ -268,8 +262,7 @@ def gap(a: Tensor, b: Tensor) -> float:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_the_catalogue(group: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", _unwritten)
+def test_the_catalogue(group: str, ranks: int, tmp_path: Path) -> None:
     entries = [entry for entry in CATALOGUE if entry.group == group]
     found = run_ranks(_on_ranks, ranks, [entry.name for entry in entries], tmp_path, timeout_s=100)[0]
     problems = [

@@ -16,19 +16,22 @@ from torch.nn.utils.rnn import pack_sequence
 from lockstep import ArrayDataset, Datasets
 from lockstep.config import resolve
 from lockstep.config.sections import DistributedConfig, HardwareConfig
+from lockstep.data.order import ORDER_VERSION
 from lockstep.data.requests import BatchRequest, InOrder
 from lockstep.engine.blueprint import blueprint
 from lockstep.engine.diagnostics.step_trace import TracedSource
 from lockstep.engine.fingerprint import examined, same_data
 from lockstep.engine.inspection import QUICK_S, has_quick_samples, inspect_task, multiply_adds
+from lockstep.engine.resume import check_fits
 from lockstep.engine.trained import refuse_meta
 from lockstep.engine.trial_optimizer import optimizer_facts
-from lockstep.errors import TaskError
+from lockstep.errors import CheckpointError, TaskError
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import prepare
 from lockstep.planning import TaskFacts, make_plan
 from tests.hardware.machines import machine
+from tests.sequences import Sequences
 from tests.toys import Toy, TwoGroups
 
 
@@ -361,3 +364,18 @@ def test_nothing_of_a_first_try_without_values_reaches_the_second(reader: str, m
 def test_a_model_without_memory_is_refused() -> None:
     with pytest.raises(TaskError, match=r"0\.weight of the task's model is on the meta device"):
         refuse_meta(blueprint(Toy()))
+
+
+def test_a_checkpoint_of_another_order_does_not_fit() -> None:
+    """Of data that a run accepts; a resume refuses other settings of the order before."""
+    plan = prepare(Sequences(), {"hardware": {"selected_devices": ["cpu"]}}).plan
+    manifest = {
+        "fingerprint": plan.task.fingerprint,
+        "order_version": ORDER_VERSION,
+        "order": plan.order.model_dump(),
+        "seed": plan.seed,
+    }
+    check_fits(manifest, plan)
+    for other in ({"order": {}}, {"seed": plan.seed + 1}, {"order_version": ORDER_VERSION - 1}):
+        with pytest.raises(CheckpointError, match=r"order|seed"):
+            check_fits({**manifest, **other}, plan)

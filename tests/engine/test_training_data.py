@@ -88,7 +88,7 @@ def test_lengths_that_change_are_noticed(tmp_path: Path, monkeypatch: pytest.Mon
         lockstep.plan(Long, devices="cpu")
 
 
-def test_a_checkpoint_of_another_order_does_not_fit(tmp_path: Path) -> None:
+def test_a_resume_in_another_order_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 64, training={"max_steps": 1})
     with pytest.raises(ConfigError, match="bucketing"):
         lockstep.Run(run.run_dir).resume(data={"bucketing": "off"}, training={"max_steps": 2})
