@@ -26,12 +26,13 @@ def cases() -> list[object]:
     ]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", cases())
 def test_script(path: Path, run_cli: RunCli, tmp_path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     expected = re.match(r"# expect: (\w+)", source)
     ranks = "1,2" if path.stem in COMPARED else "2"
-    result = run_cli("audit", "--ranks", ranks, "--json", tmp_path / "report.json", path, fresh=True, timeout_s=110)
+    result = run_cli("audit", "--ranks", ranks, "--json", tmp_path / "report.json", path, fresh=True, timeout_s=280)
     assert result.code == (1 if expected else 0), result.out + result.err
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     alarms = [

@@ -117,6 +117,8 @@ def limits(runs: dict[int, RunTrace], steps: int) -> Iterator[str]:
             texts["the script reads no torch DataLoader: samples, their order and random numbers are not seen"] = None
         if run.first.of("ended"):
             texts["the script was ended in its third epoch: what it does at its end is not seen"] = None
+        if any(call.get("group") for call in run.first.of("call")):
+            texts["calls within groups of ranks: weights and gradients of the ranks are not compared"] = None
         if any(walk.evaluates and not walk.losses for walk in run.first.passes):
             texts["an evaluation calls no loss of torch.nn.functional: its metrics are not judged"] = None
         if run.first.steps and not run.has_one_optimizer:

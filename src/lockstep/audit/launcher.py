@@ -196,6 +196,9 @@ def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
     if outcome.is_late:
         message = f"{script.name} on {ranks} ranks has not ended in time"
         fix = "pass it arguments for a shorter run, or a larger --timeout"
+    elif outcome.is_stuck:
+        message = f"{script.name} on {ranks} ranks: a rank waits for one that has ended, or is in another call"
+        fix = "run it with torchrun; it waits there, too"
     else:
         message = f"{script.name} on {many(ranks, 'rank')} fails: exit code {outcome.codes[failed]} of rank {failed}"
         fix = "run it without `lockstep audit` first; nothing was judged"

@@ -110,7 +110,9 @@ class RunTrace:
 
     @property
     def is_sharded(self) -> bool:
-        return any(record["code"] == "sharded" for rank in self.ranks for record in rank.of("limit"))
+        """Whether ranks may have different parameters by design: shards, or calls within smaller groups."""
+        has_shards = any(record["code"] == "sharded" for rank in self.ranks for record in rank.of("limit"))
+        return has_shards or any(call.get("group") for rank in self.ranks for call in rank.of("call"))
 
 
 def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> RankTrace:

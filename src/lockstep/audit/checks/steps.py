@@ -192,7 +192,8 @@ def rate_findings(single_run: RunTrace, several_run: RunTrace) -> Iterator[Findi
         message = f"the learning rate is {tops[0]:g} on one rank and {tops[1]:g} on {ranks}"
         yield Finding("AUDIT_RATE_SCALED", made_optimizer[0]["site"], message, {"lr": list(tops)})
     has_ended = not any(rank.of("cut") or rank.of("ended") for run in runs for rank in run.ranks)
-    if not made or not has_ended or len(single) == len(several):
+    depends_on_metric = any(record["name"] == "ReduceLROnPlateau" for record in made)
+    if not made or depends_on_metric or not has_ended or len(single) == len(several):
         return
     relative = [[rate / top for rate in curve] for curve, top in zip(curves, tops, strict=True)]
     stretch = len(single) / len(several)

@@ -60,8 +60,8 @@ class CollectiveObserver:
         if not dist.is_initialized():
             return
         record: dict[str, Any] = {"t": "call", "kind": name, "site": script_line()}
-        group = kwargs.get("group")
-        if group is not None and group is not dist.group.WORLD:
+        groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+        if any(group is not dist.group.WORLD for group in groups):
             record["group"] = True
         if position is not None:
             content = next((kwargs[key] for key in _INPUTS if key in kwargs), None)
