@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: What commands are forked from, by the module that it has imported.
 _servers: dict[str, ForkServer] = {}
-#: Variables that torch reads when it is imported.
-_OF_TORCH = ("TORCH", "PYTORCH", "CUDA", "NCCL", "GLOO")
+#: Variables that torch, and the libraries of object stores, read when they are imported.
+_OF_TORCH = ("TORCH", "PYTORCH", "CUDA", "NCCL", "GLOO", "FSSPEC", "AWS")
 
 
 @atexit.register

@@ -50,7 +50,6 @@ ELSEWHERE = {
     r"completion ": ("changes the shell", "tests/cli/test_completion.py"),
     r"^lockstep audit ": ("a script of the reader's", "tests/audit/test_scripts.py"),
     r"^ray ": ("Ray is not installed; the page says where it was tried", None),
-    r"^sky |^dstack ": ("needs a cloud; the page says what was tried", None),
     r"^srun ": ("needs SLURM", "tests/launch/engines/test_slurm.py"),
     r"--nnodes|--nodes 2(?!.*--on (slurm|k8s))": ("needs several nodes", "tests/dist/test_nodes.py"),
     r"^scripts/gpu/check|gpu_workloads|--gpu-ids": ("needs GPUs", "tests/test_gpu_check.py"),

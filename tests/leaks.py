@@ -23,7 +23,7 @@ from tests.gloo import LIBRARY_VARIABLES, TOKEN_VARIABLE
 GRACE_S = 5.0
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
 #: Variables that pytest, coverage and libraries set for their own purposes when first used.
-ENVIRONMENT_EXEMPT = ("PYTEST_", "COV_", "COVERAGE_", *LIBRARY_VARIABLES)
+ENVIRONMENT_EXEMPT = ("PYTEST_", "RAY_CLIENT_MODE", "COV_", "COVERAGE_", *LIBRARY_VARIABLES)
 
 
 def mark_descendants() -> None:

@@ -151,8 +151,8 @@ class NonFiniteError(RunError):
 
 
 def many(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``2 processes``."""
-    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s")
+    """``1 rank``, ``2 ranks``, ``2 processes``, ``2 epochs``."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "x", "tch", "nch")) else "s")
 
 
 def gigabytes(size: float) -> float:

@@ -20,7 +20,7 @@ from tests.conftest import RunCli, cli_environment
 from tests.gloo import ROOT
 
 NAMES = [name for name, _, _ in VERBS]
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 #: What `train` does beyond what `plan` shows.
 TRAIN_ONLY = {
     "--accept-data",

@@ -21,7 +21,7 @@ def make_metrics(task: Task) -> Metrics:
         TaskError: neither a dict nor an object with ``update`` and ``compute``, or a metric with the name of the loss.
     """
     metrics = task.metrics()
-    if isinstance(metrics, nn.ModuleDict):
+    if isinstance(metrics, nn.ModuleDict) and not hasattr(metrics, "compute"):  # a MetricCollection is one too
         metrics = dict(metrics.items())
     if isinstance(metrics, dict):
         _check_names(metrics)

@@ -449,5 +449,10 @@ class Upload(FitCallback):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and self.mirror is not None:
+        if trainer.is_global_zero:
+            self.close()
+
+    def close(self) -> None:
+        """Copy what has changed, and wait for it; in a run of Lockstep once more after its end is recorded."""
+        if self.mirror is not None:
             self.mirror.close(self._wait_s)

@@ -25,6 +25,7 @@ from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
 from lockstep.errors import DataError, TaskError, UnsupportedError
 from lockstep.hardware.world import World
+from lockstep.lightning.callbacks import Upload
 from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
 from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
@@ -74,6 +75,7 @@ class ModuleFit:
         note = None if snapshot is None else judge_afresh(self._state, snapshot.manifest, rank.plan)
         if note is not None:
             rank.note("judged_afresh", note)
+        self._uploads: list[Upload] = []
         self.log = RunLog(rank, self._state, timed=lambda: task.module.parameters())
         self._callback = RunLogCallback(rank, self.log, None if snapshot is None else snapshot.trainer.get("averages"))
 
@@ -84,7 +86,10 @@ class ModuleFit:
             self._fit()
         if self._rank.writer is not None:
             self._rank.writer.wait()
-        return self.log.finish(dict(self._state.best_metric or self._callback.evaluated))
+        result = self.log.finish(dict(self._state.best_metric or self._callback.evaluated))
+        for upload in self._uploads:
+            upload.close()
+        return result
 
     def _fit(self) -> None:
         module, data, rank, plan = self._task.module, self._task.datamodule, self._rank, self._rank.plan
@@ -121,6 +126,9 @@ class ModuleFit:
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
         check_interval(given, batch)
         callbacks = [self._callback, *as_list(given.pop("callbacks", None))]
+        self._uploads = [
+            callback for callback in callbacks if isinstance(callback, Upload) and self._rank.world.is_main
+        ]
         profiler = config.lightning.profiler
         settings: dict[str, Any] = {
             "max_epochs": plan.epochs,

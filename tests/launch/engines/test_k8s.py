@@ -19,8 +19,7 @@ import yaml
 
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
-from lockstep.launch.engines.k8s import document
-from lockstep.launch.engines.spec import Job, NodeRange
+from lockstep.launch.engines.spec import Job, NodeRange, find_engine
 from lockstep.rundir.folder import RunDir
 from tests.conftest import cli_environment
 from tests.e2e.test_train import SAME, TOY, assert_close, losses, train
@@ -34,6 +33,11 @@ def printed(capsys: PRINTED, *arguments: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["train", TOY, *arguments, "--print"]) == 0
     manifest: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return manifest
+
+
+def document(job: Job) -> dict[str, Any]:
+    manifest: dict[str, Any] = yaml.safe_load(find_engine("k8s").make().manifest(job))
     return manifest
 
 

@@ -44,9 +44,10 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
-        self.environment = clean_environment(
-            RAY_TMPDIR=str(folder), RAY_ADDRESS=f"127.0.0.1:{self.port}", PYTHONPATH=str(ROOT / "src")
-        )
+        addresses = {"RAY_TMPDIR": str(folder), "RAY_ADDRESS": f"127.0.0.1:{self.port}"}
+        environment = clean_environment(**addresses, PYTHONPATH=str(ROOT / "src"))
+        # Ray's processes live as long as the module's tests: without the mark of the test that starts them.
+        self.environment = {key: value for key, value in environment.items() if key != TOKEN_VARIABLE}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.add_node(1)
 
@@ -58,8 +59,7 @@ class Cluster:
         words = ["start", *role, f"--node-ip-address=127.0.0.{number}", "--num-cpus=1", "--disable-usage-stats"]
         self._nodes[number] = subprocess.Popen(
             [ray_program(), *words, "--object-store-memory=100000000", "--block"],
-            # Without the token of the test that happens to start them: nodes live as long as the module's tests.
-            env={key: value for key, value in self.environment.items() if key not in ("RAY_ADDRESS", TOKEN_VARIABLE)},
+            env={key: value for key, value in self.environment.items() if key != "RAY_ADDRESS"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
