@@ -292,7 +292,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def test_few_tests_import_private_modules() -> None:
-    """Public are the names of ``lockstep`` and ``lockstep.data``, the interface of engines, commands, and a run folder."""
+    """Public: ``lockstep``, ``lockstep.data``, the interface of engines, the command line, and a run folder."""
     files = [str(file.relative_to(ROOT)) for file in TESTS if PRIVATE_IMPORT.search(file.read_text(encoding="utf-8"))]
     assert len(files) <= MOST_FILES_WITH_PRIVATE_MODULES, "\n".join(files)
 
