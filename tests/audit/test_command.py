@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,14 @@ def test_script_that_cannot_be_judged(code: str, run_cli: RunCli, tmp_path: Path
 
 
 def test_report_and_exit_code(run_cli: RunCli, tmp_path: Path) -> None:
-    """One run of a faulty script on one rank, through `torchrun`: JSON, Markdown, `--fail-on`."""
-    script = SCRIPTS / "ddp_no_zero_grad.py"
+    """One run of a faulty script on one rank, through `torchrun`: JSON, Markdown, `--fail-on`.
+
+    Its process aborts while the interpreter ends, after the script, as with a process group that is not destroyed.
+    """
+    script = tmp_path / "train.py"
+    source = (SCRIPTS / "ddp_no_zero_grad.py").read_text(encoding="utf-8")
+    script.write_text(f"import atexit\nimport os\n\natexit.register(os.abort)\n{source}", encoding="utf-8")
+    shutil.copy(SCRIPTS / "common.py", tmp_path)
     options = ("--ranks", "1", "--fail-on", "never", "--json", "report.json", "--markdown", "report.md")
     result = run_cli("audit", *options, "--", "torchrun", "--nproc_per_node", "4", script, fresh=True)
     assert result.code == 0, result.err
@@ -46,6 +53,7 @@ def test_report_and_exit_code(run_cli: RunCli, tmp_path: Path) -> None:
     assert report["ranks"] == [1]
     assert [finding["code"] for finding in report["findings"]] == ["AUDIT_ZERO_GRAD"]
     assert report["findings"][0].keys() == {"code", "severity", "file", "line", "message", "evidence", "fix"}
+    assert any("rank 0 of 1 was aborted" in limit for limit in report["limits"])
     rows = report["steps"]["1"]
     assert [row["step"] for row in rows] == list(range(1, 17))
     assert [row["samples"] for row in rows] == [4] * 16

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.audit.checks.data import data_findings
@@ -43,6 +44,9 @@ def audit(
             run = RunTrace(
                 [read_rank(read_records(folder, "rank", r), read_records(folder, "worker", r)) for r in range(size)]
             )
+        run.aborted = [rank for rank, code in enumerate(outcome.codes) if code < 0 and run.ranks[rank].has_ended]
+        codes = [0 if rank in run.aborted else code for rank, code in enumerate(outcome.codes)]
+        outcome = replace(outcome, codes=tuple(codes))
         _refuse_spawn(run)
         unmatched = unmatched_calls(run, has_failed=outcome.is_stuck or any(outcome.codes)) if size > 1 else None
         if _is_fault_of_script(outcome, unmatched):
@@ -115,6 +119,8 @@ def limits(runs: dict[int, RunTrace], steps: int) -> Iterator[str]:
                 texts[f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen"] = None
         if not run.first.passes:
             texts["the script reads no torch DataLoader: samples, their order and random numbers are not seen"] = None
+        for number in run.aborted:
+            texts[f"rank {number} of {size} was aborted while its interpreter ended, after the script"] = None
         if run.first.of("ended"):
             texts["the script was ended in its third epoch: what it does at its end is not seen"] = None
         if any(call.get("group") for call in run.first.of("call")):

@@ -80,9 +80,10 @@ class RankTrace:
 
 @dataclass
 class RunTrace:
-    """One run of the script on all its ranks."""
+    """One run of the script on all its ranks; ``aborted`` are those that a signal ended after the script."""
 
     ranks: list[RankTrace]
+    aborted: list[int] = field(default_factory=list)
 
     @property
     def size(self) -> int:

@@ -89,10 +89,11 @@ class StepObserver:
             self._names[id(parameter)] = name
         inside: list[bool] = []
 
-        def before(_: Any, __: Any) -> None:
+        # Hooks must not hold the replica: its reducer ends with the last reference to it, before the interpreter does.
+        def before(wrapper: Any, _: Any) -> None:
             inside.append(True)
             if torch.is_grad_enabled() and self.looks():
-                sync = bool(replica.require_backward_grad_sync)
+                sync = bool(wrapper.require_backward_grad_sync)
                 self.recorder.write({"t": "forward", "sync": sync, "site": script_line()})
 
         def inner(module: nn.Module, _: Any) -> None:
