@@ -108,7 +108,8 @@ def _new_processes(before: Snapshot) -> list[psutil.Process]:
     multiprocessing.active_children()  # reaps those that have ended
     new = [p for p in _descendants() if (p.pid, p.create_time()) not in before.processes]
     # Chromium starts and ends its services when it likes; they end with the browser, which is looked at.
-    return [p for p in new if "--type=utility" not in _command(p)]
+    # Ray's actors of a cluster live as long as the fixture that started it.
+    return [p for p in new if not any(name in _command(p) for name in ("--type=utility", "ray::"))]
 
 
 def _descendants() -> list[psutil.Process]:

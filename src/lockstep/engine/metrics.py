@@ -21,10 +21,11 @@ def make_metrics(task: Task) -> Metrics:
         TaskError: neither a dict nor an object with ``update`` and ``compute``, or a metric with the name of the loss.
     """
     metrics = task.metrics()
+    if isinstance(metrics, dict | nn.ModuleDict):
+        _check_names(metrics)
     if isinstance(metrics, nn.ModuleDict) and not hasattr(metrics, "compute"):  # a MetricCollection is one too
         metrics = dict(metrics.items())
     if isinstance(metrics, dict):
-        _check_names(metrics)
         from lockstep._compat.torchmetrics import MetricCollection
 
         # Compute groups would join metrics whose states are equal after the first rows, such as top-1 and top-2
