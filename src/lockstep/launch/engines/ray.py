@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -32,6 +33,7 @@ VARIABLES = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+CONNECT_TIMEOUT_S = 10.0
 #: Seconds between two looks for nodes that have joined the cluster; Ray's default is 60.
 RESIZE_INTERVAL_S = 5.0
 _OUTPUT_INTERVAL_S = 0.2
@@ -93,14 +95,18 @@ def _library() -> Any:
 def _connect(ray: Any, address: str | None) -> None:
     """Join the cluster as a driver. Raises :class:`UsageError`."""
     variables = {name: os.environ[name] for name in VARIABLES}
+    address = address or os.environ.get("RAY_ADDRESS")
+    host, _, port = (address or "").rpartition(":")
     try:
+        if host and port.isdigit() and "://" not in host:  # Ray itself waits for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(
-            address=address or os.environ.get("RAY_ADDRESS", "auto"),
+            address=address or "auto",
             logging_level="ERROR",
             log_to_driver=False,
             runtime_env={"env_vars": variables},
         )
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(
             f"there is no Ray cluster at {address}" if address else "there is no Ray cluster here",
             why=str(error).splitlines()[0] if str(error) else type(error).__name__,
