@@ -89,6 +89,8 @@ def serve() -> Iterator[Storage]:
     thread.start()
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # Moto's buckets belong to the process: those of servers before would still be there.
+        opener.open(urllib.request.Request(f"{storage.url}/moto-api/reset", method="POST")).close()
         opener.open(urllib.request.Request(f"{storage.url}/{BUCKET}", method="PUT")).close()
         yield storage
     finally:
