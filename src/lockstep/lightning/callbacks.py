@@ -422,6 +422,8 @@ class Upload(FitCallback):
             raise ConfigError("Upload has no target", fix="give a path or an address, such as s3://bucket/run")
         self._target = target if is_url(target) else f"file://{Path(target).absolute()}"
         self._every, self._wait_s = every_n_epochs, wait_s
+        #: A run of Lockstep sets this, and closes the mirror when its end is recorded.
+        self.is_closed_by_run = False
         Remote(self._target)
         self.mirror = None if local_dir is None else self._mirror_of(Path(local_dir))
 
@@ -445,7 +447,7 @@ class Upload(FitCallback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The last hook: no rank is in a collective call.
-        if stage == "fit":
+        if stage == "fit" and not self.is_closed_by_run:
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -453,6 +455,6 @@ class Upload(FitCallback):
             self.close()
 
     def close(self) -> None:
-        """Copy what has changed, and wait for it; in a run of Lockstep once more after its end is recorded."""
+        """Copy the files that have changed, and wait for it."""
         if self.mirror is not None:
             self.mirror.close(self._wait_s)

@@ -126,9 +126,10 @@ class ModuleFit:
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
         check_interval(given, batch)
         callbacks = [self._callback, *as_list(given.pop("callbacks", None))]
-        self._uploads = [
-            callback for callback in callbacks if isinstance(callback, Upload) and self._rank.world.is_main
-        ]
+        uploads = [callback for callback in callbacks if isinstance(callback, Upload)]
+        for upload in uploads:
+            upload.is_closed_by_run = True
+        self._uploads = uploads if self._rank.world.is_main else []
         profiler = config.lightning.profiler
         settings: dict[str, Any] = {
             "max_epochs": plan.epochs,
