@@ -180,6 +180,20 @@ def test_verify_finds_means_that_weigh_the_same_by_the_noise_of_the_script(folde
     assert json.loads(said)["first_step"] == 6, "the last batch of the epoch has 3 samples: 2 and 1"
 
 
+def test_verify_finds_a_state_that_is_carried_as_a_number(folder: Path) -> None:
+    """The mean of the last batch shifts the next one: on two ranks it is that of half a batch."""
+    carried = CLASSIFIER.replace("pause =", "shift, pause = 0.0,").replace(
+        "session.backward(F.cross_entropy(model(x), y",
+        "shifted = x + shift; shift = x.mean().item()\n        session.backward(F.cross_entropy(model(shifted), y",
+    )
+    assert carried.count("shift") == 5
+    (folder / "carried.py").write_text(carried)
+    command = ("verify", "carried.py", "--devices", "cpu,cpu", "--steps", "6", "--json")
+    said, _ = (ended := start(*LOCKSTEP, *command, cwd=folder)).communicate(timeout=100)
+    found = json.loads(said)
+    assert (ended.returncode, found["verdict"], found["first_step"]) == (1, "different", 2)
+
+
 def test_bench_scaling_measures_a_script(folder: Path) -> None:
     lengths = ("--steps", "4", "--warm-up", "2", "--repeats", "1", "--strong")
     command = ("bench", "scaling", "script.py", "--devices", "cpu,cpu", *lengths, "--save-dir", "scaling", "--json")
