@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.errors import RankFailed, RunError, UnsupportedError, UsageError, many
-from lockstep.launch.engines.spec import EngineOption, EngineSpec, Job, JobHandle, JobStatus
+from lockstep.launch.engines.spec import AttachedEngine, EngineOption, EngineSpec, Job
 from lockstep.launch.failure.causes import find_cause
 from lockstep.launch.process.signals import exit_code
 
@@ -39,7 +39,7 @@ RESIZE_INTERVAL_S = 5.0
 _OUTPUT_INTERVAL_S = 0.2
 
 
-class Ray:
+class Ray(AttachedEngine):
     """A Ray cluster, as a driver on one of its machines sees it."""
 
     def manifest(self, job: Job) -> str:
@@ -70,15 +70,6 @@ class Ray:
             return _train(ray, job, resources)
         finally:
             ray.shutdown()
-
-    def status(self, handle: JobHandle) -> JobStatus:
-        raise NotImplementedError("the job ends with its command")
-
-    def stop(self, handle: JobHandle) -> None:
-        raise NotImplementedError("the job ends with its command")
-
-    def logs(self, handle: JobHandle) -> Iterator[str]:
-        raise NotImplementedError("the ranks print to the terminal of their command")
 
 
 def _library() -> Any:

@@ -129,6 +129,19 @@ class Engine(Protocol):
         """The job's output. Each piece is what is new since the piece before; it may be empty."""
 
 
+class AttachedEngine:
+    """Base of engines whose job ends with its command: :meth:`Engine.submit` returns the exit code, not a handle."""
+
+    def status(self, handle: JobHandle) -> JobStatus:
+        raise NotImplementedError("the job ends with its command")
+
+    def stop(self, handle: JobHandle) -> None:
+        raise NotImplementedError("the job ends with its command")
+
+    def logs(self, handle: JobHandle) -> Iterator[str]:
+        raise NotImplementedError("the ranks print to the terminal of their command")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOption:
     """A flag of one engine: ``--sbatch-option`` is ``sbatch_option``. Its value is text, or a list of texts."""

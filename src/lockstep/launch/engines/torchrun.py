@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
 from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
 from lockstep.launch.engines.node_folder import ERROR, begun_run, first_line
-from lockstep.launch.engines.spec import EngineSpec, Job, JobHandle, JobStatus
+from lockstep.launch.engines.spec import AttachedEngine, EngineSpec, Job
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, read_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
@@ -93,7 +93,7 @@ class Rendezvous:
             ) from error
 
 
-class Torchrun:
+class Torchrun(AttachedEngine):
     """torch's elastic agents, one on each node; each is a process of this node's command."""
 
     def manifest(self, job: Job) -> str:
@@ -131,15 +131,6 @@ class Torchrun:
                     raise report.as_error() from None
                 return stopped.exit_code
         return 0
-
-    def status(self, handle: JobHandle) -> JobStatus:
-        raise NotImplementedError("the job ends with its command")
-
-    def stop(self, handle: JobHandle) -> None:
-        raise NotImplementedError("the job ends with its command")
-
-    def logs(self, handle: JobHandle) -> Iterator[str]:
-        raise NotImplementedError("the ranks print to the terminal of their command")
 
 
 @dataclass(frozen=True)
