@@ -33,6 +33,7 @@ def main() -> int:
         interrupt.ignore()
     except KeyboardInterrupt:  # also while modules are imported
         code = 130
+        interrupt.ignore()
     interrupt.has_ended = code == 130
     return code
 

@@ -143,8 +143,13 @@ class CommandInterrupt(StopRequest):
     has_ended = False
 
     def ignore(self) -> None:
-        """Ignore SIGINT from now on: the command has ended."""
+        """Ignore SIGINT from now on: the command has ended.
+
+        The handler of a finalized interpreter would be the default one, which ends the process with the signal.
+        """
         self._has_raised = True
+        if _owner(signal.getsignal(signal.SIGINT)) is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def report_unraisable(self, unraisable: Any) -> None:
         """As ``sys.unraisablehook``: after an interrupt where Python cannot raise, the next one raises."""
