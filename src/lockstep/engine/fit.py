@@ -231,30 +231,30 @@ class Fit:
         Where ``max_steps`` ends the run, it is evaluated, too. Such an evaluation judges nothing: without the stop
         there would be none, and a run that resumes has the best and the patience of one that was not stopped.
         """
-        if self.source.skipped:
-            self.log.report_skipped()
-        loss, speed = self.log.epoch_so_far()
+        sums = self.log.epoch_so_far()
         epoch = step.window.epoch + 1
         if step.epoch_ended:
             self._callback("on_epoch_end")
-            if math.isnan(loss):
+            if math.isnan(sums.loss):
                 self.parts.rank.note("nothing_counted", _NOTHING_COUNTED.format(epoch=epoch), "warning")
-        row, improved = {"train_loss": loss}, False
         config, is_last = self.parts.rank.config, step.step >= self.parts.rank.plan.total_steps
         is_due = step.epoch_ended and (epoch % config.validation.every_epochs == 0 or epoch >= config.training.epochs)
         is_due = is_due or self._is_due(step.step)
+        metrics, judged = {"train_loss": sums.loss}, None
         if self.datasets.val is not None and (is_due or is_last):
-            row |= self._validate()
-            improved = is_due and self._judge(row)
-        row |= {"lr": step.lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
+            metrics |= self._validate()
+            judged = metrics if is_due else None
+        if judged is not None:
+            self._advance_rates(judged)
         if step.epoch_ended:
             self.parts.update.rates.advance("epoch")
-        self.log.epoch(row, improved, ended=step.epoch_ended)
+        improved = self.log.end_epoch(metrics, sums, step.lr, ended=step.epoch_ended, judged=judged)
         self.checkpoints.save(best=improved)
 
     def _validate_within_epoch(self) -> None:
         metrics = self._validate()
-        improved = self._judge(metrics)
+        self._advance_rates(metrics)
+        improved = self.log.judge(metrics)
         self.log.evaluated(metrics, improved)
         if improved:
             self.checkpoints.save(best=True)
@@ -265,10 +265,11 @@ class Fit:
         self.log.unpause()
         return metrics
 
-    def _judge(self, metrics: dict[str, float]) -> bool:
-        if (value := metrics.get(self.parts.rank.plan.monitor)) is not None:
+    def _advance_rates(self, metrics: Mapping[str, float]) -> None:
+        """Step a schedule that follows the monitored metric."""
+        value = metrics.get(self.parts.rank.plan.monitor)
+        if value is not None:
             self.parts.update.rates.advance("metric", value)
-        return self.log.judge(metrics)
 
 
 def build_fit(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Fit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,13 @@ class LossMeter:
     def reset(self) -> None:
         self._total = self._count = 0.0
         self._device_sums.zero_()
+
+
+class EpochSums(NamedTuple):
+    """Mean training loss of an epoch so far, NaN without items, and its speed."""
+
+    loss: float
+    speed: Speed
 
 
 def record_samples(
@@ -167,7 +174,7 @@ class RunLog:
             self._noted.add(key)
             self._rank.note(key, text, level)
 
-    def report_skipped(self) -> None:
+    def _report_skipped(self) -> None:
         """Note how many samples have been left out so far, if that has changed (``data.on_bad_row``)."""
         files = self._rank.run_dir.path.glob("skipped-rank*.jsonl") if self._rank.world.is_main else ()
         count = len({row["index"] for file in files for row in read_jsonl(file)})
@@ -291,15 +298,36 @@ class RunLog:
 
     # Epochs and evaluations.
 
-    def epoch_so_far(self) -> tuple[float, Speed]:
-        """The epoch's mean training loss and speed; emits the state of the ranks. Collective."""
+    def epoch_so_far(self) -> EpochSums:
+        """Return the epoch's mean training loss and speed; emit the state of the ranks. Collective."""
+        if self._rank.config.data.on_bad_row == "skip":
+            self._report_skipped()
         total, count = self.losses.read()
         speed = self._speed.since(self._epoch)
         self._ranks.end_epoch(self.state.step, self.state.epoch + 1)
-        return total / count if count else math.nan, speed
+        return EpochSums(total / count if count else math.nan, speed)
 
-    def epoch(self, row: dict[str, float], improved: bool, *, ended: bool) -> None:
-        """Emit the row of an epoch. ``ended``: the next one follows, else the run ends within this one."""
+    def end_epoch(
+        self,
+        metrics: Mapping[str, float],
+        sums: EpochSums,
+        lr: float,
+        *,
+        ended: bool,
+        judged: Mapping[str, float] | None,
+        uses_patience: bool = True,
+    ) -> bool:
+        """Judge an epoch and emit its row; return whether its evaluation is the best so far.
+
+        Args:
+            metrics: what the epoch reports, with its ``train_loss``.
+            sums: from :meth:`epoch_so_far`, before the evaluation.
+            lr: of the last step.
+            ended: whether the next epoch follows; else the run ends within this one.
+            judged: metrics for :meth:`judge`, equal on all ranks; ``None`` if the epoch is not judged.
+            uses_patience: as for :meth:`judge`.
+        """
+        improved = judged is not None and self.judge(judged, uses_patience=uses_patience)
         state, epoch = self.state, self.state.epoch + 1
         if ended:
             (total, count), (before_total, before_count) = self.losses.read(), self._interval_sums
@@ -307,10 +335,13 @@ class RunLog:
             self.losses.reset()
             state.epoch, state.position = epoch, 0
         self._epoch = self._speed.mark()
-        self._evaluation = {name: value for name, value in row.items() if name.startswith("val_")}
+        self._evaluation = {name: value for name, value in metrics.items() if name.startswith("val_")}
+        speed = {"samples_per_s": sums.speed.samples_per_s, "duration_s": sums.speed.seconds}
+        row = {**metrics, "lr": lr, **speed}
         self._rank.sink.emit(
             EpochEnded(self._rank.attempt, epoch, state.step, row, improved, state.samples_seen, is_complete=ended)
         )
+        return improved
 
     def evaluated(self, metrics: Mapping[str, float], improved: bool) -> None:
         state = self.state

@@ -168,7 +168,7 @@ class RunLogCallback(Checkpoint):
         self._judged = not trainer.is_last_batch
         if self._judged:  # else the epoch's row judges it
             metrics = _of_validation(_numbers(trainer.callback_metrics))
-            improved = self._judge(metrics)
+            improved = self._log.judge(self._of_main(metrics), uses_patience=self._uses_patience)
             self._log.evaluated(metrics, improved)
             self._due = True if improved else self._due
             trainer.should_stop = trainer.should_stop or self._log.ended_by is not None
@@ -177,7 +177,7 @@ class RunLogCallback(Checkpoint):
         over = self._is_epoch_over
         if not over and not trainer.should_stop:
             return  # on_train_batch_start() has left the rest of the epoch out
-        loss, speed = self._log.epoch_so_far()
+        sums = self._log.epoch_so_far()
         metrics, earlier = dict(trainer.callback_metrics), self._earlier
         self._earlier = metrics
         # Lightning keeps every value; one that was not logged again is still the same object.
@@ -185,13 +185,18 @@ class RunLogCallback(Checkpoint):
         row = logged = _numbers(fresh)
         self.evaluated = _of_validation(logged) or logged
         if self._returns_loss:
-            row = logged | {"train_loss": loss}  # a module's own may be that of the last batch, on rank 0
-        row |= {"lr": self._lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
-        judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
-        improved = not judged and self._judge(row)
+            row = logged | {"train_loss": sums.loss}  # a module's own may be that of the last batch, on rank 0
+        is_judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
+        improved = self._log.end_epoch(
+            row,
+            sums,
+            self._lr,
+            ended=over,
+            judged=None if is_judged else self._of_main(row),
+            uses_patience=self._uses_patience,
+        )
         if self._log.ended_by is EndedBy.COMPLETED:
             trainer.should_stop = True
-        self._log.epoch(row, improved, ended=over)
         self._due = improved
         if over:
             self._begin_epoch()
@@ -269,13 +274,20 @@ class RunLogCallback(Checkpoint):
         self._save_if_due(trainer)
         return False
 
-    def _judge(self, row: Mapping[str, float]) -> bool:
-        """Judge by rank 0's values: what a module logs without sync_dist differs between ranks."""
+    def _of_main(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Return rank 0's ``row``: what a module logs without sync_dist differs between ranks. Collective."""
+        values: dict[str, float] = self._rank.collectives.broadcast(dict(row))
+        return values
+
+    @property
+    def _uses_patience(self) -> bool:
+        """Whether an evaluation now counts for early stopping, not only as the best.
+
+        At the step of ``max_steps`` there may be one that would not be due otherwise.
+        """
         every = self._rank.config.validation.every_steps
         is_due = self._is_epoch_over or (every is not None and self._state.step % every == 0)
-        # Without max_steps there would be no evaluation here: it may be the best, and does not count otherwise.
-        uses_patience = is_due or self._log.ended_by is not EndedBy.COMPLETED
-        return self._log.judge(self._rank.collectives.broadcast(dict(row)), uses_patience=uses_patience)
+        return is_due or self._log.ended_by is not EndedBy.COMPLETED
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:

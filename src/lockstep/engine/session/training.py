@@ -405,16 +405,15 @@ class Training(Saves):
                 "warning",
             )
             self._left_in = None
-        loss, speed = log.epoch_so_far()
+        sums = log.epoch_so_far()
         logged = self.rank.collectives.broadcast(dict(logged))
-        rates = {"lr": next(iter(self._updates())).rates.lr, "samples_per_s": speed.samples_per_s}
-        if self.skips:
-            log.report_skipped()
         # Where the run ends within an epoch, nothing is judged: without the stop there would be no evaluation there.
         # A loop may evaluate in some epochs only.
         is_evaluated = self.state.best_step is None or self.rank.plan.monitor in logged
-        improved = is_evaluated and not self.is_cut and log.judge(logged)
-        log.epoch({"train_loss": loss, **logged, **rates, "duration_s": speed.seconds}, improved, ended=not self.is_cut)
+        judged = logged if is_evaluated and not self.is_cut else None
+        lr = next(iter(self._updates())).rates.lr
+        metrics = {"train_loss": sums.loss, **logged}
+        improved = log.end_epoch(metrics, sums, lr, ended=not self.is_cut, judged=judged)
         self.stage = self.stage if self.is_cut else 0
         self.save(best=improved)
 
