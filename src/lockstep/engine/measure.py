@@ -15,8 +15,8 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.reopened import Reopened, as_restored, restore
-from lockstep.engine.resume import restoring
+from lockstep.engine.reopened import Reopened, as_restored
+from lockstep.engine.resume import restore_weights, restoring
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.build import divide
 from lockstep.engine.task import Context, Datasets, Task
@@ -77,6 +77,6 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
         evaluated = divided.strategy(task, precision).evaluating(task)
     else:
         model = model.to(device)
-    restore(task, model, snapshot, wanted.run.path)
+    restore_weights(task, model, snapshot, wanted.run.path)
     dataset = getattr(as_restored(task, config, data) if datasets is not None else data, split)
     return Subject(model, evaluated, dataset, Evaluator.of_plan(plan, collectives, device, precision, snapshot.step))

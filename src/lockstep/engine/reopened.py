@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.fingerprint import check_same_data
-from lockstep.engine.resume import load_shared, load_weights, restoring
+from lockstep.engine.resume import load_shared
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_data, open_datasets
@@ -59,13 +58,6 @@ def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collective
         check_same_data(datasets, collectives)
     device = rank_device(tuple(wanted.plan.placement["devices"]), world)
     return Reopened(wanted, task, datasets, snapshot, world, collectives, device)
-
-
-def restore(task: Task, model: nn.Module, snapshot: Snapshot, source: Path) -> None:
-    """The weights, then the task's own state, as a resumed training restores them: both after ``task.model()``."""
-    load_weights(model, snapshot.model, source)
-    with restoring(f"the checkpoint of step {snapshot.step}"):
-        task.load_state_dict(snapshot.trainer["task"])
 
 
 def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:

@@ -171,6 +171,28 @@ def restore(
     return [judge_afresh(state, snapshot.manifest, rank.plan), freeze_again(model, state.frozen)]
 
 
+def restore_weights(task: Task, model: nn.Module, snapshot: Snapshot, source: Path) -> None:
+    """Restore the weights, then the task's state. Both follow ``task.model()``."""
+    load_weights(model, snapshot.model, source)
+    with restoring(f"the checkpoint of step {snapshot.step}"):
+        task.load_state_dict(snapshot.trainer["task"])
+
+
+def load_best(rank: RankContext, task: Task, model: nn.Module, step: int) -> int:
+    """Restore the weights and the task's state of the best checkpoint, if it is not that of ``step``. Collective.
+
+    Returns:
+        The step of the weights.
+    """
+    store = CheckpointStore(rank.run_dir.checkpoints)
+    best = rank.collectives.broadcast(store.step_of("best") if rank.collectives.is_main else None)
+    if best is None or best == step:
+        return step
+    snapshot = load_shared(store, best, rank.collectives, in_pieces=rank.reads_shards)
+    restore_weights(task, model, snapshot, rank.run_dir.path)
+    return int(best)
+
+
 @contextlib.contextmanager
 def restoring(source: Path | str) -> Iterator[None]:
     """What a state that does not fit raises, deep in some ``load_state_dict``, becomes a :class:`CheckpointError`."""

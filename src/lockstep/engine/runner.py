@@ -15,9 +15,9 @@ from torch import nn
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig, one_micro_batch
+from lockstep.engine.build import Fitting, build_training
 from lockstep.engine.evaluate import refuse_without_predictions
 from lockstep.engine.fingerprint import check_same_data
-from lockstep.engine.fit import Fitting, build_fit
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.measure import measure
 from lockstep.engine.model_inputs import Inputs, watched_inputs
@@ -71,7 +71,7 @@ class TaskRunner:
                 datasets = open_datasets(self.task, config)
         ending.callback(end_data, datasets)
         # No name for the snapshot here: it would keep its memory, or its files, until the end.
-        return build_fit(rank, self.task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
+        return build_training(rank, self.task, datasets, load_latest(rank, in_pieces=rank.reads_shards))
 
     def check_evaluation(self, devices: Sequence[str]) -> None:
         """Raise :class:`UnsupportedError` where the task cannot be evaluated on several devices."""

@@ -15,7 +15,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.fingerprint import examined, same_data
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.run_log import record_samples
-from lockstep.engine.session.training import Training
+from lockstep.engine.session.training import SessionTraining
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import check_dataset, collate_of, data_settings, training_source
 from lockstep.errors import TaskError, UnsupportedError
@@ -78,7 +78,14 @@ class DataFeed:
     """
 
     def __init__(
-        self, training: Training, task: Task, datasets: Datasets, accumulate: int | None, number: int, *, planned: bool
+        self,
+        training: SessionTraining,
+        task: Task,
+        datasets: Datasets,
+        accumulate: int | None,
+        number: int,
+        *,
+        planned: bool,
     ) -> None:
         rank, train = training.rank, datasets.train
         plan, batch = rank.plan, rank.plan.batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lockstep._compat.torch import default_store, has_compiled
 from lockstep.data.requests import BatchRequest, Window, readable
-from lockstep.engine.checkpoints import Saves
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
@@ -31,6 +30,7 @@ from lockstep.engine.session.stepper import (
 )
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.strategies.reducers import Flags, Reduced
+from lockstep.engine.training import Training
 from lockstep.errors import CollectiveError, TaskError, UnsupportedError
 
 #: Windows of an attempt in which losses are checked to be sums, and followed to batches and weights.
@@ -47,7 +47,7 @@ def outside_batches(call: str) -> TaskError:
     )
 
 
-class Training(Saves):
+class SessionTraining(Training):
     """The prepared models and optimizers of one rank, where its loop is, and the checkpoints of both.
 
     Attributes:
@@ -63,7 +63,7 @@ class Training(Saves):
     """
 
     def __init__(self, rank: RankContext, prepared: PreparedModels, resumed: Resumed, beside: Beside) -> None:
-        self.rank, self.ranks, self.prepared, self.state = rank, rank.compared, prepared, resumed.state
+        self.ranks, self.prepared = rank.compared, prepared
         self._resumed, self._beside = resumed, beside
         module, plan, exact = prepared.container(), rank.plan, rank.plan.reproducibility == "exact"
         if plan.sync_batchnorm:
@@ -72,14 +72,12 @@ class Training(Saves):
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         self._sharing = prepared.sharing()
         self.steppers = build_steppers(rank, prepared, self.precision, self.look_around, self._shards)
-        #: Of all models; the first optimizer's update saves and restores them.
-        self.averages = next(iter(self._updates())).averages
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         max_steps = rank.config.training.max_steps
         timed = tuple if self._shards else module.parameters
-        self.log = RunLog(rank, self.state, timed, ends_at_total=max_steps is not None)
-        self.log.total = max_steps or self.log.total  # the plan knows of an epoch's first loop only
-        super().__init__(rank, self.log, module)
+        log = RunLog(rank, resumed.state, timed, ends_at_total=max_steps is not None)
+        log.total = max_steps or log.total  # the plan knows of an epoch's first loop only
+        super().__init__(rank, log, module, [stepper.update for stepper in self.steppers.values()])
         #: By optimizer; the log has that of the first one.
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._losses[next(iter(self.steppers))] = self.log.losses
@@ -267,7 +265,7 @@ class Training(Saves):
             )
         log.step(window.size, waited_s)
         if log.is_logged(state.step):
-            self._log_step()
+            self._log_scalars()
         log.end_step(self._flags, None if epoch_over else self.save)
 
     def _note_carried(self) -> None:
@@ -282,16 +280,14 @@ class Training(Saves):
                 "warning",
             )
 
-    def _log_step(self) -> None:
-        update, scalars = next(iter(self._updates())), as_numbers(self.scalars)
-        norm = None if update.grad_norm is None else float(update.grad_norm)
+    def _log_scalars(self) -> None:
+        scalars = as_numbers(self.scalars)
         for name in [*self.steppers][1:]:
             total, count = self._losses[name].read()
             self._losses[name].reset()
             if count:
                 scalars[f"{name}_loss"] = total / count
-        skipped = sum(update.skipped for update in self._updates())
-        self.log.log_step(update.rates.lr, norm, scalars, skipped=skipped, without_items=None)
+        self.log_step(scalars, without_items=None)
 
     # Backward calls and steps.
 
@@ -411,11 +407,9 @@ class Training(Saves):
         # A loop may evaluate in some epochs only.
         is_evaluated = self.state.best_step is None or self.rank.plan.monitor in logged
         judged = logged if is_evaluated and not self.is_cut else None
-        lr = next(iter(self._updates())).rates.lr
         metrics = {"train_loss": sums.loss, **logged}
-        improved = log.end_epoch(metrics, sums, lr, ended=not self.is_cut, judged=judged)
         self.stage = self.stage if self.is_cut else 0
-        self.save(best=improved)
+        self.record_epoch(metrics, sums, ended=not self.is_cut, judged=judged)
 
     @property
     def items(self) -> int:
@@ -424,9 +418,6 @@ class Training(Saves):
         return self.state.epoch * samples + (samples if self.stage else self.state.position)
 
     # Checkpoints.
-
-    def _updates(self) -> Collection[Any]:
-        return [stepper.update for stepper in self.steppers.values()]
 
     def _check_buffers(self) -> None:
         self._buffers.check()

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep._compat.torch import tree_map
 from lockstep.checkpoint.content import by_file
 from lockstep.engine.model_inputs import Inputs
-from lockstep.engine.reopened import restore
+from lockstep.engine.resume import restore_weights
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
@@ -77,7 +77,7 @@ def export(
         for name, state in others.items():
             torch.save(state, building / f"{name}.pt")  # extra_state.pt
         trained = build_model(built)
-        restore(built, trained, snapshot, run.path)  # raises where the checkpoint is of another model
+        restore_weights(built, trained, snapshot, run.path)  # raises where the checkpoint is of another model
         model = bare(trained.eval())
         if program is not False:
             inputs = runner_of(built).model_inputs(model, run.config(), required=bool(program))

@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.checkpoint.mirror import fetch_checkpoint
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
-from lockstep.engine.reopened import restore
+from lockstep.engine.resume import restore_weights
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import CheckpointError
@@ -22,7 +22,7 @@ def load_model(
     built = task_again(run, run.config(), task)
     snapshot = find_checkpoint(run, checkpoint)
     model = build_model(built)
-    restore(built, model, snapshot, run.path)
+    restore_weights(built, model, snapshot, run.path)
     return built, bare(model.eval())
 
 

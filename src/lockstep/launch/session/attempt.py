@@ -17,7 +17,7 @@ from lockstep.engine.resume import check_fits
 from lockstep.engine.session.batches import check_alike, length
 from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.training import Training
+from lockstep.engine.session.training import SessionTraining
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.events import Fanout, Sink
@@ -56,7 +56,7 @@ def begin_attempt(
     resumed: Resumed,
     beside: Beside,
     ending: ExitStack,
-) -> tuple[Training, Datasets]:
+) -> tuple[SessionTraining, Datasets]:
     """Make the plan and join the ranks; what trains, and the data of ``task``, opened. Collective.
 
     The weights that are ``resumed`` are restored already; ``ending`` ends the attempt.
@@ -85,7 +85,7 @@ def begin_attempt(
     where = run, joined.world, config, plan, number, sink
     rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending))
     ending.callback(end_data, datasets)
-    training, saved = Training(rank, prepared, resumed, beside), None
+    training, saved = SessionTraining(rank, prepared, resumed, beside), None
     if snapshot is not None:
         training.restore(snapshot.trainer)
         saved = snapshot.trainer["session"].get("stream")

@@ -19,7 +19,7 @@ from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_
 from lockstep.engine.session.evaluation import predicted_rows
 from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
-from lockstep.engine.session.training import Training, outside_batches
+from lockstep.engine.session.training import SessionTraining, outside_batches
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Datasets
 from lockstep.errors import TaskError, UnsupportedError
@@ -55,7 +55,7 @@ class Loop:
         self.prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
         self.resumed = Resumed(joined)
         self.state, self._made = self.resumed.state, self.resumed.made
-        self.training: Training | None = None
+        self.training: SessionTraining | None = None
         #: What the plan was made with, as given and as opened.
         self._task: LoopTask
         self._datasets: Datasets
@@ -75,7 +75,7 @@ class Loop:
         """For calls between ranks by the loop; they are compared once it trains."""
         return self.joined.collectives if self.training is None else self.training.ranks
 
-    def running(self, call: str) -> Training:
+    def running(self, call: str) -> SessionTraining:
         """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
         if self.training is None:
             raise outside_batches(call)
@@ -249,7 +249,7 @@ class Loop:
         return self._feeds[self._number - 1][0].again()
 
     def _feed(
-        self, training: Training, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any
+        self, training: SessionTraining, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any
     ) -> DataFeed:
         """The batches of the loop with this number in its epoch."""
         samples = length(dataset)

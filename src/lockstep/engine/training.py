@@ -1,0 +1,153 @@
+"""What one rank trains, and what follows its steps: rows, the ends of epochs, checkpoints.
+
+The loop of a task (:mod:`lockstep.engine.fit`) and that of a session (:mod:`lockstep.engine.session.training`) derive
+from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint.content import check_saveable
+from lockstep.checkpoint.writer import Steady
+from lockstep.engine.distributed.buffers import check_agreement
+from lockstep.engine.optim.averages import Averages
+from lockstep.engine.optim.step import Update
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import frozen_names
+from lockstep.engine.run_log import EpochSums, RunLog
+from lockstep.rundir.heartbeat import Activity, pulse
+
+
+class Training:
+    """What one rank trains. Each method is called on all ranks alike.
+
+    Rank 0 writes checkpoints in the background, or each rank its part.
+
+    Args:
+        module: the trained modules.
+        updates: of the optimizers; the first one has the averages of all weights, and the rate of the rows.
+        compares: whether the ranks' weights are compared before they are saved.
+    """
+
+    def __init__(
+        self, rank: RankContext, log: RunLog, module: nn.Module, updates: Sequence[Update], *, compares: bool = True
+    ) -> None:
+        self.rank, self.log, self.state = rank, log, log.state
+        self._module, self._updates = module, updates
+        self._divides = rank.plan.strategy.divides
+        self._compares = compares and not self._divides
+        #: Step and epoch of the last checkpoint.
+        self._saved_at = -1, -1
+
+    @property
+    def averages(self) -> Averages:
+        """The averages of the trained weights."""
+        return self._updates[0].averages
+
+    # Rows.
+
+    def log_step(
+        self, scalars: Mapping[str, float], *, without_items: float | None = math.nan, is_empty: bool = False
+    ) -> None:
+        """Emit the row of a log interval; the arguments are those of :meth:`.RunLog.log_step`. Collective."""
+        first, skipped = self._updates[0], sum(update.skipped for update in self._updates)
+        norm = None if first.grad_norm is None else float(first.grad_norm)
+        self.log.log_step(
+            first.rates.lr, norm, scalars, skipped=skipped, without_items=without_items, is_empty=is_empty
+        )
+
+    def record_epoch(
+        self, metrics: Mapping[str, float], sums: EpochSums, *, ended: bool, judged: Mapping[str, float] | None
+    ) -> None:
+        """Advance the schedules of an epoch, emit its row, and save. Collective.
+
+        Args:
+            metrics: as for :meth:`.RunLog.end_epoch`, and so are the others.
+        """
+        if judged is not None:
+            self.advance_rates(judged)
+        if ended:
+            for update in self._updates:
+                update.rates.advance("epoch")
+        lr = self._updates[0].rates.lr
+        improved = self.log.end_epoch(metrics, sums, lr, ended=ended, judged=judged)
+        self.save(best=improved)
+
+    def advance_rates(self, metrics: Mapping[str, float]) -> None:
+        """Step the schedules that follow the monitored metric."""
+        value = metrics.get(self.rank.plan.monitor)
+        if value is not None:
+            for update in self._updates:
+                update.rates.advance("metric", value)
+
+    # Checkpoints.
+
+    @property
+    def saved_at(self) -> int:
+        """The step of the last checkpoint; -1: none yet."""
+        return self._saved_at[0]
+
+    def check(self) -> None:
+        """Raise now what could not be saved, rather than after an epoch."""
+        if self.rank.writer is not None:
+            check_saveable(self._module.state_dict(), self._trainer_state())
+
+    def save(self, *, best: bool = False) -> None:
+        """Compare buffers and weights of the ranks, and save, unless this step has been saved already. Collective."""
+        rank, position = self.rank, (self.state.step, self.state.epoch)
+        if self._saved_at == position and not best:
+            return
+        self._saved_at = position
+        self._check_buffers()
+        for update in self._updates if self._compares else ():
+            check_agreement(self._module, update.optimizer, rank.collectives)
+        self.log.saved()
+        if rank.writer is None and not self._divides:
+            return
+        with pulse.during(Activity.SAVING), ExitStack() as averages:
+            for update in self._updates:
+                averages.enter_context(update.averages.in_use())
+            content: dict[str, Any] = {"model": self._module.state_dict(), "trainer": self._trainer_state()}
+            if rank.reads_shards:
+                from lockstep.engine.distributed.dtensor_state import own_part
+
+                content = own_part(content, is_main=rank.collectives.is_main)
+            else:
+                content = self._whole(content)
+            if rank.writer is not None:
+                content["frozen"] = frozen_names(self._module)
+                self.log.write(content, best=best, steady=self._steady())
+                for update in self._updates:
+                    update.waits_for = rank.writer.copied
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Collective."""
+        with pulse.during(Activity.SAVING if self.rank.writer is not None else Activity.AWAITING_SAVE):
+            if self.rank.writer is not None:
+                self.rank.writer.wait()
+                pulse.at(Activity.AWAITING_SAVE)
+            self.rank.collectives.broadcast(None)  # barrier
+
+    def _trainer_state(self) -> dict[str, Any]:
+        state = self.state
+        state.skipped_steps = sum(update.skipped for update in self._updates)
+        if not self._divides:
+            state.frozen = frozen_names(self._module)
+        return {"state": self.log.current_state()}
+
+    def _check_buffers(self) -> None:
+        raise NotImplementedError
+
+    def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
+        """``content`` from the parts that ranks have, on ranks with a writer. Collective if the model is divided."""
+        raise NotImplementedError
+
+    def _steady(self) -> Steady | None:
+        """As for :meth:`.HostBuffers.copy`."""
+        return None
