@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -39,7 +39,6 @@ from lockstep.rundir.heartbeat import Activity, pulse
 
 #: Sum of the loss over a chunk, its count, and its rows, or states in their place.
 _Chunk = tuple[float, float, Any]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -340,7 +339,7 @@ def _chunk(
 
 def check_rows(rows: Any, size: int, source: str) -> None:
     """Raise :class:`TaskError` unless each of ``rows``, which ``source`` returned, has ``size`` rows or entries."""
-    wrong = [row for row in rows if not _has_rows(row, size)] if isinstance(rows, (tuple, list)) else [rows]
+    wrong = [row for row in rows if not has_rows(row, size)] if isinstance(rows, (tuple, list)) else [rows]
     if wrong:
         shape = (
             f"a tensor of shape {tuple(wrong[0].shape)}" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
@@ -354,74 +353,7 @@ def check_rows(rows: Any, size: int, source: str) -> None:
         )
 
 
-def _has_rows(column: Any, size: int) -> bool:
+def has_rows(column: Any, size: int) -> bool:
     if isinstance(column, (Tensor, np.ndarray)):
         return column.ndim > 0 and len(column) == size
     return isinstance(column, (list, tuple)) and len(column) == size
-
-
-# Predictions.
-
-
-def predictions(
-    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int
-) -> Iterator[list[list[Row]]]:
-    """The rows of as many chunks as there are ranks, from chunk ``first`` on, on rank 0; empty elsewhere. Collective.
-
-    Where ``dataset`` has ``names``, rows have that of their sample as ``file``.
-    """
-    names = getattr(dataset, "names", None)
-    with evaluator.walk(model, dataset, collate_of(task), first=first) as batches, torch.no_grad():
-        for request, batch in batches:
-            rows: list[Row] = []
-            if request.size:
-                with evaluator.precision.autocast():
-                    found = task.predict(bare(model), batch)
-                rows = _rows(to_host(found), request)
-                if names is not None:
-                    rows = [{**row, "file": names[row["index"]]} for row in rows]
-            yield [chunk for chunk in evaluator.collectives.gather(rows) or () if chunk]
-
-
-def refuse_without_predictions(task: Task) -> None:
-    """Raise :class:`TaskError` for a task with neither ``predict`` nor ``evaluate``."""
-    if type(task).predict is Task.predict and type(task).evaluate is Task.evaluate:
-        raise _no_predictions()
-
-
-def _no_predictions() -> TaskError:
-    return TaskError(
-        "the task has no predictions",
-        why="without predict(), the columns are what evaluate() returns, and that is nothing",
-        fix='define predict(self, model, batch) in the task: return for example {"class": …, "probability": …}',
-    )
-
-
-def _rows(columns: Any, request: BatchRequest) -> list[Row]:
-    """A row for each sample, with its index."""
-    is_mapping = isinstance(columns, Mapping)
-    if is_mapping and not columns:
-        raise _no_predictions()
-    if not is_mapping or not all(_has_rows(column, request.size) for column in columns.values()):
-        raise TaskError(
-            "the task's predict() must return a column for each name, with one entry per sample",
-            why=f"for {request.size} samples it returned {type(columns).__name__}"
-            + (f" with {', '.join(map(str, columns))}" if is_mapping else ""),
-            fix='return for example {"class": names, "probability": probabilities}',
-        )
-    lists = {str(name): _plain(column) for name, column in columns.items()}
-    return [
-        {"index": request.start + place, **{name: column[place] for name, column in lists.items()}}
-        for place in range(request.size)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """Numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
-    if isinstance(value, Tensor):
-        value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).numpy()
-    if isinstance(value, np.ndarray) and value.dtype == np.float32:
-        return [_plain(row) for row in value] if value.ndim > 1 else [float(f"{x:.7g}") for x in value.tolist()]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

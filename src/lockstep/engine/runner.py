@@ -16,11 +16,11 @@ from torch import nn
 from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig, one_micro_batch
 from lockstep.engine.build import Fitting, build_training
-from lockstep.engine.evaluate import refuse_without_predictions
 from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.measure import measure
 from lockstep.engine.model_inputs import Inputs, watched_inputs
+from lockstep.engine.predict import refuse_without_predictions
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.resume import load_latest

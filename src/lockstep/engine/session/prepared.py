@@ -27,17 +27,24 @@ from lockstep._compat.torch import (
     versions,
     within_wrapper,
 )
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.evaluate import Evaluator
 from lockstep.engine.optim.optimizers import refuse_closure
-from lockstep.engine.optim.precision import autocast, cast
+from lockstep.engine.optim.precision import Precision, autocast, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.origins import CheckCall, LoopTensors, LossOrigins
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
+from lockstep.planning import LoaderPlan, Plan
 
 if TYPE_CHECKING:
     from lockstep.engine.session.sharding import Shards
+
+
+#: For evaluations before the plan is made.
+_UNPLANNED_LOADER = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
 
 
 class Owned(nn.Module):
@@ -122,6 +129,19 @@ class PreparedModels:
     def autocast(self) -> AbstractContextManager[Any]:
         """What the forward pass runs in."""
         return autocast(self._precision, self._device)
+
+    def evaluator(self, ranks: Collectives, plan: Plan | None, batch_size: int, *, seed: int, step: int) -> Evaluator:
+        """Make the evaluator of these models, whose weights are those after ``step``; ``plan``: ``None`` before it."""
+        return Evaluator(
+            ranks,
+            self._device,
+            Precision(self._precision, self._device, 1.0),
+            _UNPLANNED_LOADER if plan is None else plan.loader,
+            batch_size=batch_size,
+            seed=seed,
+            step=step,
+            ghosts=plan is not None and plan.sharded,
+        )
 
     def divided(self, rank: RankContext) -> Shards | None:
         """Recompute activations, and divide the models among the ranks, where the plan asks for that. Collective."""

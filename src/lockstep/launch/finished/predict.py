@@ -15,8 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.engine.evaluate import Row, predictions
 from lockstep.engine.measure import opened
+from lockstep.engine.predict import Row, predictions
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task

@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
 from lockstep.engine.attempt import record_failure
+from lockstep.engine.predict import predicted_rows
 from lockstep.engine.run_log import as_numbers
 from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, length
-from lockstep.engine.session.evaluation import predicted_rows
 from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import SessionTraining, outside_batches
@@ -334,9 +334,8 @@ class Loop:
         check_data(dataset, streams=None)
         training, config, ranks = self.training, self.config, self.joined.collectives
         plan = None if training is None else training.rank.plan
-        how = self.joined.placement.precision, plan, ranks, self.device
         size = batch_size or config.validation.batch_size or self._evaluated_together()
-        place: dict[str, Any] = {"seed": config.training.seed, "step": self.state.step, "batch_size": size}
+        evaluator = self.prepared.evaluator(ranks, plan, size, seed=config.training.seed, step=self.state.step)
         with contextlib.ExitStack() as around:
             if training is not None:
                 training.log.pause()
@@ -346,7 +345,7 @@ class Loop:
             if ranks.size > 1:
                 check_alike(f"{len(dataset)}", self.ranks, "evaluate")
             data = dataset, collate or cast(Any, default_collate)
-            yield from predicted_rows(self.prepared.container(), data, predict, *how, **place)
+            yield from predicted_rows(evaluator, self.prepared.container(), data, predict)
 
     def _evaluated_together(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""

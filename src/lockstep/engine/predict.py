@@ -1,0 +1,130 @@
+"""Predictions of a model for a data set, in index order: of a task's checkpoint, and in a session's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.reader import Collate
+from lockstep.data.requests import BatchRequest
+from lockstep.engine.distributed.staging import to_host
+from lockstep.engine.evaluate import Evaluator, check_rows, has_rows
+from lockstep.engine.task import Task
+from lockstep.engine.trained import bare
+from lockstep.engine.training_data import collate_of
+from lockstep.errors import TaskError
+from lockstep.rundir.heartbeat import Activity, pulse
+
+Row = dict[str, Any]
+
+
+def _rounds(
+    evaluator: Evaluator,
+    model: nn.Module,
+    data: tuple[Any, Collate],
+    compute: Callable[[Any, BatchRequest], Any],
+    *,
+    first: int = 0,
+    on_all_ranks: bool = False,
+) -> Iterator[list[Any]]:
+    """Yield the results of ``compute(batch, chunk)`` for as many chunks as there are ranks, in index order. Collective.
+
+    Args:
+        data: data set and collate function.
+        first: number of the first chunk.
+        on_all_ranks: whether all ranks get the results; else rank 0 does, and the lists of the others are empty.
+    """
+    send = evaluator.collectives.all_gather if on_all_ranks else evaluator.collectives.gather
+    with evaluator.walk(model, *data, first=first) as batches:
+        for request, batch in batches:
+            result = None
+            if request.size:
+                with torch.no_grad(), evaluator.precision.autocast():
+                    result = compute(batch, request)
+            results = send(None if request.ghost else result) or ()
+            yield [result for result in results if result is not None]
+
+
+def predictions(
+    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int
+) -> Iterator[list[list[Row]]]:
+    """Yield the rows of as many chunks as there are ranks, from chunk ``first`` on, on rank 0. Collective.
+
+    Where ``dataset`` has ``names``, rows have that of their sample as ``file``.
+    """
+    names = getattr(dataset, "names", None)
+
+    def rows_of(batch: Any, request: BatchRequest) -> list[Row]:
+        rows = _rows(to_host(task.predict(bare(model), batch)), request)
+        return rows if names is None else [{**row, "file": names[row["index"]]} for row in rows]
+
+    return _rounds(evaluator, model, (dataset, collate_of(task)), rows_of, first=first)
+
+
+def predicted_rows(
+    evaluator: Evaluator, model: nn.Module, data: tuple[Any, Collate], predict: Callable[[Any], Any]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield what ``predict(batch)`` returns for each batch of ``data``, in index order, on every rank. Collective.
+
+    The batches are the same for any number of ranks. Modules are in evaluation mode, and random generators, gradients
+    and modes are afterwards as they were.
+    """
+
+    def rows_of(batch: Any, request: BatchRequest) -> tuple[Any, ...]:
+        rows = predict(batch)
+        rows = rows if isinstance(rows, (tuple, list)) else (rows,)
+        check_rows(rows, request.size, "predict(batch)")
+        return tuple(to_host(rows))
+
+    for results in _rounds(evaluator, model, data, rows_of, on_all_ranks=True):
+        for rows in results:
+            pulse.at(Activity.EVALUATING)
+            yield rows
+
+
+def refuse_without_predictions(task: Task) -> None:
+    """Raise :class:`TaskError` for a task with neither ``predict`` nor ``evaluate``."""
+    if type(task).predict is Task.predict and type(task).evaluate is Task.evaluate:
+        raise _no_predictions()
+
+
+def _no_predictions() -> TaskError:
+    return TaskError(
+        "the task has no predictions",
+        why="without predict(), the columns are what evaluate() returns, and that is nothing",
+        fix='define predict(self, model, batch) in the task: return for example {"class": …, "probability": …}',
+    )
+
+
+def _rows(columns: Any, request: BatchRequest) -> list[Row]:
+    """A row for each sample, with its index."""
+    is_mapping = isinstance(columns, Mapping)
+    if is_mapping and not columns:
+        raise _no_predictions()
+    if not is_mapping or not all(has_rows(column, request.size) for column in columns.values()):
+        raise TaskError(
+            "the task's predict() must return a column for each name, with one entry per sample",
+            why=f"for {request.size} samples it returned {type(columns).__name__}"
+            + (f" with {', '.join(map(str, columns))}" if is_mapping else ""),
+            fix='return for example {"class": names, "probability": probabilities}',
+        )
+    lists = {str(name): _plain(column) for name, column in columns.items()}
+    return [
+        {"index": request.start + place, **{name: column[place] for name, column in lists.items()}}
+        for place in range(request.size)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
+    if isinstance(value, Tensor):
+        value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).numpy()
+    if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        return [_plain(row) for row in value] if value.ndim > 1 else [float(f"{x:.7g}") for x in value.tolist()]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
