@@ -20,8 +20,8 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
-from lockstep.launch.nodes.membership import meeting
-from lockstep.launch.nodes.preparation import TrainRequest, prepare_together
+from lockstep.launch.meeting.membership import meeting
+from lockstep.launch.meeting.preparation import TrainRequest, prepare_together
 from lockstep.launch.prepare import RunInputs, prepare, settle
 from lockstep.launch.run_claim import changed_config, claimed, create_folder, resume_point
 from lockstep.rundir.folder import RunDir

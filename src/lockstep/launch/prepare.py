@@ -106,18 +106,23 @@ def prepare(
     *,
     resume: ResumePoint | None = None,
 ) -> RunInputs:
-    """Everything up to the plan; opens the data, starts nothing."""
-    return plan_settled(*settle(task, config), resume)
-
-
-def plan_settled(task: Task, config: RunConfig, resume: ResumePoint | None) -> RunInputs:
-    """Placement, data and plan of what :func:`settle` returned."""
-    return plan_for(task, config, place(config, read_world(os.environ)), open_data(task, config), resume)
+    """Settle, place, open the data and plan, for a plan alone: nothing is started or written."""
+    built, whole = settle(task, config)
+    return plan_for(built, whole, place(whole, read_world(os.environ)), open_data(built, whole), resume)
 
 
 def place(config: RunConfig, world: World) -> Placement:
-    """The placement of a run on this machine."""
+    """Return the placement of a run on this machine."""
     return resolve_placement(config.hardware, config.distributed, world, detect_devices())
+
+
+def with_precision(config: RunConfig, placement: Placement) -> RunConfig:
+    """Replace the precision in ``config`` by the one of ``placement``, for resumes on other devices too."""
+    if config.hardware.precision == placement.precision:
+        return config
+    products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
+    hardware = config.hardware.model_copy(update={"precision": placement.precision, **products})
+    return config.model_copy(update={"hardware": hardware})
 
 
 def plan_for(
@@ -129,11 +134,8 @@ def plan_for(
     *,
     devices: Sequence[Device] | None = None,
 ) -> RunInputs:
-    """The plan for data that are open already. ``devices``: what the machine has; ``None`` looks."""
-    if config.hardware.precision != placement.precision:  # from here on as chosen, for a resume on other devices too
-        products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
-        hardware = config.hardware.model_copy(update={"precision": placement.precision, **products})
-        config = config.model_copy(update={"hardware": hardware})
+    """Make the plan for open data. ``devices``: those of the machine; ``None``: detect them."""
+    config = with_precision(config, placement)
     facts = runner_of(task).inspect(datasets, config)
     if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
         datasets = open_datasets(task, config)

@@ -19,9 +19,9 @@ from lockstep.events import Fanout
 from lockstep.hardware import World
 from lockstep.hardware.world import restart_count
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.nodes.membership import Team, meeting
-from lockstep.launch.nodes.preparation import Start, launched_start
-from lockstep.launch.nodes.supervision import supervise
+from lockstep.launch.meeting.membership import Team, meeting
+from lockstep.launch.meeting.preparation import Start, launched_start
+from lockstep.launch.meeting.supervision import supervise
 from lockstep.tasks.registry import load_task
 from lockstep.telemetry.sinks import standard_sinks
 
@@ -35,7 +35,7 @@ def train_as_rank(
     """Train as one of ``world.size`` ranks, this process.
 
     Args:
-        prepare: collective; returns what this rank trains. It may leave a claim on the run on the stack.
+        prepare: collective; returns the attempt of this rank. It may leave a claim on the run on the stack.
         launched: of a process that Lockstep has started as a rank.
 
     Raises:
@@ -43,22 +43,26 @@ def train_as_rank(
         SystemExit: with that error's exit code, on the others.
     """
     with meeting(world, config) as team, ExitStack() as ending:
-        start = prepare(team, ending)
-        stop = supervise(team, start.run, start.config, start.plan.placement, launched, ending)
-        sink = standard_sinks(start.run, start.config, sys.stdout) if world.is_main else Fanout()
-        if start.restarted is not None:
-            sink.emit(start.restarted)
-        return run_attempt(
-            start.run,
-            world,
-            start.task,
-            start.config,
-            start.plan,
-            attempt=start.attempt,
-            sink=sink,
-            stop_signal=lambda: stop.requested,
-            datasets=start.datasets,
-        )
+        return train(team, prepare(team, ending), ending, launched)
+
+
+def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = None) -> RunResult:
+    """Train a prepared attempt as a rank of ``team``; ``ending`` ends the supervision. Collective."""
+    stop = supervise(team, start.run, start.config, start.plan.placement, launched, ending)
+    sink = standard_sinks(start.run, start.config, sys.stdout) if team.world.is_main else Fanout()
+    if start.restarted is not None:
+        sink.emit(start.restarted)
+    return run_attempt(
+        start.run,
+        team.world,
+        start.task,
+        start.config,
+        start.plan,
+        attempt=start.attempt,
+        sink=sink,
+        stop_signal=lambda: stop.requested,
+        datasets=start.datasets,
+    )
 
 
 def train_as_launched(rank: Rank) -> int:
@@ -67,7 +71,8 @@ def train_as_launched(rank: Rank) -> int:
     run, is_restart = rank.folder, restart_count(os.environ) > 0
     config = run.config(run.read().attempt if is_restart else None)
     task = load_task(run, config)
-    result = train_as_rank(
-        rank.world, config, lambda team, _: launched_start(team, run, task, config, is_restart=is_restart), rank
-    )
-    return result.exit_code
+
+    def prepare(team: Team, ending: ExitStack) -> Start:
+        return launched_start(team, run, task, config, is_restart=is_restart)
+
+    return train_as_rank(rank.world, config, prepare, rank).exit_code

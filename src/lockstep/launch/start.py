@@ -1,53 +1,86 @@
-"""Starting what was prepared: in this process for one device, else on ranks of this machine."""
+"""Training an attempt that was prepared here: in this process for one device, else on ranks of this machine."""
 
 from __future__ import annotations
 
+import gc
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
-from lockstep.hardware import World
+from lockstep.errors import RankOutOfMemory
+from lockstep.events import Note
 from lockstep.launch import rank
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
 from lockstep.launch.local.on_ranks import launch
-from lockstep.launch.nodes.preparation import Start
-from lockstep.launch.prepare import RunInputs
+from lockstep.launch.meeting.membership import Team
+from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt
 from lockstep.launch.run_claim import warn
-from lockstep.rundir.folder import RunDir
+from lockstep.planning import Plan
 from lockstep.tasks.registry import pack_task
 
+#: Maximum number of halvings after running out of memory (16 times smaller).
+RETRIES = 4
+#: Number of steps that count as the start of an attempt.
+FIRST_STEPS = 3
 
-def start(prepared: RunInputs, run: RunDir, *, resumed_from: int) -> RunResult:
-    """Train what was prepared, as a new attempt of ``run``; returns when it has ended, raises when it failed.
 
-    ``resumed_from``: the step of the checkpoint that the attempt resumes; 0 without one.
+def train_with_retries(team: Team, start: Start) -> RunResult:
+    """Train; after running out of memory, again with half the micro-batch, if the settings ask for that.
+
+    ``team``: of this process alone. All ranks end with the failed attempt, and its memory with them. The global batch stays the same, and the run
+    resumes from its latest checkpoint or from the start, so losses are those of a run that began with the smaller one.
     """
-    attempt = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), resumed_from)
+    for _ in range(RETRIES):
+        try:
+            return _train(team, start)
+        except RankOutOfMemory as error:
+            beat = start.run.progress()
+            smaller = _halved(start, at_start=beat is None or beat.step - start.step < FIRST_STEPS)
+            if smaller is None:
+                raise
+            reason = error.what.splitlines()[0][:200]
+        gc.collect()
+        if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
+            torch.cuda.empty_cache()
+        request = TrainRequest(True, {}, False)
+        start = begin_attempt(team, start.run, start.task, smaller, request, change=partial(_with_note, reason=reason))
+    return _train(team, start)
+
+
+def _train(team: Team, start: Start) -> RunResult:
+    """Train; returns when the attempt has ended, raises when it failed."""
     try:
-        if prepared.placement.world_size > 1:
-            return _train_on_ranks(prepared, run)
-        return _train_here(prepared, run, attempt)
+        if start.plan.placement["world_size"] > 1:
+            return _train_on_ranks(start)
+        return _train_in_process(team, start)
     except KeyboardInterrupt:
-        keep_failure(run, INTERRUPTED)
+        keep_failure(start.run, INTERRUPTED)
         raise
 
 
-def _train_here(prepared: RunInputs, run: RunDir, attempt: int) -> RunResult:
-    planned = Start(run, prepared.task, prepared.config, prepared.datasets, prepared.plan, attempt)
+def _train_in_process(team: Team, start: Start) -> RunResult:
     try:
-        return rank.train_as_rank(World(), prepared.config, lambda team, ending: planned)
+        with ExitStack() as ending:
+            return rank.train(team, start, ending)
     except Exception as error:
-        failure = own_failure(run, error)
+        failure = own_failure(start.run, error)
         if failure is None:
             raise
         raise failure.as_error() from error
 
 
-def _train_on_ranks(prepared: RunInputs, run: RunDir) -> RunResult:
-    pack_task(run, prepared.task, prepared.config)
+def _train_on_ranks(start: Start) -> RunResult:
+    run = start.run
+    pack_task(run, start.task, start.config)
     code = launch(
         run,
-        prepared.placement.world_size,
-        settings=prepared.config.launch,
-        threads=prepared.plan.threads,
+        start.plan.placement["world_size"],
+        settings=start.config.launch,
+        threads=start.plan.threads,
         rank_main=f"{rank.__name__}:{rank.train_as_launched.__name__}",
     )
     failure = keep_failure(run, f"the launcher ended with exit code {code}") if code else None
@@ -65,3 +98,26 @@ def _train_on_ranks(prepared: RunInputs, run: RunDir) -> RunResult:
         best_epoch=record.best_epoch,
         best_metric=dict(record.best_metric),
     )
+
+
+def _with_note(plan: Plan, reason: str) -> Plan:
+    batch = plan.batch
+    text = (
+        f"Out of memory ({reason}): the micro-batch is now {batch.batch_size} samples, {batch.accumulate} a "
+        f"step on each rank; the global batch stays {batch.global_batch}."
+    )
+    return plan.model_copy(update={"notes": (*plan.notes, Note("out_of_memory", text, "warning"))})
+
+
+def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
+    """Halve the micro-batch of the configuration; ``None``: the settings do not ask for it, or it is not possible."""
+    config, plan = start.config, start.plan
+    size, policy = plan.batch.batch_size, config.training.on_oom
+    if policy == "fail" or (policy == "start" and not at_start):
+        return None
+    if size < 2 or plan.reproducibility == "exact" or plan.task.loader is not None:
+        return None
+    training = {"batch_size": -(-size // 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
+    # The learning rate is scaled against the batch size that the run was started with.
+    optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
+    return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})

@@ -193,6 +193,7 @@ def test_the_run_survives_a_lost_node_a_resize_and_a_stop(cluster: Cluster, tmp_
     assert code == 130, output
     code, output = finish(start(cluster, tmp_path, *elastic, "--resume"))
     assert code == 0, output
+    cluster.kill_node(2)  # which this test has started
     single = tmp_path / "single"
     single.mkdir()
     code, output = finish(start(cluster, single, "--devices", "cpu", "--global-batch-size", "16", "--epochs", "40"))

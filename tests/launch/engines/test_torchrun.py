@@ -16,8 +16,8 @@ from lockstep.config.load import parse_set
 from lockstep.errors import ConfigError
 from lockstep.launch.engines.spec import Job, NodeRange
 from lockstep.launch.engines.torchrun import Rendezvous
-from lockstep.launch.nodes.membership import compared_settings
-from lockstep.launch.nodes.preparation import with_own_settings
+from lockstep.launch.meeting.membership import compared_settings
+from lockstep.launch.meeting.preparation import with_own_settings
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY, finish, start
 

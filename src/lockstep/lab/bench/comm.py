@@ -21,7 +21,7 @@ from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
-from lockstep.launch.nodes.membership import group
+from lockstep.launch.meeting.membership import group
 from lockstep.launch.prepare import place
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")

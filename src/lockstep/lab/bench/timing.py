@@ -23,7 +23,7 @@ from lockstep.engine.strategies.reducers import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import kept_on, loaded, open_data, training_source, walk
 from lockstep.lab.bench.trials import Case, TrialRank
-from lockstep.launch.nodes.membership import group
+from lockstep.launch.meeting.membership import group
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
 

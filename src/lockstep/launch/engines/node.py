@@ -23,8 +23,8 @@ from lockstep.launch.engines.node_folder import RESULT, begun_run, content_of, f
 from lockstep.launch.engines.spec import Job, NodeRange, attached_engine
 from lockstep.launch.failure import records
 from lockstep.launch.local import worker
-from lockstep.launch.nodes.membership import Team
-from lockstep.launch.nodes.preparation import Begun, Start, TrainRequest, prepare_together
+from lockstep.launch.meeting.membership import Team
+from lockstep.launch.meeting.preparation import PreviousStart, Start, TrainRequest, prepare_together
 from lockstep.launch.prepare import place
 from lockstep.launch.rank import train_as_rank
 from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
@@ -84,8 +84,8 @@ def train_as_node_rank(rank: worker.Rank) -> int:
     folder, config, world, runs = rank.folder, rank.folder.config(), rank.world, [begun_run(rank.folder)]
     request = TrainRequest(**read_json(folder.path / _REQUEST))
     if runs[0] is not folder:
-        begun = Begun(str(runs[0].path), restart_count(os.environ), first_line(runs[0]))
-        request = replace(request, begun=begun)
+        previous = PreviousStart(str(runs[0].path), restart_count(os.environ), first_line(runs[0]))
+        request = replace(request, previous=previous)
 
     def prepare(team: Team, ending: ExitStack) -> Start:
         start = prepare_together(team, load_task(folder, config), config, request, ending)

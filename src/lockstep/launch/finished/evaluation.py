@@ -22,7 +22,7 @@ from lockstep.hardware.detect import usable_cores
 from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.nodes.membership import group
+from lockstep.launch.meeting.membership import group
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
 from lockstep.rundir.folder import RunDir

@@ -21,7 +21,7 @@ from lockstep.engine.session.training import SessionTraining
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.events import Fanout, Sink
-from lockstep.launch.nodes.preparation import Planned, plan_together, record_attempt
+from lockstep.launch.meeting.preparation import PlanRequest, plan_together, record_attempt
 from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import of_session
 from lockstep.telemetry.sinks import standard_sinks
@@ -66,13 +66,12 @@ def begin_attempt(
     own = ""
     if several and not joined.world.is_main:  # rank 0 does it for the plan
         own = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")[0]
-    plan, number, _ = plan_together(
+    plan, number, *_ = plan_together(
         joined.team,
         run,
-        Planned(task, config, joined.placement, datasets),
+        PlanRequest(task, config, joined.placement, datasets, is_resume=joined.found),
         partial(record_attempt, run, config),
         partial(of_session, schedule=prepared.schedule()),
-        found=joined.found,
     )
     if several:
         check_alike(own or plan.task.fingerprint, joined.collectives)

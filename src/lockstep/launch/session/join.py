@@ -19,9 +19,9 @@ from lockstep.config.load import merge
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, read_world
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.nodes.membership import Team, meeting
-from lockstep.launch.nodes.preparation import agreed_folder, place_together
-from lockstep.launch.nodes.supervision import supervise
+from lockstep.launch.meeting.membership import Team, meeting
+from lockstep.launch.meeting.preparation import agreed_folder, place_together
+from lockstep.launch.meeting.supervision import supervise
 from lockstep.launch.prepare import place
 from lockstep.launch.process.signals import Stopped, StopRequest
 from lockstep.launch.run_claim import create_folder, warn

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.launch.failure.watchdog import stops_within, watched
 from lockstep.launch.local.worker import Rank
-from lockstep.launch.nodes.membership import Team, use_backend
+from lockstep.launch.meeting.membership import Team, use_backend
 from lockstep.launch.process.rank_log import rank_output
 from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.folder import RunDir

@@ -15,9 +15,9 @@ import pytest
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.hardware.world import World
-from lockstep.launch.nodes import membership
-from lockstep.launch.nodes.membership import Member, Team
-from lockstep.launch.nodes.preparation import agreed_folder
+from lockstep.launch.meeting import membership
+from lockstep.launch.meeting.membership import Member, Team
+from lockstep.launch.meeting.preparation import agreed_folder
 from lockstep.launch.run_claim import create_folder
 from lockstep.rundir.folder import RunDir
 from tests.gloo import run_ranks

@@ -1,0 +1,364 @@
+"""Decisions that precede the training: the run, its folder, the devices and the plan. Collective.
+
+Every start takes this way: the ranks of ``torchrun``, ``srun`` or an engine together; the caller of local ranks, alone,
+for them. Rank 0 writes the run folder, which all nodes share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.config import RunConfig
+from lockstep.config.load import merge
+from lockstep.engine.task import Datasets, Task
+from lockstep.engine.training_data import open_datasets, prepare_data
+from lockstep.errors import ConfigError
+from lockstep.events import Restarted
+from lockstep.hardware import Placement
+from lockstep.launch import run_claim
+from lockstep.launch.failure import records
+from lockstep.launch.meeting.membership import OWN_SETTINGS, Team
+from lockstep.launch.prepare import RunInputs, place, plan_for, with_precision
+from lockstep.planning import Plan
+from lockstep.rundir.files import absolute, storing
+from lockstep.rundir.folder import RunDir, new_run_id
+from lockstep.telemetry.sinks import check_sinks
+
+
+class PreviousStart(NamedTuple):
+    """The run that this node's ranks trained before their agent started them again.
+
+    ``restarts``: number of failures after which it has. ``reason``: of the last one in one line, if known.
+    """
+
+    run: str
+    restarts: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """The user's request on this node.
+
+    Attributes:
+        resume: train the unfinished run in ``save_dir``, if there is one.
+        given: settings that differ from the defaults.
+        as_given: the task is the caller's object, not made from a name or class.
+        accept_data: resume on other training data of the same length, too.
+        hold: keep the global batch of a run that is resumed.
+        previous: of ranks that were started again.
+    """
+
+    resume: bool
+    given: Mapping[str, Any]
+    as_given: bool
+    accept_data: bool = False
+    hold: bool = True
+    previous: PreviousStart | None = None
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Inputs of a plan; ``is_resume``: the run has been trained before. The others as in :class:`TrainRequest`."""
+
+    task: Task
+    config: RunConfig
+    placement: Placement
+    datasets: Datasets
+    is_resume: bool
+    accept_data: bool = False
+    hold: bool = True
+
+
+@dataclass(frozen=True)
+class Start:
+    """An attempt that is about to begin: the same on all ranks, except the devices and the data's folder.
+
+    Attributes:
+        datasets: opened already; ``None``: the rank opens them.
+        step: of the checkpoint that the attempt resumes; 0 without one.
+        restarted: the event that rank 0 reports, where the ranks were started again.
+    """
+
+    run: RunDir
+    task: Task
+    config: RunConfig
+    datasets: Datasets | None
+    plan: Plan
+    attempt: int
+    step: int
+    restarted: Restarted | None = None
+
+
+class Found(NamedTuple):
+    """A run that a node has found. ``step``: the last one that it had finished."""
+
+    run_id: str
+    step: int
+    previous: PreviousStart | None
+
+
+def launched_start(team: Team, run: RunDir, task: Task, config: RunConfig, *, is_restart: bool) -> Start:
+    """Read the plan of the launcher's caller; after a restart, begin at the latest checkpoint. Collective."""
+
+    def begin() -> tuple[Plan, int, int, Restarted | None]:
+        plan = run_claim.plan_of(run)
+        if not is_restart:
+            return plan, run.read().attempt, 0, None
+        edited = run.config_file.read_bytes()
+        run.keep_config(config)
+        if run.config_file.read_bytes() != edited:
+            text = f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings"
+            run_claim.warn(text)
+        point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
+        step = point.step if point else 0
+        attempt, restarts = run.begin_attempt(run.plan(), plan.placement, step), records.read_launcher(run).restarts
+        return plan, attempt, step, records.restarted(restarts, attempt, step) if restarts else None
+
+    beginning = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
+    assert beginning is not None
+    plan, attempt, step, restarted = beginning
+    return Start(run, task, config, None, plan, attempt, step, restarted if team.world.is_main else None)
+
+
+def prepare_together(
+    team: Team, task: Task, config: RunConfig, request: TrainRequest, claim: contextlib.ExitStack
+) -> Start:
+    """Agree on a new run or one to resume, and begin an attempt. Collective.
+
+    ``claim`` gets the claim on a run that is resumed.
+    """
+    run, run_id, found = _agree(team, config, request.resume, request.previous)
+    if not found:
+        return begin_attempt(team, run, task, config, request, new_id=run_id)
+    whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.world.is_main)
+    shared, local = team.collectives.broadcast(whole), config
+    assert shared is not None
+    config = shared if team.me.node_rank == team.members[0].node_rank else with_own_settings(shared, local)
+    task = run_claim.task_of_run(task, config, as_given=request.as_given)
+    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
+    start = begin_attempt(team, run, task, config, request)
+    restarted = _restarted(found, config.launch.max_restarts, start)
+    return replace(start, restarted=restarted if team.world.is_main else None)
+
+
+def begin_attempt(
+    team: Team,
+    run: RunDir,
+    task: Task,
+    config: RunConfig,
+    request: TrainRequest,
+    *,
+    new_id: str | None = None,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Start:
+    """Place the ranks, open the data, make the plan and record the attempt. Collective.
+
+    Args:
+        new_id: of a run whose folder is still to be made; ``None``: the run is resumed.
+        change: completes the plan before it is recorded.
+    """
+    team.together(lambda: check_sinks(config, run.path), here=team.world.is_main)
+    placement = place_together(team, config)
+    config = with_precision(config, placement)
+    _prepare_data(team, task, config)
+    datasets = team.together(lambda: open_datasets(task, config))
+    assert datasets is not None
+
+    def record(plan: Plan, step: int) -> int:
+        if new_id is not None:
+            run_claim.create_folder(config, new_id)
+        return record_attempt(run, config, plan, step)
+
+    inputs = PlanRequest(
+        task, config, placement, datasets, new_id is None, accept_data=request.accept_data, hold=request.hold
+    )
+    planned = plan_together(team, run, inputs, record, change)
+    return Start(run, task, config, planned.datasets, planned.plan, planned.attempt, planned.step)
+
+
+def _restarted(found: Sequence[Found], allowed: int, start: Start) -> Restarted | None:
+    """The event of a restart, after which ``start`` resumes; ``None``: the ranks start for the first time."""
+    previous = [node.previous for node in found if node.previous is not None]
+    if not previous:
+        return None
+    reason = next(filter(None, (node.reason for node in previous)), "a node was lost, or joined")
+    lost_steps = max(0, max(node.step for node in found) - start.step)
+    number = max(1, *(node.restarts for node in previous))
+    return Restarted(number, allowed, start.attempt, start.step, lost_steps, reason)
+
+
+def agreed_folder(
+    team: Team,
+    config: RunConfig,
+    create: Callable[[RunConfig, str], RunDir],
+    *,
+    resume: bool,
+    claim: contextlib.ExitStack,
+) -> tuple[RunDir, bool]:
+    """Agree on the folder of a run before its plan is made; returns whether it is resumed, too. Collective.
+
+    ``create`` makes the folder of a new run with this id.
+    """
+    run, run_id, found = _agree(team, config, resume)
+    is_main = team.me.rank == 0
+    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=bool(found) and is_main)
+    team.together(lambda: create(config, run_id), here=is_main and not found)
+    return run, bool(found)
+
+
+def _agree(
+    team: Team, config: RunConfig, resume: bool, previous: PreviousStart | None = None
+) -> tuple[RunDir, str, list[Found]]:
+    """Find the run to resume, or name a new one; its folder, its id, and the runs that the nodes found. Collective.
+
+    Raises :class:`UsageError`: the nodes found different runs, one that is still running, or see different folders.
+    """
+    is_first_start = not any(team.collectives.all_gather(previous is not None))
+
+    def look() -> Found | None:
+        run = run_claim.existing_run(config, resume) if is_first_start else previous and RunDir.open(Path(previous.run))
+        if run is None:
+            return None
+        beat = run.progress()
+        return Found(run.read().id, beat.step if beat else 0, previous)
+
+    everywhere = team.collectives.all_gather(team.together(look, here=team.is_lead))
+    found = {rank: node for rank, node in enumerate(everywhere) if node is not None}
+    team.refuse_different(
+        {rank: node.run_id for rank, node in found.items()},
+        "have different runs",
+        why="the ranks can resume only one",
+        fix="name a --save-dir on storage that all nodes share",
+    )
+    new_id = team.collectives.broadcast(new_run_id(config.save_dir))
+    run_id = next((node.run_id for node in found.values()), new_id)
+    path = absolute(config.save_dir or config.runs_dir / run_id)
+    for rank, sharing in enumerate(team.collectives.all_gather(lowest_sharing(team, path))):
+        if sharing != 0:
+            error = ConfigError(
+                f"this node sees another folder as {path} than node {team.node_of(0)}",
+                why="rank 0 writes the run folder, and every node reads it when it resumes",
+                fix="name a --save-dir on storage that all nodes share",
+            )
+            team.end_if([*[None] * rank, error])
+    return RunDir(path), run_id, list(found.values())
+
+
+def lowest_sharing(team: Team, path: Path) -> int:
+    """The lowest of the nodes' first ranks that has the same ``path`` as this rank's node. Collective.
+
+    Each of them leaves a file beside ``path``, and looks whose files it finds there. The name is a new one, so that no
+    network file system remembers that there is no such file.
+    """
+    if len(team.leads) == 1:
+        return team.leads[0]
+    token = team.collectives.broadcast(uuid.uuid4().hex)
+    probes = {rank: path.with_name(f".{path.name}.{token}.{rank}") for rank in team.leads}
+
+    def touch() -> None:
+        probe = probes[team.me.rank]
+        with storing(probe):
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+
+    try:
+        team.together(touch, here=team.is_lead)
+        visible = next(rank for rank in team.leads if probes[rank].exists()) if team.is_lead else None
+        lowest = team.collectives.all_gather(visible)
+    finally:
+        if team.is_lead:
+            with contextlib.suppress(OSError):
+                probes[team.me.rank].unlink()
+    of_node = lowest[next(lead for lead in team.leads if team.members[lead].node_rank == team.me.node_rank)]
+    assert of_node is not None, "the first rank of a node sees its own file"
+    return of_node
+
+
+class Planned(NamedTuple):
+    """A plan with this node's devices; ``attempt``: its number; ``step``: of the checkpoint that it resumes."""
+
+    plan: Plan
+    attempt: int
+    step: int
+    datasets: Datasets
+
+
+def plan_together(
+    team: Team,
+    run: RunDir,
+    request: PlanRequest,
+    record: Callable[[Plan, int], int],
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Planned:
+    """Make the plan on rank 0, for all ranks. Collective.
+
+    Args:
+        record: records the attempt with this plan and this step in the run folder; returns its number.
+        change: completes the plan.
+    """
+    inputs: RunInputs | None = None
+
+    def make() -> tuple[Plan, int, int]:
+        nonlocal inputs
+        point, warn = None, run_claim.warn
+        if request.is_resume:
+            point = run_claim.resume_point(run, hold=request.hold, accept_data=request.accept_data, report=warn)
+        inputs = plan_for(request.task, request.config, request.placement, request.datasets, point)
+        plan, step = change(inputs.plan), point.step if point else 0
+        return plan, record(plan, step), step
+
+    made = team.collectives.broadcast(team.together(make, here=team.me.rank == 0))
+    assert made is not None
+    plan, attempt, step = made
+    local = plan.model_copy(update={"placement": {**plan.placement, "devices": list(request.placement.devices)}})
+    return Planned(local, attempt, step, inputs.datasets if inputs else request.datasets)
+
+
+def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int:
+    """Begin an attempt in the run folder, with its configuration; its number."""
+    run_claim.keep_config(run, config)
+    return run.begin_attempt(plan.as_dict(), plan.placement, step)
+
+
+def with_own_settings(shared: RunConfig, local: RunConfig) -> RunConfig:
+    """Take from ``local`` the settings that each node decides, if it has a value for them, and else ``shared``."""
+    result, values = shared.model_dump(mode="json"), local.model_dump(mode="json")
+    for key in OWN_SETTINGS:
+        section, _, name = key.rpartition(".")
+        value = (values[section] if section else values)[name]
+        if value is not None:
+            result = merge(result, {section: {name: value}} if section else {name: value})
+    return RunConfig.model_validate(result)
+
+
+def place_together(team: Team, config: RunConfig) -> Placement:
+    """This node's placement, with the devices of all nodes in it. Collective."""
+    placement = team.together(lambda: place(config, team.world))
+    assert placement is not None
+    if len(team.leads) == 1:
+        return placement
+    everywhere = team.collectives.all_gather(placement)
+    for name in ("accelerator", "strategy", "backend", "precision"):
+        team.refuse_different(
+            {rank: getattr(other, name) for rank, other in enumerate(everywhere)},
+            f"differ in {name}",
+            why="one step computes on all of them, in the same way",
+            fix="name the devices on each node with --devices, of one kind",
+        )
+    return replace(placement, by_node={team.node_of(lead): everywhere[lead].devices for lead in team.leads})
+
+
+def _prepare_data(team: Team, task: Task, config: RunConfig) -> None:
+    """Call ``prepare()`` once on each node; where nodes share the data's folder, on one of them first. Collective."""
+    folder = config.data.data_dir
+    goes_first = folder is None or lowest_sharing(team, folder / "data") == team.me.rank
+    for turn in (True, False):
+        with team.collectives.main_first(per_node=True):
+            if team.is_lead and goes_first is turn:
+                prepare_data(task, config)
