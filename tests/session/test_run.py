@@ -311,8 +311,11 @@ def test_a_resume_from_another_folder_runs_the_script_in_its_own(tmp_path: Path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "script.py").write_text(BESIDE)
     (tmp_path / "here" / "rows.txt").write_text("32")
-    options = ("--devices", "cpu,cpu", "--save-dir", "run")
+    mirror = tmp_path / "mirror"
+    options = ("--devices", "cpu,cpu", "--save-dir", "run", "--mirror", mirror.as_uri())
     run(*LOCKSTEP, "run", "script.py", *options, "--set", "training.max_steps=2", cwd=tmp_path / "here")
+    saved = "checkpoints/step-00000002/model.safetensors"
+    assert (mirror / saved).read_bytes() == (tmp_path / "here" / "run" / saved).read_bytes()
     more = ("--set", "training.max_steps=4")
     out = run(*LOCKSTEP, "resume", str(tmp_path / "here" / "run"), "--devices", "cpu,cpu", *more, cwd=tmp_path)
     assert "completed" in out

@@ -210,13 +210,14 @@ def run(
     name: Annotated[str | None, _last("A label of the run.")] = None,
     save_dir: Annotated[str | None, _last("The run folder.", "DIR")] = None,
     runs_dir: Annotated[str | None, _last("Where a new run folder is made. Default: runs.", "DIR")] = None,
+    mirror: Annotated[str | None, _last("As in `lockstep train`.", "URL")] = None,
     resume: Annotated[bool, flag("Resume the unfinished run in --save-dir, if there is one.")] = False,
     set: Sets = None,
 ) -> int:
     if script.startswith("-"):
         raise UsageError(f"unknown option {script}", fix="write options of the script after the script")
     flags = {"devices": devices, "strategy": strategy, "precision": precision, "name": name}
-    flags |= {"save_dir": save_dir, "runs_dir": runs_dir}
+    flags |= {"save_dir": save_dir, "runs_dir": runs_dir, "mirror": mirror}
     given = from_keywords({name: value for name, value in flags.items() if value is not None})
     settings = load(sets=set or (), overrides=given)
     from lockstep.launch.session.script import run_script

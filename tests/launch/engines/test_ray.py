@@ -199,3 +199,84 @@ def test_the_run_survives_a_lost_node_a_resize_and_a_stop(cluster: Cluster, tmp_
     code, output = finish(start(cluster, single, "--devices", "cpu", "--global-batch-size", "16", "--epochs", "40"))
     assert code == 0, output
     assert weights(tmp_path) == weights(single)
+
+
+#: A driver of the user's: Ray's own trainer, whose function trains a task, or a loop with a session.
+DRIVER = """
+import os, sys
+import ray.train, ray.train.torch
+
+FOLDER = os.getcwd()
+
+def train_on_worker(config):
+    os.chdir(FOLDER)
+    sys.path.insert(0, FOLDER)
+    import lockstep
+    if config["kind"] == "task":
+        run = lockstep.train(
+            FOLDER + "/toy.py:Toy", devices="cpu", batch_size=8, epochs=2, reproducibility="exact", save_dir="task"
+        )
+        assert run.status == "completed"
+    else:
+        import loop
+        loop.main("cpu", "session")
+    ray.train.report({"rank": ray.train.get_context().get_world_rank()})
+
+for kind in ("task", "session"):
+    trainer = ray.train.torch.TorchTrainer(
+        train_on_worker,
+        train_loop_config={"kind": kind},
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(name=kind, storage_path=os.path.join(FOLDER, "ray")),
+    )
+    assert trainer.fit().metrics["rank"] == 0
+"""
+LOOP = """
+import sys
+import torch, lockstep
+from torch import nn
+
+def main(devices, folder):
+    x = torch.randn(192, 8, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    settings = {"training.reproducibility": "exact"}
+    session = lockstep.Session(global_batch_size=16, seed=3, devices=devices, save_dir=folder, config=settings)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in session.epochs(2):
+        for x, y in session.batches(data):
+            session.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+            session.step(optimizer)
+    session.close()
+
+if __name__ == "__main__":
+    main("cpu,cpu", "local-session")
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_a_task_and_a_session_train_inside_a_torch_trainer(cluster: Cluster, tmp_path: Path) -> None:
+    """With the weights of local ranks, bit for bit."""
+    (tmp_path / "toy.py").write_text(TASK.replace("SECONDS", "0"))
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    task = ("train", "toy.py:Toy", "--devices", "cpu,cpu", "--batch-size", "8", "--epochs", "2")
+    for command in (
+        ["driver.py"],
+        ["-m", "lockstep", *task, "--reproducibility", "exact", "--save-dir", "local-task"],
+        ["-m", "lockstep", "run", "loop.py", "--devices", "cpu,cpu"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=cluster.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=2 * PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stdout
+    for name in ("task", "session"):
+        files = [tmp_path / run / "checkpoints" / "last" / "model.safetensors" for run in (name, f"local-{name}")]
+        assert files[0].read_bytes() == files[1].read_bytes()
