@@ -27,7 +27,7 @@ def test_splits_are_found_in_the_folder_or_its_parent(tmp_path: Path) -> None:
 
 def test_transcripts_and_recordings_come_together(tmp_path: Path) -> None:
     rows = librispeech_rows(make_librispeech(tmp_path) / "dev-clean")
-    assert [row.where for row in rows[:3]] == ["174-50-0000", "174-50-0001", "174-51-0000"]
+    assert [row.name for row in rows[:3]] == ["174-50-0000", "174-50-0001", "174-51-0000"]
     utterances = open_rows(rows, "dev-clean")
     assert [utterance.text for utterance in utterances] == ["GO ON", "GO LEFT"] * 4
     assert [round(utterance.duration, 3) for utterance in utterances] == [0.5, 0.6] * 4
@@ -62,8 +62,8 @@ def test_a_split_is_fetched_once_verified_and_unpacked(tmp_path: Path) -> None:
             fetch_librispeech(["dev-clean"], target, url=site.url.rpartition("/")[0], archives=archives)
         assert site.asked == ["", "bytes=2000-"], "it goes on where the line broke, and asks no more when it is there"
     found = librispeech_rows(find_librispeech(target)["dev-clean"])
-    assert [(row.where, row.text) for row in found] == [
-        (row.where, row.text) for row in librispeech_rows(original / "dev-clean")
+    assert [(row.name, row.text) for row in found] == [
+        (row.name, row.text) for row in librispeech_rows(original / "dev-clean")
     ]
     assert len(open_rows(found, "dev-clean")) == 8
     assert sorted(path.name for path in target.iterdir()) == [

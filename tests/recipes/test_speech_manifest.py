@@ -140,7 +140,7 @@ def test_a_transcript_fits_as_long_as_ctc_can_align_it(folder: Path) -> None:
     rows = read_rows(write_lines(folder / "m.jsonl", [{**GOOD, "text": text} for text in texts]))
     checked = check_rows(rows, downsampling=2)
     assert [utterance.text for utterance in checked.utterances] == texts[:2]
-    assert [fault.where for fault in checked.faults] == ["line 3", "line 4"]
+    assert [fault.line for fault in checked.faults] == ["line 3", "line 4"]
 
 
 def test_training_without_the_bad_lines_says_how_many(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

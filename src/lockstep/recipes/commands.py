@@ -20,7 +20,7 @@ def generate(
     run: RunRef,
     /,
     *,
-    prompt: Annotated[str, flag("What the text begins with. Default: nothing.")] = "",
+    prompt: Annotated[str, flag("Beginning of the text. Default: nothing.")] = "",
     tokens: Annotated[int, flag("Tokens to generate. Default: 200.")] = 200,
     temperature: Annotated[float, flag("0 takes the most probable token; above 1 is more varied. Default: 0.8.")] = 0.8,
     top_k: Annotated[int | None, flag("Draw from the N most probable tokens only. Default: all.")] = None,
@@ -29,14 +29,14 @@ def generate(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    for name, value, least in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"invalid value for {name}: {value:g}", fix=f"use {least} or more")
-    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
+    for name, value, minimum in (("--tokens", tokens, 0), ("--temperature", temperature, 0), ("--top-k", top_k, 1)):
+        if value is not None and value < minimum:
+            raise ConfigError(f"invalid value for {name}: {value:g}", fix=f"use {minimum} or more")
+    run_folder, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
     from lockstep.recipes.text.task import TextTask
 
-    task, model = load_model(found, chosen)
+    task, model = load_model(run_folder, chosen)
     if not isinstance(task, TextTask):
         raise UnsupportedError(
             "this run generates no text", why=f"its task is {type(task).__name__}", fix="name a run of `text`"
@@ -56,10 +56,14 @@ def transcribe(
 ) -> None:
     if not files:
         raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
-    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
+    run_folder, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.reopen import load_model
     from lockstep.recipes.speech.task import transcribe as transcripts_of
 
-    transcripts = transcripts_of(*load_model(found, chosen), files)
-    document = {"run": found.read().id, "transcripts": [one._asdict() for one in transcripts]}
-    answer(document, partial(say, "\n".join(f"{one.file}: {one.text}" for one in transcripts)), as_json)
+    transcripts = transcripts_of(*load_model(run_folder, chosen), files)
+    document = {"run": run_folder.read().id, "transcripts": [transcript._asdict() for transcript in transcripts]}
+    answer(
+        document,
+        partial(say, "\n".join(f"{transcript.file}: {transcript.text}" for transcript in transcripts)),
+        as_json,
+    )

@@ -58,7 +58,8 @@ class PixelErrors:
     def __init__(self) -> None:
         #: The first :data:`EXAMPLES` images with their reconstructions.
         self.examples: list[tuple[Tensor, Tensor]] = []
-        self._squares, self._pixels = torch.zeros((), dtype=torch.float64), 0
+        self._squares = torch.zeros((), dtype=torch.float64)
+        self._pixels = 0
 
     def update(self, reconstructions: Tensor, images: Tensor) -> None:
         """Take rows: ``reconstructions`` and ``images``, both (rows, …)."""
@@ -84,14 +85,16 @@ class AutoencoderTask(Task):
     }
     monitor = ("val_loss", "min")
     config: AutoencoderConfig
-    #: Of the last evaluation, where it was scored.
+    #: Scores of the last evaluation.
     _scores: PixelErrors | None = None
 
     def datasets(self) -> Datasets:
         """Images ``(1, 8, 8)`` from 0 to 1."""
         if self.data.data_dir is not None or self.data.download:
-            what = "the autoencoder task reads no folder and downloads nothing: its images are in the package"
-            raise ConfigError(what, fix="leave --data-dir and --download out")
+            raise ConfigError(
+                "the autoencoder task reads no folder and downloads nothing: its images are in the package",
+                fix="leave --data-dir and --download out",
+            )
         train, val, test = (ArrayDataset(load_digits(split).images) for split in ("train", "val", "test"))
         return Datasets(train, val, test)
 

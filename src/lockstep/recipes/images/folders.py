@@ -53,15 +53,15 @@ def _write_digits(folder: Path) -> None:
     for split in SPLITS:
         digits = load_digits(split)  # type: ignore[arg-type]
         for number, (pixels, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
-            place = folder / split / str(label)
-            place.mkdir(parents=True, exist_ok=True)
-            image.fromarray((pixels[0] * 255 + 0.5).astype(np.uint8)).save(place / f"{number:04}.png")
+            class_folder = folder / split / str(label)
+            class_folder.mkdir(parents=True, exist_ok=True)
+            image.fromarray((pixels[0] * 255 + 0.5).astype(np.uint8)).save(class_folder / f"{number:04}.png")
 
 
 def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     """The images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
 
-    Where there is no ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
+    Without ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
 
     Raises:
         DataError: no folder, no class folders, a class without images, or one that is not in ``train``.
@@ -69,67 +69,78 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", fix="check task.data: a folder with a folder for each class")
     roots = _splits(folder)
-    found = {name: {folder.name: _images_in(folder) for folder in class_folders(root)} for name, root in roots.items()}
-    empty = sorted(name for name, files in found["train"].items() if not files)
-    classes = tuple(sorted(found["train"].keys() - set(empty)))
+    splits = {name: {folder.name: _images_in(folder) for folder in class_folders(root)} for name, root in roots.items()}
+    empty = sorted(name for name, files in splits["train"].items() if not files)
+    classes = tuple(sorted(splits["train"].keys() - set(empty)))
     if len(classes) < 2:
-        what, why = f"{roots['train']} has {many(len(classes), 'class folder')} with images", "at least two are needed"
+        what = f"{roots['train']} has {many(len(classes), 'class folder')} with images"
+        why = "at least two are needed"
         if any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir()):
             why = "the images have no labels: a label is the name of the folder that an image is in"
         raise DataError(what, why=why, fix="sort the images into a folder for each class")
     if empty:
-        what, why = f"the class folder {roots['train'] / empty[0]} has no images", f"no file ends in {SUFFIXES}"
-        raise DataError(what, why=why, fix="add or convert its images, or remove the folder")
-    for name, those in found.items():
-        strange = sorted(label for label, files in those.items() if files and label not in classes)
+        raise DataError(
+            f"the class folder {roots['train'] / empty[0]} has no images",
+            why=f"no file ends in {SUFFIXES}",
+            fix="add or convert its images, or remove the folder",
+        )
+    for name, by_class in splits.items():
+        strange = sorted(label for label, files in by_class.items() if files and label not in classes)
         if strange:
-            what = f"{roots[name]} has the class {strange[0]!r}, which train does not have"
-            raise DataError(what, fix="add training images of it, or remove the folder")
-    if "val" not in found:
-        found["train"], found["val"] = _divided(found["train"], folder, val_share)
-    if not any(found["val"].values()):
+            raise DataError(
+                f"{roots[name]} has the class {strange[0]!r}, which train does not have",
+                fix="add training images of it, or remove the folder",
+            )
+    if "val" not in splits:
+        splits["train"], splits["val"] = _divided(splits["train"], folder, val_share)
+    if not any(splits["val"].values()):
         raise DataError(f"{folder} has too few images to validate on", fix="add images, or raise task.val_share")
     return {
         name: Listed(
-            tuple(file for label in classes for file in those.get(label, ())),
-            tuple(number for number, label in enumerate(classes) for _ in those.get(label, ())),
+            tuple(file for label in classes for file in by_class.get(label, ())),
+            tuple(number for number, label in enumerate(classes) for _ in by_class.get(label, ())),
             classes,
         )
-        for name, those in found.items()
+        for name, by_class in splits.items()
     }
 
 
 def _splits(folder: Path) -> dict[str, Path]:
-    """The folder of each split; that of ``train`` is ``folder`` where there are none. Raises :class:`DataError`."""
-    found: dict[str, Path] = {}
-    names = {place: _ALSO.get(place.name.lower(), place.name.lower()) for place in class_folders(folder)}
+    """Return the folder of each split; without any, ``folder`` is that of ``train``. Raises :class:`DataError`."""
+    split_folders: dict[str, Path] = {}
+    names = {
+        subfolder: _ALSO.get(subfolder.name.lower(), subfolder.name.lower()) for subfolder in class_folders(folder)
+    }
     has_classes = any(name not in SPLITS for name in names.values())
-    for place, name in names.items():
-        if name not in SPLITS or (has_classes and not class_folders(place)):
+    for subfolder, name in names.items():
+        if name not in SPLITS or (has_classes and not class_folders(subfolder)):
             continue  # a class, perhaps of pictures of trains
-        if name in found:
-            fix = "remove or rename one of them"
-            raise DataError(f"{folder} has both {found[name].name} and {place.name}", fix=fix)
-        found[name] = place
-    if found and "train" not in found:
-        what = f"{folder} has {' and '.join(place.name for place in found.values())}, but not train"
-        fix = "add a folder train with a folder for each class, or name another folder in task.data"
-        raise DataError(what, why="these are names of splits, not of classes", fix=fix)
-    return found or {"train": folder}
+        if name in split_folders:
+            raise DataError(
+                f"{folder} has both {split_folders[name].name} and {subfolder.name}", fix="remove or rename one of them"
+            )
+        split_folders[name] = subfolder
+    if split_folders and "train" not in split_folders:
+        raise DataError(
+            f"{folder} has {' and '.join(subfolder.name for subfolder in split_folders.values())}, but not train",
+            why="these are names of splits, not of classes",
+            fix="add a folder train with a folder for each class, or name another folder in task.data",
+        )
+    return split_folders or {"train": folder}
 
 
 def _images_in(folder: Path) -> list[Path]:
     return sorted(map(Path, inside(str(folder), SUFFIXES)))
 
 
-def _divided(those: dict[str, list[Path]], root: Path, share: float) -> tuple[Any, Any]:
+def _divided(by_class: dict[str, list[Path]], root: Path, share: float) -> tuple[Any, Any]:
     """Training and validation files of each class; the ones with the smallest hashes are the validation's."""
 
     def key(file: Path) -> bytes:
         return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
 
-    held = {name: sorted(sorted(files, key=key)[: round(len(files) * share)]) for name, files in those.items()}
-    return {name: sorted({*files} - {*held[name]}) for name, files in those.items()}, held
+    validation = {name: sorted(sorted(files, key=key)[: round(len(files) * share)]) for name, files in by_class.items()}
+    return {name: sorted({*files} - {*validation[name]}) for name, files in by_class.items()}, validation
 
 
 #: Headers of images that are read to see whether one has colours.
@@ -137,7 +148,7 @@ HEADERS = 20_000
 #: Modes of Pillow for grey pixels of more than 8 bits.
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "F")
 _REPLACE = "remove or replace it"
-#: What Pillow raises for broken files, beside its own DecompressionBombError (a size that no memory would hold).
+#: Errors of Pillow for broken files, beside DecompressionBombError (a size that no memory would hold).
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
 
@@ -168,7 +179,8 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
     except (*_BROKEN, image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix=fix) from None
     side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    left = (picture.width - side) // 2
+    top = (picture.height - side) // 2
     if picture.size != (size, size):
         picture = picture.resize((size, size), image.Resampling.BILINEAR, (left, top, left + side, top + side))
     pixels = np.asarray(picture, dtype=np.float32) / np.float32(255)
@@ -228,8 +240,8 @@ def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Pat
     if broken and len(broken) == len(listed.files):
         raise DataError(f"none of {many(len(broken), 'image')} can be read", why=f"as {broken[0]}", fix=_REPLACE)
     lost = set(broken)
-    kept = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in lost]
-    files, labels = zip(*kept, strict=True) if kept else ((), ())
+    intact = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in lost]
+    files, labels = zip(*intact, strict=True) if intact else ((), ())
     return Listed(files, labels, listed.classes), broken
 
 
@@ -267,7 +279,10 @@ class Images:
         *,
         in_training: bool = True,
     ) -> None:
-        self.listed, self._channels, self._size, self._augmentation = listed, channels, size, augmentation
+        self.listed = listed
+        self._channels = channels
+        self._size = size
+        self._augmentation = augmentation
         self._fix = _REPLACE + (", or train with task.skip_broken=true to leave such images out" if in_training else "")
 
     def __len__(self) -> int:
@@ -285,16 +300,18 @@ class Images:
         return self.read(index), label, label, np.float32(1)
 
     def sample(self, index: int, rng: np.random.Generator) -> tuple[Pixels, int, int, np.float32]:
-        how = self._augmentation
-        if how is None:
+        augmentation = self._augmentation
+        if augmentation is None:
             return self[index]
-        pixels, label = self._changed(self.read(index), how, rng), self.listed.labels[index]
-        cuts = how.cutmix > 0 and (not how.mixup or rng.random() < 0.5)
-        alpha = how.cutmix if cuts else how.mixup
+        pixels = self._changed(self.read(index), augmentation, rng)
+        label = self.listed.labels[index]
+        cuts = augmentation.cutmix > 0 and (not augmentation.mixup or rng.random() < 0.5)
+        alpha = augmentation.cutmix if cuts else augmentation.mixup
         if not alpha:
             return pixels, label, label, np.float32(1)
-        partner, share = int(rng.integers(len(self))), rng.beta(alpha, alpha)
-        other = self._changed(self.read(partner), how, rng)
+        partner = int(rng.integers(len(self)))
+        share = rng.beta(alpha, alpha)
+        other = self._changed(self.read(partner), augmentation, rng)
         if cuts:
             side = round(self._size * (1 - share) ** 0.5)
             top, left = rng.integers(self._size - side + 1, size=2)
@@ -304,16 +321,16 @@ class Images:
             pixels = np.float32(share) * pixels + np.float32(1 - share) * other
         return pixels, label, self.listed.labels[partner], np.float32(share)
 
-    def _changed(self, pixels: Pixels, how: Augmentation, rng: np.random.Generator) -> Pixels:
-        reach = round(how.crop * self._size)
+    def _changed(self, pixels: Pixels, augmentation: Augmentation, rng: np.random.Generator) -> Pixels:
+        reach = round(augmentation.crop * self._size)
         if reach:
             down, right = rng.integers(0, 2 * reach + 1, size=2)
             padded = np.pad(pixels, ((0, 0), (reach, reach), (reach, reach)))
             pixels = padded[:, down : down + self._size, right : right + self._size]
-        if how.flip and rng.random() < 0.5:
+        if augmentation.flip and rng.random() < 0.5:
             pixels = pixels[:, :, ::-1]
-        if how.color:
-            brightness, contrast = 1 + how.color * rng.uniform(-1, 1, size=2).astype(np.float32)
+        if augmentation.color:
+            brightness, contrast = 1 + augmentation.color * rng.uniform(-1, 1, size=2).astype(np.float32)
             mean = pixels.mean()
             pixels = (((pixels - mean) * contrast + mean) * brightness).clip(0, 1)
         return np.array(pixels, dtype=np.float32)
@@ -323,8 +340,9 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        fix = "pip install 'lockstep-train[images]'"
-        raise UnsupportedError("Pillow, which reads images, is not installed", fix=fix) from None
+        raise UnsupportedError(
+            "Pillow, which reads images, is not installed", fix="pip install 'lockstep-train[images]'"
+        ) from None
     return Image
 
 

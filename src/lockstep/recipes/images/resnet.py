@@ -40,8 +40,8 @@ class ResNet(nn.Module):
         blocks: list[nn.Module] = [nn.Sequential(stem, nn.BatchNorm2d(widths[0]), nn.ReLU())]
         before = widths[0]
         for stage, width in enumerate(widths):
-            for place in range(depth):
-                blocks.append(Residual(before, width, 2 if stage and not place else 1))
+            for number in range(depth):
+                blocks.append(Residual(before, width, 2 if stage and not number else 1))
                 before = width
         self.features = nn.Sequential(*blocks)
         self.head = nn.Linear(before, classes)

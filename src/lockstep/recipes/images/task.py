@@ -58,7 +58,9 @@ class ImagesConfig(TaskConfig):
     mixup: float = Field(default=0.0, ge=0, description="parameter of mixup; 0: off")
     cutmix: float = Field(default=0.0, ge=0, description="parameter of CutMix; 0: off")
     label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="share of each label spread over all classes")
-    val_share: float = Field(default=0.1, gt=0, lt=1, description="of each class, where there is no folder val")
+    val_share: float = Field(
+        default=0.1, gt=0, lt=1, description="share of each class to validate on, without a folder val"
+    )
     skip_broken: bool = Field(default=False, description="read all images first, and leave out and count broken ones")
     weights: Path | None = Field(
         default=None, description="a .safetensors file to begin with; parameters of other shapes, as the head, are new"
@@ -86,8 +88,15 @@ class ImageScores(ClassScores):
         self._rows += len(labels)
 
     def compute(self) -> dict[str, Tensor]:
-        right, said, true = self._confusion.diagonal(), self._confusion.sum(0), self._confusion.sum(1)
-        columns = right / said.clamp(min=1), right / true.clamp(min=1), 2 * right / (said + true).clamp(min=1), true
+        correct = self._confusion.diagonal()
+        predicted = self._confusion.sum(0)
+        actual = self._confusion.sum(1)
+        columns = (
+            correct / predicted.clamp(min=1),
+            correct / actual.clamp(min=1),
+            2 * correct / (predicted + actual).clamp(min=1),
+            actual,
+        )
         table = torch.stack([column.double() for column in columns], dim=1)
         return {**super().compute(), "per_class": table}
 
@@ -124,8 +133,8 @@ class ImagesTask(Task):
 
     @property
     def _folder(self) -> Path | None:
-        found = self.config.data or self.data.data_dir
-        return None if found is None else Path(found)
+        folder = self.config.data or self.data.data_dir
+        return None if folder is None else Path(folder)
 
     def prepare(self) -> None:
         """Write the digits, if they are wanted."""
@@ -160,9 +169,9 @@ class ImagesTask(Task):
         """Images (channels, size, size) from 0 to 1, two labels and the share of the first."""
         config = self.config
         flip = self._folder is not None if config.flip is None else config.flip
-        how = Augmentation(config.crop, flip, config.color, config.mixup, config.cutmix)
+        augmentation = Augmentation(config.crop, flip, config.color, config.mixup, config.cutmix)
         splits = {name: Images(listed, self._channels, self._size) for name, listed in self._found[0].items()}
-        train = Images(self._found[0]["train"], self._channels, self._size, how)
+        train = Images(self._found[0]["train"], self._channels, self._size, augmentation)
         return Datasets(train, splits["val"], splits.get("test"))
 
     def prediction_data(self, path: Path) -> Images:
@@ -172,19 +181,32 @@ class ImagesTask(Task):
         return Images(listed, self._channels, self._size, in_training=False)
 
     def model(self) -> nn.Module:
-        config, channels, classes = self.config, self._channels, len(self.class_names)
+        config = self.config
+        channels = self._channels
+        classes = len(self.class_names)
         try:
             if config.model == "resnet":
                 model: nn.Module = ResNet(channels, classes, widths=config.widths, depth=config.depth or 1)
             elif config.model == "vit":
-                side, patch = (self._size, self._size), (config.patch, config.patch)
-                sizes: dict[str, Any] = {"width": config.width, "depth": config.depth or 4, "dropout": config.dropout}
-                model = Vit(channels, classes, side, patch=patch, **sizes)
+                side = (self._size, self._size)
+                patch = (config.patch, config.patch)
+                model = Vit(
+                    channels,
+                    classes,
+                    side,
+                    patch=patch,
+                    width=config.width,
+                    depth=config.depth or 4,
+                    dropout=config.dropout,
+                )
             else:
                 model = _of_timm(config.model, channels, classes, self._size)
         except ValueError as error:
-            what = f"task.model={config.model} does not fit these settings"
-            raise ConfigError(what, why=str(error), fix="change what it names") from None
+            raise ConfigError(
+                f"task.model={config.model} does not fit these settings",
+                why=str(error),
+                fix="change the settings that it names",
+            ) from None
         if config.weights is not None:
             _begin_with(model, config.weights)
         return model
@@ -204,9 +226,11 @@ class ImagesTask(Task):
         return filled(batch, samples, 1, 2)
 
     def _losses(self, logits: Tensor, batch: Any) -> Tensor:
-        _, labels, others, share = batch
-        how: Any = {"reduction": "none", "label_smoothing": self.config.label_smoothing}
-        first, second = (F.cross_entropy(logits.float(), given, **how) for given in (labels, others))
+        _, labels, partner_labels, share = batch
+        first, second = (
+            F.cross_entropy(logits.float(), classes, reduction="none", label_smoothing=self.config.label_smoothing)
+            for classes in (labels, partner_labels)
+        )
         losses: Tensor = share * first + (1 - share) * second
         return losses
 
@@ -231,16 +255,17 @@ class ImagesTask(Task):
     def _mistakes(self) -> list[tuple[float, int, int, int]]:
         """Of the last evaluation, if it was of the validation images."""
         files = self._found[0]["val"].files
-        return [one for one in (self._scores.mistakes if self._scores else []) if one[1] < len(files)]
+        return [mistake for mistake in (self._scores.mistakes if self._scores else []) if mistake[1] < len(files)]
 
     def remarks(self) -> list[str]:
         """The worst mistakes of the last evaluation by name, and how many broken images were left out."""
-        broken, names = self._found[1], self.class_names
+        broken = self._found[1]
+        names = self.class_names
         lines = [f"{many(len(broken), 'broken image')} left out, such as {broken[0]}"] if broken else []
         for loss, index, predicted, label in self._mistakes[:3]:
             file = self._found[0]["val"].files[index]
-            found = f"{file.parent.name}/{file.name} is {names[label]}, not {names[predicted]}"
-            lines.append(f"mistake: {found} ({loss:.2f})")
+            mistake = f"{file.parent.name}/{file.name} is {names[label]}, not {names[predicted]}"
+            lines.append(f"mistake: {mistake} ({loss:.2f})")
         return lines
 
     def pictures(self) -> Mapping[str, NDArray[np.uint8]]:
@@ -260,10 +285,10 @@ class ImagesTask(Task):
 def _of_timm(name: str, channels: int, classes: int, size: int) -> nn.Module:
     try:
         import timm
-    except (ImportError, RuntimeError) as error:  # torchvision raises the latter where it is of another torch
-        what = f"task.model={name} is a model of timm, which cannot be imported"
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision of another torch
+        message = f"task.model={name} is a model of timm, which cannot be imported"
         fix = "pip install timm, and the torchvision of this torch (https://pytorch.org/get-started/locally)"
-        raise UnsupportedError(what, why=str(error), fix=f"{fix}; or use task.model=resnet or vit") from None
+        raise UnsupportedError(message, why=str(error), fix=f"{fix}; or use task.model=resnet or vit") from None
     if not timm.is_model(name):
         raise ConfigError(f"timm has no model {name}", fix="use resnet, vit, or a name of timm.list_models()")
     # A model that takes images of one size only is made for ours.
@@ -279,11 +304,17 @@ def _begin_with(model: nn.Module, file: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"there is no file {file}", fix="check task.weights")
     try:
-        own, given = model.state_dict(), load_file(file)
+        parameters = model.state_dict()
+        saved = load_file(file)
     except (SafetensorError, OSError) as error:
-        fix = "save the weights with safetensors.torch.save_file"
-        raise ConfigError(f"{file} is not a .safetensors file", why=str(error), fix=fix) from None
-    fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+        raise ConfigError(
+            f"{file} is not a .safetensors file",
+            why=str(error),
+            fix="save the weights with safetensors.torch.save_file",
+        ) from None
+    fitting = {
+        name: value for name, value in saved.items() if name in parameters and parameters[name].shape == value.shape
+    }
     if not fitting:
         raise ConfigError(f"{file} has no parameter of this model", fix="check task.model and task.weights")
     if not next(model.parameters()).is_meta:

@@ -21,7 +21,7 @@ RATE_HZ = 16_000
 Waveform = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
-#: Of the resampling filter: zero crossings of the sinc on each side of its centre; where it cuts off, as a share of the
+#: Of the resampling filter: zero crossings of the sinc on each side of its centre; its cut-off, as a share of the
 #: lower of the two Nyquist frequencies (room for its slope); and the Kaiser window's (1974), for about 80 dB.
 ZERO_CROSSINGS, ROLLOFF, KAISER_BETA = 40, 0.95, 8.0
 #: Coefficients are multiples of this, so that sums over 16-bit samples are exact in 64-bit floats, in any order
@@ -30,7 +30,7 @@ COEFFICIENT_STEP = 2.0**-26
 
 
 class AudioInfo(NamedTuple):
-    """What a file's header says."""
+    """The header of a file."""
 
     frames: int
     rate: int
@@ -76,10 +76,10 @@ def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = N
         sound = file.read(frames, dtype="float32", always_2d=True)
         mono = sound[:, 0] if sound.shape[1] == 1 else sound.mean(axis=1)
         wave: Waveform = resample(mono, rate, RATE_HZ).astype(np.float32)
-        wanted = len(wave) if duration is None else round(duration * RATE_HZ)
-        if len(wave) < wanted:
+        samples = len(wave) if duration is None else round(duration * RATE_HZ)
+        if len(wave) < samples:
             raise ValueError(f"it has {len(wave) / RATE_HZ:.3f} s of the {duration:.3f} s from {offset:.3f} s on")
-        return wave[:wanted]
+        return wave[:samples]
 
 
 @contextlib.contextmanager
@@ -88,8 +88,9 @@ def _opened(path: Path | str) -> Iterator[Any]:
     try:
         import soundfile
     except ImportError as error:
-        fix = "pip install 'lockstep-train[speech]'"
-        raise DataError("reading recordings needs the package soundfile", why=str(error), fix=fix) from None
+        raise DataError(
+            "reading recordings needs the package soundfile", why=str(error), fix="pip install 'lockstep-train[speech]'"
+        ) from None
     # A named pipe would be waited for, a device read for ever. (Path.is_file raises where a path is too long.)
     if not os.path.isfile(path):  # noqa: PTH113
         raise DataError(f"there is no file {path}", fix="check the path")
@@ -97,8 +98,9 @@ def _opened(path: Path | str) -> Iterator[Any]:
         with soundfile.SoundFile(path) as file:
             yield file
     except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
-        fix = "restore the file, or convert it to WAV or FLAC"
-        raise DataError(f"cannot read {path}", why=str(error), fix=fix) from None
+        raise DataError(
+            f"cannot read {path}", why=str(error), fix="restore the file, or convert it to WAV or FLAC"
+        ) from None
 
 
 class _Container(NamedTuple):
@@ -130,7 +132,8 @@ def _is_cut(path: Path, kind: str) -> bool:
             return length < 2**32 - 1 and start + length > file_size
         if kind not in _CONTAINERS:
             return False
-        container, long_length = _CONTAINERS[kind], 0
+        container = _CONTAINERS[kind]
+        long_length = 0
         file.seek(container.begin)
         while len(head := file.read(container.name + container.size)) == container.name + container.size:
             length = int.from_bytes(head[container.name :], container.order)
@@ -162,7 +165,8 @@ def resample(waveform: npt.NDArray[Any], rate: int, target: int) -> Floats:
         float64, shape [ceil(samples · target / rate)].
     """
     common = math.gcd(rate, target)
-    up, down = target // common, rate // common
+    up = target // common
+    down = rate // common
     wave = np.asarray(waveform, dtype=np.float64)
     if up == down:
         return wave
@@ -188,5 +192,5 @@ def _filters(up: int, down: int) -> Floats:
     times = np.arange(1 - half, half + 1) - fractions[:, None]
     window = np.i0(KAISER_BETA * np.sqrt(np.clip(1 - (times / half) ** 2, 0, None))) / np.i0(KAISER_BETA)
     ideal = cutoff * np.sinc(cutoff * times) * window
-    ideal /= ideal.sum(axis=1, keepdims=True)  # a constant stays what it is, in every phase
+    ideal /= ideal.sum(axis=1, keepdims=True)  # a constant stays unchanged in every phase
     return np.round(ideal / COEFFICIENT_STEP) * COEFFICIENT_STEP

@@ -53,7 +53,8 @@ class Recordings:
     """Utterances as they are: ``dataset[i]`` reads the audio and makes the features."""
 
     def __init__(self, utterances: Sequence[Utterance], vocabulary: Vocabulary = ENGLISH) -> None:
-        self.utterances, self.vocabulary = utterances, vocabulary
+        self.utterances = utterances
+        self.vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.utterances)
@@ -74,9 +75,11 @@ class Recordings:
         return np.array([utterance.frames for utterance in self.utterances], dtype=np.int64)
 
     def fingerprint(self) -> str:
-        """A hash of what is said and for how long: the same wherever the files lie and whatever machine reads them."""
-        said = "".join(f"{utterance.text}\t{utterance.duration}\t{utterance.offset}\n" for utterance in self.utterances)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        """Hash transcripts and durations: the same for any folder and any machine."""
+        transcripts = "".join(
+            f"{utterance.text}\t{utterance.duration}\t{utterance.offset}\n" for utterance in self.utterances
+        )
+        return hashlib.sha256(transcripts.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,14 @@ class AugmentedRecordings(Recordings):
         downsampling: int = 1,
     ) -> None:
         super().__init__(recordings.utterances, recordings.vocabulary)
-        self._mask, self._perturb, self._downsampling = mask, perturb, downsampling
+        self._mask = mask
+        self._perturb = perturb
+        self._downsampling = downsampling
 
     def sample(self, index: int, rng: np.random.Generator) -> Sample:
         """Utterance ``index``, changed by draws from ``rng``."""
-        wave, symbols = self.waveform(index), self.symbols(index)
+        wave = self.waveform(index)
+        symbols = self.symbols(index)
         if self._perturb is not None:
             wave = self._perturb(wave, rng, alignment_frames(symbols) * self._downsampling * HOP)
         features = extract(torch.from_numpy(wave))

@@ -55,15 +55,15 @@ def decode_greedy(log_probs: Tensor, lengths: Tensor) -> Hypotheses:
     inside = _inside(log_probs, lengths)
     changed = torch.ones_like(inside)
     changed[:, 1:] = path[:, 1:] != path[:, :-1]
-    ids, found = _pack(path, inside & changed & (path != BLANK))
-    return Hypotheses(ids, found, torch.where(inside, best, 0).sum(dim=1))
+    ids, counts = _pack(path, inside & changed & (path != BLANK))
+    return Hypotheses(ids, counts, torch.where(inside, best, 0).sum(dim=1))
 
 
-def _pack(path: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """What is ``kept`` of each row of ``path`` [n, frames], moved to its front, and how much that is."""
-    found = kept.sum(dim=1)
-    order = torch.sort(~kept, dim=1, stable=True).indices[:, : int(found.max())]
-    return torch.where(kept, path, BLANK).gather(1, order), found
+def _pack(path: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the ``selected`` symbols of each row of ``path`` [n, frames] to its front; also returns their counts [n]."""
+    counts = selected.sum(dim=1)
+    order = torch.sort(~selected, dim=1, stable=True).indices[:, : int(counts.max())]
+    return torch.where(selected, path, BLANK).gather(1, order), counts
 
 
 def _inside(log_probs: Tensor, lengths: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def _inside(log_probs: Tensor, lengths: Tensor) -> Tensor:
 class Ngram(NamedTuple):
     """An n-gram of symbols: an automaton whose states are histories; :data:`START` is that before the first symbol.
 
-    ``scores`` float64 [states, symbols] are what each next symbol adds to the score of a text, the blank's what the end
-    of the text adds; ``following`` int64 [states, symbols] are the states after each symbol.
+    ``scores`` float64 [states, symbols] are added to the score of a text by each next symbol, the blank's by the end
+    of the text; ``following`` int64 [states, symbols] are the states after each symbol.
     """
 
     scores: Tensor
@@ -106,27 +106,28 @@ def count(texts: Iterable[Sequence[int]], symbols: int, order: int = ORDER) -> N
             places = places[stream[places - 1] != BLANK]
         keys = states[places - 1] * symbols + stream[places - 1]
         histories, first, row = np.unique(keys, return_index=True, return_inverse=True)
-        shorter, known = states[places[first]], len(following)
-        following.reshape(-1)[histories] = known + np.arange(len(histories))
-        following = np.concatenate([following, following[shorter]])
-        probabilities = np.concatenate([probabilities, _interpolated(row, stream[places], probabilities[shorter])])
-        states[places] = known + row
+        suffixes = states[places[first]]
+        known_states = len(following)
+        following.reshape(-1)[histories] = known_states + np.arange(len(histories))
+        following = np.concatenate([following, following[suffixes]])
+        probabilities = np.concatenate([probabilities, _interpolated(row, stream[places], probabilities[suffixes])])
+        states[places] = known_states + row
     return Ngram(torch.from_numpy(np.log(probabilities)), torch.from_numpy(following))
 
 
-def _interpolated(rows: np.ndarray, seen: np.ndarray, shorter: np.ndarray) -> np.ndarray:
+def _interpolated(rows: np.ndarray, symbols: np.ndarray, shorter: np.ndarray) -> np.ndarray:
     """P [histories, symbols]: symbol ``seen[i]`` follows history ``rows[i]``; ``shorter`` are those of h'."""
     counts = np.zeros(shorter.shape)
-    np.add.at(counts, (rows, seen), 1)
+    np.add.at(counts, (rows, symbols), 1)
     kinds = np.count_nonzero(counts, axis=1)[:, None]
-    found: np.ndarray = (counts + kinds * shorter) / (counts.sum(axis=1)[:, None] + kinds)
-    return found
+    probabilities: np.ndarray = (counts + kinds * shorter) / (counts.sum(axis=1)[:, None] + kinds)
+    return probabilities
 
 
 def read_texts(path: Path, vocabulary: Vocabulary) -> list[list[int]]:
     """The symbols of each line of a text, or of each transcript of a manifest (``.jsonl``), to be counted.
 
-    What the vocabulary lacks separates words. Raises :class:`DataError`: a file too large, or without a symbol of it.
+    Symbols outside the vocabulary separate words. Raises :class:`DataError`: a file too large, or without any.
     """
     try:
         lines = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8", errors="replace").splitlines()
@@ -134,16 +135,17 @@ def read_texts(path: Path, vocabulary: Vocabulary) -> list[list[int]]:
         raise DataError(f"cannot read the text {path}", why=error.what, fix="check task.lm_text") from None
     if path.suffix == ".jsonl":
         lines = [row.text for row in read_rows(path)]
-    found = []
+    encoded = []
     for line in lines:
         text = vocabulary.normalise(line)
         text = text.translate({ord(symbol): " " for symbol in vocabulary.unknown(text)})
         if words := text.split():
-            found.append(vocabulary.encode(" ".join(words)))
-    if not found:
-        why = "no line has a letter of task.alphabet"
-        raise DataError(f"{path} has no words to count", why=why, fix="check task.lm_text")
-    return found
+            encoded.append(vocabulary.encode(" ".join(words)))
+    if not encoded:
+        raise DataError(
+            f"{path} has no words to count", why="no line has a letter of task.alphabet", fix="check task.lm_text"
+        )
+    return encoded
 
 
 class _Beams(NamedTuple):
@@ -151,7 +153,7 @@ class _Beams(NamedTuple):
 
     ``blank`` and ``symbol`` are log-probabilities of all paths so far that give the prefix and end in a blank or in its
     last symbol. ``key`` and ``parent`` are hashes of the prefix, and of it without its last symbol. ``state`` is the
-    n-gram's after the prefix, ``prior`` what it has added to the score.
+    n-gram's after the prefix, ``prior`` its part of the score.
     """
 
     last: Tensor
@@ -180,9 +182,12 @@ def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16, ngram: Ngra
         ngram = Ngram(log_probs.new_zeros(START + 1, symbols), torch.full((START + 1, symbols), START))
     ngram = Ngram(*(table.to(log_probs.device) for table in ngram))
     places = torch.arange(width, device=log_probs.device).expand(len(log_probs), width)
-    never, nobody = log_probs.new_full(places.shape, _NEVER), _nobody(width, log_probs.device).expand(places.shape)
+    never = log_probs.new_full(places.shape, _NEVER)
+    nobody = _nobody(width, log_probs.device).expand(places.shape)
     # The empty prefix with probability 1, and places that no prefix has taken yet.
-    empty, last, start = never.where(places > 0, 0), torch.full_like(places, BLANK), torch.full_like(places, START)
+    empty = never.where(places > 0, 0)
+    last = torch.full_like(places, BLANK)
+    start = torch.full_like(places, START)
     beams = _Beams(last, nobody, nobody, empty, never, start, torch.zeros_like(never))
     steps = []
     for frame, inside in enumerate(_inside(log_probs, lengths).unbind(dim=1)):
@@ -211,10 +216,10 @@ def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Te
     rows, symbols = log_probs.shape
     width = beams.key.shape[1]
     score = beams.score()
-    # A prefix stays what it is by a blank, or by its last symbol said on.
+    # A prefix stays unchanged by a blank, or by its last symbol said on.
     stay_blank = score + log_probs[:, BLANK, None]
     stay_symbol = beams.symbol + log_probs.gather(1, beams.last)
-    # It grows by any symbol; by its own last one only after a blank.
+    # It grows by any symbol; by its last one only after a blank.
     grow = score[:, :, None] + log_probs[:, None, :]
     again = (beams.blank + log_probs.gather(1, beams.last))[:, :, None]
     grow = grow.scatter(2, beams.last[:, :, None], again)
@@ -234,11 +239,13 @@ def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Te
     stays = choice < width
     source = torch.where(stays, choice, (choice - width) // symbols)
     grown = torch.where(stays, BLANK, (choice - width) % symbols)
-    key, state = beams.key.gather(1, source), beams.state.gather(1, source)
+    key = beams.key.gather(1, source)
+    state = beams.state.gather(1, source)
     # A hash of 64 bits by which prefixes are distinguished (multiplier and increment of Knuth's MMIX generator).
     mixed = ((key ^ (key >> 29)) + grown + 1) * 6364136223846793005 + 1442695040888963407
     # A candidate without any probability must not be taken for a prefix later.
-    nobody, real = _nobody(width, value.device), value > _NEVER
+    nobody = _nobody(width, value.device)
+    real = value > _NEVER
     after = _Beams(
         torch.where(stays, beams.last.gather(1, source), grown),
         torch.where(real, torch.where(stays, key, mixed), nobody),
@@ -255,7 +262,7 @@ class ErrorRates:
     """``wer`` of words, which are what stands between spaces; ``cer`` of symbols, spaces between words included.
 
     Each is (substitutions + deletions + insertions) / reference units, summed before dividing (Morris et al. 2004).
-    The best alignment of each utterance is jiwer's. A rate is above 1 when most of what is heard is not there.
+    The best alignment of each utterance is jiwer's. A rate is above 1 when most of the predicted units are wrong.
     """
 
     def __init__(self, vocabulary: Vocabulary = ENGLISH) -> None:
@@ -267,14 +274,16 @@ class ErrorRates:
         """Take a row per utterance: symbols predicted [n, longest] and spoken [n, longest'], and their numbers [n]."""
         import jiwer
 
-        said, heard = (texts(*row, self._vocabulary) for row in ((reference_ids, reference_lengths), (ids, lengths)))
+        references, hypotheses = (
+            texts(*row, self._vocabulary) for row in ((reference_ids, reference_lengths), (ids, lengths))
+        )
         alignments: dict[str, Any] = {
-            "wer": jiwer.process_words(said, heard),
-            "cer": jiwer.process_characters(said, heard),
+            "wer": jiwer.process_words(references, hypotheses),
+            "cer": jiwer.process_characters(references, hypotheses),
         }
-        for name, found in alignments.items():
-            wrong = found.substitutions + found.deletions
-            self._sums[name] += torch.tensor([wrong + found.insertions, wrong + found.hits])
+        for name, alignment in alignments.items():
+            wrong = alignment.substitutions + alignment.deletions
+            self._sums[name] += torch.tensor([wrong + alignment.insertions, wrong + alignment.hits])
 
     def compute(self) -> dict[str, Tensor]:
         """Shares, not per cent; NaN before the first reference."""

@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 def engine_version() -> str:
-    """The installed package's version. Raises :class:`DataError` where it is not installed."""
+    """The installed package's version. Raises :class:`DataError`: it is not installed."""
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -59,8 +59,8 @@ def engine_version() -> str:
 class Synthesiser:
     """The library, set up; at most one in a process. Raises :class:`DataError`: it is not installed, or does not start.
 
-    What it says depends on what it said before: the same lines in the same order, first thing in a process, give the
-    same samples.
+    Its samples depend on earlier lines: the same lines in the same order, first thing in a process, give the same
+    samples.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,9 @@ class Synthesiser:
         self._variants = Path(data) / "voices" / "!v"
         self.rate: int = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data.encode(), _DONT_EXIT)
         if self.rate <= 0:
-            why = f"espeak_Initialize returns {self.rate} for {data}"
-            raise DataError("eSpeak NG does not start", why=why, fix=REINSTALL)
+            raise DataError(
+                "eSpeak NG does not start", why=f"espeak_Initialize returns {self.rate} for {data}", fix=REINSTALL
+            )
         self._library.espeak_Synth.argtypes = (
             *(ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.c_uint),
             *(ctypes.c_void_p, ctypes.c_void_p),
@@ -102,14 +103,15 @@ class Synthesiser:
             self._pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0
 
-    def _check(self, status: int, what: str) -> None:
+    def _check(self, status: int, complaint: str) -> None:
         if status != 0:
-            raise DataError(f"eSpeak NG {what}", why=f"it returns {status}", fix=REINSTALL)
+            raise DataError(f"eSpeak NG {complaint}", why=f"it returns {status}", fix=REINSTALL)
 
 
 def speak(lines: list[Line], target: Path) -> None:
     """Write ``samples`` (int16, 16 kHz, one utterance after another) and ``lengths`` (samples of each) as ``.npz``."""
-    synthesiser, limits = Synthesiser(), np.iinfo(np.int16)
+    synthesiser = Synthesiser()
+    limits = np.iinfo(np.int16)
     sounds = [resample(synthesiser.say(line), synthesiser.rate, RATE_HZ) for line in lines]
     waves = [np.clip(np.round(sound), limits.min, limits.max).astype(np.int16) for sound in sounds]
     np.savez(target, samples=np.concatenate(waves), lengths=np.array([len(wave) for wave in waves]))

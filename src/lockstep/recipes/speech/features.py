@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +32,17 @@ def log_mel(waveform: Tensor) -> Tensor:
     """
     window = torch.hann_window(WINDOW, dtype=torch.float64)
     # In 64 bits, for twice the time of 32, where the rounding of loud bins drowns quiet ones (2e-3 in the logarithm).
-    how: Any = {"center": True, "pad_mode": "constant", "onesided": True, "return_complex": True}
-    spectrum = torch.stft(waveform.double(), FFT, HOP, WINDOW, window, **how)
+    spectrum = torch.stft(
+        waveform.double(),
+        FFT,
+        HOP,
+        WINDOW,
+        window,
+        center=True,
+        pad_mode="constant",
+        onesided=True,
+        return_complex=True,
+    )
     power = spectrum.real.square() + spectrum.imag.square()
     return (_mel_filters() @ power).clamp_min(FLOOR).log().T.to(waveform.dtype, memory_format=torch.contiguous_format)
 
@@ -54,7 +62,7 @@ def extract(waveform: Tensor) -> Tensor:
 class SpecAugment:
     """Random masks over bands and frames (Park et al. 2019, "SpecAugment"), without its time warp.
 
-    A mask's width is uniform from 0 to the largest allowed; its place is uniform too. What is masked becomes 0, the
+    A mask's width is uniform from 0 to the largest allowed; its place is uniform too. Masked values become 0, the
     mean of normalised features. No time mask is wider than ``time_share`` of the utterance (p in the paper's section
     3), so that short ones keep most of their words.
     """
@@ -94,7 +102,9 @@ def _mel_filters() -> Tensor:
     mel = np.linspace(0.0, 15.0 + np.log(RATE_HZ / 2 / 1000.0) / step, MELS + 2)
     corners = np.where(mel < 15.0, mel * (200 / 3), 1000.0 * np.exp((mel - 15.0) * step))
     frequencies = np.fft.rfftfreq(FFT, 1 / RATE_HZ)
-    left, centre, right = corners[:-2, None], corners[1:-1, None], corners[2:, None]
+    left = corners[:-2, None]
+    centre = corners[1:-1, None]
+    right = corners[2:, None]
     rising = (frequencies - left) / (centre - left)
     falling = (right - frequencies) / (right - centre)
     return torch.from_numpy(np.clip(np.minimum(rising, falling), 0, None))

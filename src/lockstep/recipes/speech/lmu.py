@@ -48,7 +48,8 @@ def zero_order_hold(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = len(b)
     joint = a.new_zeros(order + 1, order + 1)
-    joint[:order, :order], joint[:order, order] = a, b
+    joint[:order, :order] = a
+    joint[:order, order] = b
     joint = torch.linalg.matrix_exp(joint)
     return joint[:order, :order], joint[:order, order]
 
@@ -60,7 +61,8 @@ def transition(order: int, theta: float, steps: int) -> Tensor:
     """
     a, b = zero_order_hold(*delay_system(order, theta))
     rows = a.new_zeros(steps, order, order + steps)
-    rows[0, :, :order], rows[0, :, order] = a, b
+    rows[0, :, :order] = a
+    rows[0, :, order] = b
     for k in range(1, steps):
         rows[k] = a @ rows[k - 1]
         rows[k, :, order + k] = b
@@ -82,7 +84,9 @@ class _Projection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_scalars: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight, encoder = ctx.saved_tensors
-        rows, scalars, inputs = grad_rows.flatten(0, 1), grad_scalars.flatten(), x.flatten(0, 1)
+        rows = grad_rows.flatten(0, 1)
+        scalars = grad_scalars.flatten()
+        inputs = x.flatten(0, 1)
         grad_x = (rows @ weight).addr_(scalars, encoder).view_as(x) if ctx.needs_input_grad[0] else None
         return grad_x, rows.t() @ inputs, scalars @ inputs
 
@@ -186,8 +190,11 @@ class LMU(ConvertedModule):
         sizes = (input_size, hidden_size, memory_size)
         if min(sizes) < 1 or not 0 < theta < math.inf:
             raise ValueError(f"sizes are at least 1 and theta is positive, not {sizes} and {theta}")
-        self.input_size, self.hidden_size, self.memory_size = input_size, hidden_size, memory_size
-        self.theta, self.form = theta, form
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.memory_size = memory_size
+        self.theta = theta
+        self.form = form
         self.e_x = nn.Parameter(torch.empty(input_size))
         self.W_x = nn.Parameter(torch.empty(hidden_size, input_size))
         self.W_m = nn.Parameter(torch.empty(hidden_size, memory_size))
@@ -212,9 +219,9 @@ class LMU(ConvertedModule):
     def forward(
         self, x: Tensor, lengths: Tensor | None = None, state: LMUState | None = None
     ) -> tuple[Tensor, LMUState]:
-        """The output (batch, time, hidden_size), 0 after a sequence's end, and the state at each sequence's own end.
+        """The output (batch, time, hidden_size), 0 after a sequence's end, and the state at each sequence's end.
 
-        Pieces one after another, each from the ``state`` of the one before, give what the whole gives.
+        Pieces one after another, each from the ``state`` of the one before, give the output of the whole.
 
         Args:
             x: (batch, time, input_size), at least one step. What stands after a sequence's end has no influence.
@@ -250,7 +257,8 @@ class LMU(ConvertedModule):
         """The output, and of every chunk the memory before it and its ``u``: (batch, chunks, order + steps)."""
         batch, time, _ = x.shape
         rows = self._rows(time)
-        steps, order = len(rows), self.memory_size
+        steps = len(rows)
+        order = self.memory_size
         stride = self._stride(batch, time)
         z, u = project(x, self.W_x.to(x.dtype), self.e_x.to(x.dtype))
         u = F.pad(u.to(rows.dtype), (0, -time % steps)).view(batch, -1, steps)
@@ -280,7 +288,8 @@ class LMU(ConvertedModule):
             h[t] = tanh(W_x x[t] + W_m A p + W_h h[t-1] + v_0 u[t] + Σ v_i u[t-i])
         """
         rows = self._rows(x.shape[1])
-        steps, order = len(rows), self.memory_size
+        steps = len(rows)
+        order = self.memory_size
         W_x, W_m, e_x, e_m = (w.to(rows.dtype) for w in (self.W_x, self.W_m, self.e_x, self.e_m))
         response = rows[-1, :, order:].flip(1)
         v = W_m @ response
@@ -289,14 +298,16 @@ class LMU(ConvertedModule):
         z, u = project(x, torch.addr(W_x, v[:, 0], e_x).to(x.dtype), e_x.to(x.dtype))
         p_weight = torch.addr(W_m @ rows[0, :, :order], v[:, 0], e_m)
         h, m = state
-        outputs, chunks = [], []
+        outputs = []
+        chunks = []
         for z_part, u_part in zip(z.to(rows.dtype).split(steps, 1), u.to(rows.dtype).split(steps, 1), strict=True):
             length = z_part.shape[1]
             p = self._memory(m[:, None], rows[: length - 1, :, :order])
             hs, us = feedback_scan(h, z_part + F.linear(p, p_weight), u_part + p @ e_m, matrix)
             outputs.append(hs)
             chunks.append(torch.cat([m, F.pad(us, (0, steps - length))], 1))
-            h, m = hs[:, -1], F.linear(chunks[-1], rows[length - 1])
+            h = hs[:, -1]
+            m = F.linear(chunks[-1], rows[length - 1])
         output = torch.cat(outputs, 1)
         if padding is not None:
             output = output.masked_fill(padding[..., None], 0)
@@ -340,11 +351,13 @@ class LMU(ConvertedModule):
         rows = self._rows(time)
         if lengths is None:
             # A view of the output would keep all of it alive.
-            h, m = output[:, -1].clone(), F.linear(chunks[:, -1], rows[(time - 1) % len(rows)])
+            h = output[:, -1].clone()
+            m = F.linear(chunks[:, -1], rows[(time - 1) % len(rows)])
             return LMUState(h.to(rows.dtype), m)
         last = (lengths - 1).clamp(min=0)
         each = torch.arange(batch, device=last.device)
-        h, m = output[each, last], rows[last % len(rows)] @ chunks[each, last // len(rows), :, None]
+        h = output[each, last]
+        m = rows[last % len(rows)] @ chunks[each, last // len(rows), :, None]
         is_empty = (lengths == 0)[:, None]
         return LMUState(torch.where(is_empty, state.h, h.to(rows.dtype)), torch.where(is_empty, state.m, m[..., 0]))
 
@@ -354,14 +367,16 @@ class LMU(ConvertedModule):
         batch, time, _ = x.shape
         if lengths is not None:
             if lengths.shape != (batch,) or lengths.is_floating_point():
-                found = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
-                raise ValueError(f"the lengths are integers of shape ({batch},), not {found}")
+                given_lengths = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
+                raise ValueError(f"the lengths are integers of shape ({batch},), not {given_lengths}")
             readable = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
             if readable and not bool(((lengths >= 0) & (lengths <= time)).all()):
                 raise ValueError(f"the lengths go from 0 to the {time} steps of the input, not {lengths.tolist()}")
-        wanted = [(batch, self.hidden_size), (batch, self.memory_size)]
-        if state is not None and [tuple(part.shape) for part in state] != wanted:
-            raise ValueError(f"the state's h and m are of shape {wanted}, not {[tuple(part.shape) for part in state]}")
+        state_shapes = [(batch, self.hidden_size), (batch, self.memory_size)]
+        if state is not None and [tuple(part.shape) for part in state] != state_shapes:
+            raise ValueError(
+                f"the state's h and m are of shape {state_shapes}, not {[tuple(part.shape) for part in state]}"
+            )
 
     def _transition(self, device: torch.device) -> Tensor:
         dtype = torch.promote_types(self.W_x.dtype, torch.float32)

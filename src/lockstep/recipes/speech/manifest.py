@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Utterance(NamedTuple):
-    """``duration`` seconds of a recording from ``offset`` seconds on, and what is said in normalised form."""
+    """``duration`` seconds of a recording from ``offset`` seconds on, and its normalised transcript."""
 
     audio_path: str
     text: str
@@ -56,9 +56,9 @@ class Utterance(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line as somebody wrote it: ``where`` for people, such as ``line 3``, and what is wrong with it already."""
+    """A line as it was written. ``name`` is for people, such as ``line 3``; ``faults`` were seen while it was read."""
 
-    where: str
+    name: str
     audio_path: str = ""
     text: str = ""
     duration: float | None = None
@@ -73,18 +73,18 @@ def read_rows(manifest: Path) -> list[Row]:
     return [_row(f"line {number}", line, manifest.parent) for number, line in lines if line.strip()]
 
 
-def _row(where: str, line: bytes, folder: Path) -> Row:
+def _row(name: str, line: bytes, folder: Path) -> Row:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Row(where, faults=(f"not JSON ({str(error)[:100]})",))
+        return Row(name, faults=(f"not JSON ({str(error)[:100]})",))
     if not isinstance(entry, dict):
-        return Row(where, faults=("not a JSON object",))
+        return Row(name, faults=("not a JSON object",))
     faults = [f"no text under {key!r}" for key in ("audio_path", "text") if not isinstance(entry.get(key), str)]
     duration, offset, rate = (_number(entry, key, faults) for key in ("duration", "offset", "sample_rate"))
     path = entry.get("audio_path")
     audio = str(folder / path) if isinstance(path, str) else ""
-    return Row(where, audio, str(entry.get("text", "")), duration, offset, rate, tuple(faults))
+    return Row(name, audio, str(entry.get("text", "")), duration, offset, rate, tuple(faults))
 
 
 def _number(entry: Mapping[str, Any], key: str, faults: list[str]) -> float | None:
@@ -106,8 +106,9 @@ def read_manifest(manifest: Path) -> list[Utterance]:
             for e in entries
         ]
     except (ValueError, KeyError, TypeError) as error:
-        fix = "remove it; it is made again"
-        raise DataError(f"{manifest} is damaged", why=f"{type(error).__name__}: {error}", fix=fix) from None
+        raise DataError(
+            f"{manifest} is damaged", why=f"{type(error).__name__}: {error}", fix="remove it; it is made again"
+        ) from None
 
 
 def write_manifest(manifest: Path, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -123,14 +124,14 @@ def _read(manifest: Path) -> bytes:
 
 
 class Fault(NamedTuple):
-    """What is wrong with one line."""
+    """A reason why a line cannot be used."""
 
-    where: str
-    what: str
+    line: str
+    reason: str
 
 
 class Checked(NamedTuple):
-    """Lines that can be used, and what is wrong with the others."""
+    """Lines that can be used, and the faults of the others."""
 
     utterances: list[Utterance]
     faults: list[Fault]
@@ -148,10 +149,10 @@ def open_rows(
 ) -> list[Utterance]:
     """The utterances of ``rows``: each file is there and whole, each transcript can be learnt from it.
 
-    What a check found is kept in the user's cache, so that the ranks of a run need not look at every file again.
+    Results are kept in the user's cache, so that the ranks of a run need not open every file again.
 
     Args:
-        name: what the rows are, for people: the manifest's path.
+        name: of the rows, for people: the manifest's path.
         downsampling: by how much the recogniser shortens the features; CTC needs a frame for every symbol.
         skip_bad: leave out what cannot be used, with a warning that says how many.
         recheck: look again, whatever was found before (once per node: ``prepare()``).
@@ -170,47 +171,53 @@ def open_rows(
             write_json(cache, checked._asdict(), durable=False)
     utterances, faults = checked
     if faults and not skip_bad:
-        fix = "fix or remove these lines, or train without them: --set task.skip_bad=true"
-        raise DataError(f"{name}: {len(faults)} of {len(rows)} lines cannot be used", why=_told(faults), fix=fix)
+        raise DataError(
+            f"{name}: {len(faults)} of {len(rows)} lines cannot be used",
+            why=_told(faults),
+            fix="fix or remove these lines, or train without them: --set task.skip_bad=true",
+        )
     if not utterances:
-        why, fix = _told(faults) or "it is empty", "check that it is the right file"
-        raise DataError(f"{name} has no usable line", why=why, fix=fix)
+        raise DataError(
+            f"{name} has no usable line", why=_told(faults) or "it is empty", fix="check that it is the right file"
+        )
     if faults and is_new:  # reported once, not by every rank
         _log.warning("%s: %d of %d lines are left out\n%s", name, len(faults), len(rows), _told(faults))
     return utterances
 
 
 def _recall(cache: Path) -> Checked | None:
-    """What an earlier check found."""
+    """Return the result of an earlier check, if there is one."""
     try:
-        found = read_json(cache, max_bytes=MAX_MANIFEST_BYTES)
-        return Checked([Utterance(*u) for u in found["utterances"]], [Fault(*f) for f in found["faults"]])
+        saved = read_json(cache, max_bytes=MAX_MANIFEST_BYTES)
+        return Checked([Utterance(*u) for u in saved["utterances"]], [Fault(*f) for f in saved["faults"]])
     except (RunFolderError, KeyError, TypeError):
         return None
 
 
 def report_repeats(splits: Mapping[str, Sequence[Utterance]]) -> None:
     """Warn about utterances that occur twice in a split, or in training and in another split too."""
-    seen = {split: Counter((u.audio_path, u.offset, u.text) for u in found) for split, found in splits.items()}
-    for split, found in seen.items():
-        repeats = [place for (place, *_), count in found.items() if count > 1]
+    counts = {
+        split: Counter((u.audio_path, u.offset, u.text) for u in utterances) for split, utterances in splits.items()
+    }
+    for split, utterances in counts.items():
+        repeats = [audio_path for (audio_path, *_), count in utterances.items() if count > 1]
         if repeats:
             _log.warning("%s: %d utterances occur more than once, the first is %s", split, len(repeats), repeats[0])
-        shared = found.keys() & seen["train"].keys() if split != "train" else set()
+        shared = utterances.keys() & counts["train"].keys() if split != "train" else set()
         if shared:
-            share = "all" if len(shared) == len(found) else str(len(shared))
+            share = "all" if len(shared) == len(utterances) else str(len(shared))
             _log.warning(
-                "%s: %s of %d utterances are training data too, so its scores say little", split, share, len(found)
+                "%s: %s of %d utterances are training data too, so its scores say little", split, share, len(utterances)
             )
 
 
 def _told(faults: Sequence[Fault]) -> str:
-    causes = Counter(fault.what.partition(":")[0].partition(" (")[0] for fault in faults)
-    told = [", ".join(f"{count} × {cause}" for cause, count in causes.most_common())] if len(faults) > 1 else []
-    told += [f"{fault.where}: {fault.what}" for fault in faults[:MOST_TOLD]]
+    causes = Counter(fault.reason.partition(":")[0].partition(" (")[0] for fault in faults)
+    lines = [", ".join(f"{count} × {cause}" for cause, count in causes.most_common())] if len(faults) > 1 else []
+    lines += [f"{fault.line}: {fault.reason}" for fault in faults[:MOST_TOLD]]
     if len(faults) > MOST_TOLD:
-        told.append(f"and also: {', '.join(fault.where for fault in faults[MOST_TOLD:])}")
-    return "\n".join(told)
+        lines.append(f"and also: {', '.join(fault.line for fault in faults[MOST_TOLD:])}")
+    return "\n".join(lines)
 
 
 def check_rows(
@@ -219,7 +226,8 @@ def check_rows(
     """Look at every row and, by its header, at every file."""
     checked = Checked([], [])
     for row in rows:
-        faults, text = list(row.faults), vocabulary.normalise(row.text)
+        faults = list(row.faults)
+        text = vocabulary.normalise(row.text)
         unknown = vocabulary.unknown(text)
         if not faults and not text:
             faults.append("the text is empty")
@@ -227,7 +235,8 @@ def check_rows(
             faults.append(f"symbols outside the vocabulary: {' '.join(map(repr, unknown))}")
         samples = _samples(row, faults) if row.audio_path else 0
         if not faults:
-            ids, frames = vocabulary.encode(text), output_lengths(feature_frames(samples), downsampling)
+            ids = vocabulary.encode(text)
+            frames = output_lengths(feature_frames(samples), downsampling)
             if (need := alignment_frames(ids)) > frames:
                 faults.append(
                     f"too short for its text: {len(ids)} symbols need {need} frames, {row.audio_path} gives {frames}"
@@ -238,15 +247,15 @@ def check_rows(
                 )
         if faults:
             # A path or a text may hold what no terminal can show.
-            told = "; ".join(faults).encode("utf-8", "backslashreplace").decode()
-            checked.faults.append(Fault(row.where, told))
+            complaint = "; ".join(faults).encode("utf-8", "backslashreplace").decode()
+            checked.faults.append(Fault(row.name, complaint))
         else:
             checked.utterances.append(Utterance(row.audio_path, text, samples / RATE_HZ, row.offset or 0.0))
     return checked
 
 
 def _samples(row: Row, faults: list[str]) -> int:
-    """Samples at 16 kHz of the row's utterance; adds to ``faults`` what is wrong with its audio."""
+    """Samples at 16 kHz of the row's utterance; adds to ``faults`` those of its audio."""
     try:
         info = read_info(row.audio_path)
     except DataError as error:
@@ -300,8 +309,8 @@ MAX_UNPACKED_BYTES = 64 * 1024**3
 
 def find_librispeech(folder: Path) -> dict[str, Path]:
     """The splits that lie in ``folder``, or in ``LibriSpeech`` within it, by their names."""
-    places = [place / name for name in ARCHIVES for place in (folder, folder / FOLDER)]
-    return {place.name: place for place in places if place.is_dir()}
+    candidates = [parent / name for name in ARCHIVES for parent in (folder, folder / FOLDER)]
+    return {split.name: split for split in candidates if split.is_dir()}
 
 
 def librispeech_rows(split: Path) -> list[Row]:
@@ -316,8 +325,11 @@ def librispeech_rows(split: Path) -> list[Row]:
             name, _, text = line.partition(" ")
             rows.append(Row(name, str(transcripts.parent / f"{name}.flac"), text))
     if not rows:
-        why = "looked for <speaker>/<chapter>/*.trans.txt in it"
-        raise DataError(f"{split} holds no transcripts", why=why, fix="unpack the archive again")
+        raise DataError(
+            f"{split} holds no transcripts",
+            why="looked for <speaker>/<chapter>/*.trans.txt in it",
+            fix="unpack the archive again",
+        )
     return rows
 
 
@@ -328,14 +340,15 @@ def fetch_librispeech(
 
     Raises:
         ConfigError: no such split.
-        DataError: one cannot be had, or is not what was expected.
+        DataError: one cannot be downloaded, or has another hash.
     """
-    wanted = list(names)
-    unknown = sorted(set(wanted) - archives.keys())
+    splits = list(names)
+    unknown = sorted(set(splits) - archives.keys())
     if unknown:
-        fix = f"choose among {', '.join(sorted(archives))}"
-        raise ConfigError(f"LibriSpeech has no split {', '.join(unknown)}", fix=fix)
-    for name in wanted:
+        raise ConfigError(
+            f"LibriSpeech has no split {', '.join(unknown)}", fix=f"choose among {', '.join(sorted(archives))}"
+        )
+    for name in splits:
         if name not in find_librispeech(folder):
             archive = download(f"{url}/{name}.tar.gz", folder / f"{name}.tar.gz", archives[name])
             put_unpacked(archive, folder / FOLDER / name, partial(_unpack, archive, name))

@@ -67,7 +67,7 @@ class Recogniser(nn.Module):
         return [self.encoder, *self.blocks, _Head(self.hidden, nn.ReLU(), self.decoder)]
 
 
-#: Steps (batch, time, width), their number in each utterance (batch,), and where there are none (batch, time).
+#: Steps (batch, time, width), their number in each utterance (batch,), and the padding (batch, time).
 Steps = tuple[Tensor, Tensor, Tensor]
 
 
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class _Head(nn.Sequential):
-    """Layers on steps, and log-probabilities of what they give."""
+    """Layers on steps, and log-probabilities of their outputs."""
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         return F.log_softmax(super().forward(x).float(), dim=-1)  # type: ignore[no-untyped-call]

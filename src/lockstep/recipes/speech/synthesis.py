@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 SPLITS = ("train", "val", "test")
 SET_PREFIX = "speech-"
-#: Lines that one process speaks; part of the set's identity, since what eSpeak says depends on what it said before.
+#: Lines that one process speaks; part of the set's identity, since eSpeak's samples depend on earlier lines.
 SHARD_LINES = 250
 #: Raise it when the same lines come to mean other samples.
 VERSION = 1
@@ -95,23 +95,24 @@ VOICES: dict[str, tuple[str, ...]] = {
 #: American, and British as it is called by its file.
 ACCENTS = ("en-us", "en")
 
-#: Words a minute, and pitch and its range in eSpeak's hundredths (50 is the variant's own).
+#: Words a minute, and pitch and its range in eSpeak's hundredths (50 is the variant's default).
 SLOWEST_WPM, FASTEST_WPM = 120, 165
-LOWEST_PITCH, HIGHEST_PITCH = 30, 70
+LOWEST_PITCH = 30
+HIGHEST_PITCH = 70
 
 _log = logging.getLogger(__name__)
 
 
 def split_of(sentence: str) -> str:
     """``train``, ``val`` or ``test``: the only split that may say ``sentence``."""
-    place = int.from_bytes(hashlib.blake2b(sentence.encode(), digest_size=8).digest(), "little") % 100
-    if place < TEST_PERCENT:
+    percentile = int.from_bytes(hashlib.blake2b(sentence.encode(), digest_size=8).digest(), "little") % 100
+    if percentile < TEST_PERCENT:
         return "test"
-    return "val" if place < TEST_PERCENT + VAL_PERCENT else "train"
+    return "val" if percentile < TEST_PERCENT + VAL_PERCENT else "train"
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """One of ``items``. Unlike ``rng.choice``, it draws the same in every Python: ``random()`` is what is promised."""
+    """One of ``items``. Unlike ``rng.choice``, it draws the same in every Python: ``random()`` alone is promised."""
     return items[int(rng.random() * len(items))]
 
 
@@ -136,7 +137,7 @@ def draw_line(rng: random.Random, split: str) -> Line:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How many utterances to make, and the seed of what is said and by whom."""
+    """The number of utterances, and the seed of their texts and voices."""
 
     train: int = 4000
     val: int = 400
@@ -144,7 +145,7 @@ class Recipe:
     seed: int = 0
 
     def lines(self, split: str) -> list[Line]:
-        """What is said in ``split``, the same on every machine."""
+        """Return the lines of ``split``, the same on every machine."""
         rng = random.Random(f"{self.seed} {split}")
         return [draw_line(rng, split) for _ in range(getattr(self, split))]
 
@@ -196,13 +197,16 @@ def _only_maker(folder: Path) -> Iterator[None]:
 
 def _check(folder: Path) -> None:
     try:
-        known = read_json(folder / "set.json")["files"]
-        wrong = [name for name, digest in known.items() if hash_file(folder / name) != digest]
+        recorded = read_json(folder / "set.json")["files"]
+        wrong = [name for name, digest in recorded.items() if hash_file(folder / name) != digest]
     except (RunFolderError, OSError, KeyError, TypeError) as error:
         wrong = [str(error)]
     if wrong:
-        what = f"the synthesised speech in {folder} is not as it was made"
-        raise DataError(what, why=f"damaged: {', '.join(wrong)}", fix="remove the folder; it is made again")
+        raise DataError(
+            f"the synthesised speech in {folder} is not as it was made",
+            why=f"damaged: {', '.join(wrong)}",
+            fix="remove the folder; it is made again",
+        )
 
 
 def _fill(folder: Path, recipe: Recipe, processes: int) -> None:
@@ -210,10 +214,10 @@ def _fill(folder: Path, recipe: Recipe, processes: int) -> None:
     jobs.mkdir()
     lines = {split: recipe.lines(split) for split in SPLITS}
     shards: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    for split, own in lines.items():
-        for first in range(0, len(own), SHARD_LINES):
+    for split, split_lines in lines.items():
+        for first in range(0, len(split_lines), SHARD_LINES):
             shards[split].append(jobs / f"{split}-{first}.json")
-            shards[split][-1].write_text(json.dumps(own[first : first + SHARD_LINES]), encoding="utf-8")
+            shards[split][-1].write_text(json.dumps(split_lines[first : first + SHARD_LINES]), encoding="utf-8")
     _speak([job for split in SPLITS for job in shards[split]], processes)
     for split in SPLITS:
         _assemble(folder, split, lines[split], shards[split])
@@ -248,8 +252,11 @@ def _finish(job: Path, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
     if status != 0:
         log = job.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
-        what = f"speech could not be synthesised: a process ended with status {status}"
-        raise DataError(what, why=" ".join(log.splitlines()[-3:]), fix=REINSTALL)
+        raise DataError(
+            f"speech could not be synthesised: a process ended with status {status}",
+            why=" ".join(log.splitlines()[-3:]),
+            fix=REINSTALL,
+        )
 
 
 def _assemble(folder: Path, split: str, lines: list[Line], jobs: list[Path]) -> None:
@@ -264,7 +271,7 @@ def _assemble(folder: Path, split: str, lines: list[Line], jobs: list[Path]) -> 
                 lengths = spoken["lengths"].tolist()
             for length in lengths:
                 line = lines[len(entries)]
-                place = {"audio_path": f"{split}.wav", "offset": start / RATE_HZ, "duration": length / RATE_HZ}
-                entries.append({**place, "text": line.text, "voice": line.voice, "accent": line.accent})
+                part = {"audio_path": f"{split}.wav", "offset": start / RATE_HZ, "duration": length / RATE_HZ}
+                entries.append({**part, "text": line.text, "voice": line.voice, "accent": line.accent})
                 start += length
     write_manifest(folder / f"{split}.jsonl", entries)

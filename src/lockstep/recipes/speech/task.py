@@ -48,7 +48,7 @@ from lockstep.recipes.speech.synthesis import SET_PREFIX, SPLITS, Recipe, synthe
 from lockstep.recipes.speech.vocabulary import BLANK, LETTERS, Vocabulary
 from lockstep.rundir.files import names_in
 
-#: Pairs of what was said and what was heard, shown after a validation.
+#: Pairs of transcript and hypothesis, shown after a validation.
 EXAMPLES = 3
 #: The settings that name data, by the source that they are for.
 DATA_SETTINGS = {
@@ -57,7 +57,7 @@ DATA_SETTINGS = {
     "synthesised": ("utterances",),
 }
 
-#: What each size is made of; ``base`` has 7.16 million parameters, ``tiny`` trains on two cores in minutes.
+#: Shape of each size; ``base`` has 7.16 million parameters, ``tiny`` trains on two cores in minutes.
 SIZES: dict[str, dict[str, Any]] = {
     "base": {"width": 512, "layers": 4, "heads": 8, "memory_size": 256, "theta": 1000.0, "form": "recurrent"},
     "tiny": {"width": 192, "layers": 2, "heads": 4, "memory_size": 32, "theta": 16.0, "form": "recurrent"},
@@ -97,17 +97,13 @@ class SpeechConfig(TaskConfig):
     size: Literal["tiny", "base"] = Field(
         default="tiny", description="tiny: trains on two CPU cores; base: 7.2M parameters"
     )
-    form: Literal["parallel", "recurrent"] | None = Field(default=None, description="of the LMU; unset: the size's own")
-    downsample: Literal[1, 2, 4] | None = Field(
-        default=None, description="frames stacked to a step; unset: the size's own"
-    )
-    width: int | None = Field(default=None, ge=1, description="of the recogniser; unset: the size's own")
-    layers: int | None = Field(default=None, ge=1, description="blocks of attention and LMU; unset: the size's own")
-    heads: int | None = Field(default=None, ge=1, description="of attention; unset: the size's own")
-    memory_size: int | None = Field(
-        default=None, ge=1, le=256, description="order of the LMU's memory; unset: the size's own"
-    )
-    theta: float | None = Field(default=None, gt=0, description="steps the memory looks back; unset: the size's own")
+    form: Literal["parallel", "recurrent"] | None = Field(default=None, description="of the LMU; unset: by size")
+    downsample: Literal[1, 2, 4] | None = Field(default=None, description="frames stacked to a step; unset: by size")
+    width: int | None = Field(default=None, ge=1, description="of the recogniser; unset: by size")
+    layers: int | None = Field(default=None, ge=1, description="blocks of attention and LMU; unset: by size")
+    heads: int | None = Field(default=None, ge=1, description="of attention; unset: by size")
+    memory_size: int | None = Field(default=None, ge=1, le=256, description="order of the LMU's memory; unset: by size")
+    theta: float | None = Field(default=None, gt=0, description="steps the memory looks back; unset: by size")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="behind each block")
     augment: bool = Field(
         default=True, description="SpecAugment: mask bands and frames of training utterances at random"
@@ -119,7 +115,7 @@ class SpeechConfig(TaskConfig):
     beam_width: int = Field(default=16, ge=1, description="beam: prefixes kept after each frame")
     lm_text: tuple[Path, ...] = Field(
         default=(),
-        description="beam: texts with a sentence a line, or manifests, whose n-grams of letters weigh what is heard; "
+        description="beam: texts with a sentence a line, or manifests, whose n-grams of letters weigh hypotheses; "
         "counted as often as named",
     )
     lm_weight: float = Field(default=0.8, ge=0, description="lm_text: factor of the n-gram's log-probability")
@@ -151,22 +147,23 @@ class SpeechTask(Task):
     # Data.
 
     def prepare(self) -> None:
-        """Synthesise or download what is missing, and look at every line once."""
+        """Synthesise or download missing data, and check every line once."""
         self._refuse_foreign_settings()
         for path in self.config.lm_text:
             read_texts(path, self.vocabulary)
         if self.source == "synthesised":
             synthesise(Recipe(self.config.utterances), self.data.data_dir)
         elif self.source == "librispeech" and self.data.download:
-            wanted = chain.from_iterable(getattr(self.config, f"librispeech_{split}") for split in SPLITS)
-            fetch_librispeech(wanted, self._folder())
+            splits = chain.from_iterable(getattr(self.config, f"librispeech_{split}") for split in SPLITS)
+            fetch_librispeech(splits, self._folder())
         if self.source != "synthesised":
             report_repeats({split: self._open(split, recheck=True) for split in SPLITS})
 
     @cached_property
     def source(self) -> Literal["synthesised", "manifest", "librispeech"]:
         """Where the utterances come from, decided. Raises :class:`DataError`: ``data.data_dir`` holds other things."""
-        config, folder = self.config, self.data.data_dir
+        config = self.config
+        folder = self.data.data_dir
         if config.source != "auto":
             return config.source
         if config.train_manifest is not None:
@@ -178,9 +175,10 @@ class SpeechTask(Task):
         return "synthesised"
 
     def _refuse_foreign_settings(self) -> None:
-        source, fields = self.source, SpeechConfig.model_fields
-        others = [name for owner, names in DATA_SETTINGS.items() if owner != source for name in names]
-        foreign = [f"task.{name}" for name in others if getattr(self.config, name) != fields[name].default]
+        source = self.source
+        fields = SpeechConfig.model_fields
+        unused = [name for owner, names in DATA_SETTINGS.items() if owner != source for name in names]
+        foreign = [f"task.{name}" for name in unused if getattr(self.config, name) != fields[name].default]
         if source == "synthesised" and self.config.alphabet != LETTERS:
             foreign.append("task.alphabet")
         if self.data.download and source != "librispeech":
@@ -198,8 +196,10 @@ class SpeechTask(Task):
     def vocabulary(self) -> Vocabulary:
         letters = unicodedata.normalize("NFC", self.config.alphabet)
         if len(set(letters)) < len(letters) or {" ", "'"} & set(letters):
-            what = f"task.alphabet {letters!r} repeats a letter, or contains the space or the apostrophe"
-            raise ConfigError(what, fix="give each letter once; space and apostrophe are always symbols")
+            raise ConfigError(
+                f"task.alphabet {letters!r} repeats a letter, or contains the space or the apostrophe",
+                fix="give each letter once; space and apostrophe are always symbols",
+            )
         return Vocabulary(letters)
 
     @cached_property
@@ -208,32 +208,43 @@ class SpeechTask(Task):
             folder = synthesised_folder(Recipe(self.config.utterances), self.data.data_dir)
             return {split: Recordings(read_manifest(folder / f"{split}.jsonl"), self.vocabulary) for split in SPLITS}
         opened = {split: self._open(split) for split in SPLITS}
-        return {split: Recordings(found, self.vocabulary) for split, found in opened.items() if found}
+        return {split: Recordings(utterances, self.vocabulary) for split, utterances in opened.items() if utterances}
 
     def _open(self, split: str, *, recheck: bool = False) -> list[Utterance]:
         rows, name = self._rows(split)
         return self._checked(rows, name, recheck=recheck) if rows or split == "train" else []
 
     def _checked(self, rows: list[Row], name: str, *, recheck: bool) -> list[Utterance]:
-        how: dict[str, Any] = {"longest_s": self.config.longest_s, "skip_bad": self.config.skip_bad, "recheck": recheck}
-        return open_rows(rows, name, downsampling=self.downsample, vocabulary=self.vocabulary, **how)
+        return open_rows(
+            rows,
+            name,
+            downsampling=self.downsample,
+            longest_s=self.config.longest_s,
+            skip_bad=self.config.skip_bad,
+            recheck=recheck,
+            vocabulary=self.vocabulary,
+        )
 
     def _rows(self, split: str) -> tuple[list[Row], str]:
-        """Lines of a split, and what they are for people."""
+        """Return the lines of a split, and their name for people."""
         if self.source == "librispeech":
-            found, wanted = find_librispeech(self._folder()), getattr(self.config, f"librispeech_{split}")
-            missing = [name for name in wanted if name not in found]
+            split_folders = find_librispeech(self._folder())
+            names = getattr(self.config, f"librispeech_{split}")
+            missing = [name for name in names if name not in split_folders]
             if missing:
                 raise DataError(
                     f"{self._folder()} lacks {', '.join(missing)} of LibriSpeech",
-                    why=f"it holds {', '.join(sorted(found)) or 'none of its splits'}",
+                    why=f"it holds {', '.join(sorted(split_folders)) or 'none of its splits'}",
                     fix="add --download to fetch it, or name other splits in task.librispeech_" + split,
                 )
-            return [row for name in wanted for row in librispeech_rows(found[name])], f"LibriSpeech {' '.join(wanted)}"
+            return [
+                row for name in names for row in librispeech_rows(split_folders[name])
+            ], f"LibriSpeech {' '.join(names)}"
         manifest: Path | None = getattr(self.config, f"{split}_manifest")
         if manifest is None and split == "train":
-            what = "task.source=manifest needs a manifest to train on"
-            raise ConfigError(what, fix="set task.train_manifest=my.jsonl")
+            raise ConfigError(
+                "task.source=manifest needs a manifest to train on", fix="set task.train_manifest=my.jsonl"
+            )
         return ([], "") if manifest is None else (read_rows(manifest), str(manifest))
 
     def _folder(self) -> Path:
@@ -242,12 +253,14 @@ class SpeechTask(Task):
         return Path(self.data.data_dir)
 
     def datasets(self) -> Datasets:
-        found, config = self._recordings, self.config
-        train = found["train"]
+        recordings = self._recordings
+        config = self.config
+        train = recordings["train"]
         if config.augment or config.perturb:
-            mask, perturb = MASKS[config.size] if config.augment else None, Perturbation() if config.perturb else None
+            mask = MASKS[config.size] if config.augment else None
+            perturb = Perturbation() if config.perturb else None
             train = AugmentedRecordings(train, mask, perturb, self.downsample)
-        return Datasets(train, found.get("val"), found.get("test"))
+        return Datasets(train, recordings.get("val"), recordings.get("test"))
 
     def evaluation_data(self, path: Path) -> Recordings:
         return Recordings(self._checked(read_rows(path), str(path), recheck=True), self.vocabulary)
@@ -267,11 +280,14 @@ class SpeechTask(Task):
         return self.config.downsample or DOWNSAMPLE[self.config.size]
 
     def model(self) -> nn.Module:
-        config, shape = self.config, dict(SIZES[self.config.size])
+        config = self.config
+        shape = dict(SIZES[self.config.size])
         shape |= {key: value for key in shape if (value := getattr(config, key)) is not None}
         if shape["width"] % shape["heads"]:
-            fix = "change task.width or task.heads"
-            raise ConfigError(f"{shape['heads']} heads do not divide a width of {shape['width']}", fix=fix)
+            raise ConfigError(
+                f"{shape['heads']} heads do not divide a width of {shape['width']}",
+                fix="change task.width or task.heads",
+            )
         return Recogniser(MELS, len(self.vocabulary), **shape, dropout=config.dropout, downsample=self.downsample)
 
     def stages(self, model: nn.Module) -> list[nn.Module]:
@@ -289,7 +305,7 @@ class SpeechTask(Task):
         )
         return Loss(total, batch.target_lengths.sum())
 
-    # Evaluation: rows of what was heard and what was said.
+    # Evaluation: rows of hypotheses and transcripts.
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> Hypotheses:
         """Symbols from the model's output [n, frames, symbols] for ``lengths`` [n] frames of features."""
@@ -314,19 +330,26 @@ class SpeechTask(Task):
         heard = self.decode(log_probs, batch.lengths)
         rows = heard.ids, heard.lengths, batch.targets, batch.target_lengths
         if not self._examples:
-            said, read = texts(*rows[2:], self.vocabulary), heard.texts(self.vocabulary)
-            self._examples = list(zip(said, read, strict=True))[:EXAMPLES]
+            references = texts(*rows[2:], self.vocabulary)
+            hypotheses = heard.texts(self.vocabulary)
+            self._examples = list(zip(references, hypotheses, strict=True))[:EXAMPLES]
         return self._loss(log_probs, batch), rows
 
     def remarks(self) -> list[str | Sound]:
         """The first utterances of the last evaluation, as they were said and heard, with their recordings."""
-        examples, self._examples = self._examples, ()
-        found, remarks = self._recordings.get("val"), list[str | Sound]()
-        for index, (said, heard) in enumerate(examples):
-            text = f"said: {said!r}  heard: {heard!r}"
+        examples = self._examples
+        self._examples = ()
+        recordings = self._recordings.get("val")
+        remarks = list[str | Sound]()
+        for index, (reference, hypothesis) in enumerate(examples):
+            text = f"said: {reference!r}  heard: {hypothesis!r}"
             # Evaluations of other data, and of a part on each rank, begin with other utterances.
-            known = found is not None and index < len(found) and found.symbols(index) == self.vocabulary.encode(said)
-            remarks.append(Sound(text, found.waveform(index), RATE_HZ) if found and known else text)
+            is_recorded = (
+                recordings is not None
+                and index < len(recordings)
+                and recordings.symbols(index) == self.vocabulary.encode(reference)
+            )
+            remarks.append(Sound(text, recordings.waveform(index), RATE_HZ) if recordings and is_recorded else text)
         return remarks
 
     def predict(self, model: nn.Module, batch: SpeechBatch) -> dict[str, Any]:
@@ -339,16 +362,16 @@ class SpeechTask(Task):
 
 def _refuse_foreign_folder(folder: Path) -> None:
     """Raise :class:`DataError` where ``folder`` is missing, or holds things and no set of synthesised speech."""
-    what = f"there is no folder {folder}"
+    message = f"there is no folder {folder}"
     if folder.is_dir():
         names = [name for name in names_in(folder) if not name.startswith(".")]
         if not names or any(name.startswith(SET_PREFIX) for name in names):
             return
-        what = f"{folder} holds no data that this task knows"
+        message = f"{folder} holds no data that this task knows"
     raise DataError(
-        what,
+        message,
         why="looked for LibriSpeech, and for speech that was synthesised there before",
-        fix="check --data-dir; recordings of your own need task.train_manifest=FILE, LibriSpeech needs --download, "
+        fix="check --data-dir; your recordings need task.train_manifest=FILE, LibriSpeech needs --download, "
         "and task.source=synthesised makes speech there",
     )
 
@@ -373,8 +396,9 @@ def transcribe(task: object, model: nn.Module, files: Iterable[Path]) -> Iterato
         UnsupportedError: another task. DataError: a file that cannot be read, or has no samples.
     """
     if not isinstance(task, SpeechTask):
-        fix = "name a run of `speech`"
-        raise UnsupportedError("this run recognises no speech", why=f"its task is {type(task).__name__}", fix=fix)
+        raise UnsupportedError(
+            "this run recognises no speech", why=f"its task is {type(task).__name__}", fix="name a run of `speech`"
+        )
     for file in files:
         wave = read_audio(file)
         if not len(wave):

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)(?:\.(\d+)|(ST|ND|RD|TH)\b)?")
 
 
 class Vocabulary:
-    """What a recogniser can write: ``symbols`` by index, of which the blank has no text.
+    """Output symbols of a recogniser: ``symbols`` by index, of which the blank has no text.
 
     Each of ``letters`` comes once, in upper or in lower case, or in both if texts keep their case. Transcripts are
     folded to that case. Accents that no letter has are removed. Numbers and signs are written out for English only.
@@ -71,8 +71,10 @@ def _without_accents(text: str) -> str:
     return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
 
 
-def _number_words(found: re.Match[str]) -> str:
-    whole, decimals, ordinal = found[1].replace(",", ""), found[2], found[3]
+def _number_words(match: re.Match[str]) -> str:
+    whole = match[1].replace(",", "")
+    decimals = match[2]
+    ordinal = match[3]
     digits = len(whole) > 9 or (len(whole) > 1 and whole[0] == "0")  # a telephone number, say
     words = [_BELOW_20[int(digit)] for digit in whole] if digits else _integer_words(int(whole))
     if decimals:

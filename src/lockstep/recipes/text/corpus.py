@@ -43,8 +43,11 @@ def read_documents(path: Path, field: str) -> list[str]:
     files = [path] if path.is_file() else sorted(map(Path, inside(str(path), SUFFIXES)))
     documents = [text for file in files for text in _texts(file, field) if text]
     if not documents:
-        why = "it is empty" if path.is_file() else f"it has no {', '.join(SUFFIXES)} file with text"
-        raise DataError(f"{path} has no text", why=why, fix="name a file or folder of texts, or one .bin file")
+        raise DataError(
+            f"{path} has no text",
+            why="it is empty" if path.is_file() else f"it has no {', '.join(SUFFIXES)} file with text",
+            fix="name a file or folder of texts, or one .bin file",
+        )
     return documents
 
 
@@ -60,26 +63,34 @@ def _texts(file: Path, field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)[field]
-            if not isinstance(found, str):
-                raise TypeError(f"{field} is {json.dumps(found)[:40]}, not a text")
-            found.encode()  # half of a surrogate pair cannot be encoded
-            yield found
+            text_of_line = json.loads(line)[field]
+            if not isinstance(text_of_line, str):
+                raise TypeError(f"{field} is {json.dumps(text_of_line)[:40]}, not a text")
+            text_of_line.encode()  # half of a surrogate pair cannot be encoded
+            yield text_of_line
         except (ValueError, KeyError, TypeError) as error:
-            what, why = f"line {number} of {file} has no text", f"{type(error).__name__}: {error}"
-            raise DataError(what, why=why, fix=f'write {{"{field}": "…"}} on each line, or set task.field') from None
+            raise DataError(
+                f"line {number} of {file} has no text",
+                why=f"{type(error).__name__}: {error}",
+                fix=f'write {{"{field}": "…"}} on each line, or set task.field',
+            ) from None
 
 
 def read_tokens(file: Path, vocabulary: int) -> NDArray[np.uint16]:
     """The tokens of a ``.bin`` file, 16 bits each, as nanoGPT writes them; mapped, not read."""
     size = file.stat().st_size if file.is_file() else 0
     if not size or size % 2:
-        why = f"it has {size:,} bytes" if size else ""
-        raise DataError(f"{file} has no tokens of 16 bits", why=why, fix="name a file of 16-bit token ids")
+        raise DataError(
+            f"{file} has no tokens of 16 bits",
+            why=f"it has {size:,} bytes" if size else "",
+            fix="name a file of 16-bit token ids",
+        )
     tokens = np.memmap(file, dtype=np.uint16, mode="r")
     if int(tokens.max()) >= vocabulary:
-        fix = "set task.tokenizer to the one that wrote the file (a tokenizer.json)"
-        raise DataError(f"{file} has the token {int(tokens.max())}, and the tokenizer has {vocabulary}", fix=fix)
+        raise DataError(
+            f"{file} has the token {int(tokens.max())}, and the tokenizer has {vocabulary}",
+            fix="set task.tokenizer to the one that wrote the file (a tokenizer.json)",
+        )
     return tokens
 
 
@@ -108,17 +119,18 @@ class Bpe:
     """A tokenizer of the library ``tokenizers``, from its JSON; ``end``: its end token, by default a usual one."""
 
     def __init__(self, text: str, end: str | None = None) -> None:
-        self._text, self._own = text, _library().Tokenizer.from_str(text)
+        self._text = text
+        self._own = _library().Tokenizer.from_str(text)
         self.size = max(self._own.get_vocab().values(), default=-1) + 1  # ids may have gaps
-        found = {name: self._own.token_to_id(name) for name in ([end] if end else ENDS)}
-        self._end = next((name for name, number in found.items() if number is not None), "")
+        end_ids = {name: self._own.token_to_id(name) for name in ([end] if end else ENDS)}
+        self._end = next((name for name, number in end_ids.items() if number is not None), "")
         if not self._end:
             raise DataError(
-                f"the tokenizer has no token {', '.join(found)}",
+                f"the tokenizer has no token {', '.join(end_ids)}",
                 why="documents are separated by an end token",
                 fix='write {"eos_token": "…"}, one of its tokens, to a tokenizer_config.json beside the tokenizer.json',
             )
-        self.end = found[self._end]
+        self.end = end_ids[self._end]
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.array(self._own.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -127,25 +139,26 @@ class Bpe:
         return str(self._own.decode(list(ids)))
 
     def lengths(self) -> NDArray[np.int64]:
-        own, size = self._own, self.size
-        added = {number: token.content for number, token in own.get_added_tokens_decoder().items()}
-        names = [added.get(number) or own.id_to_token(number) or "" for number in range(size)]
-        found: list[int] = []
+        tokenizer = self._own
+        size = self.size
+        added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+        names = [added.get(number) or tokenizer.id_to_token(number) or "" for number in range(size)]
+        lengths: list[int] = []
         bytewise = "ByteLevel" in json.dumps(json.loads(self._text).get("decoder"))
-        # What a token adds to a text: decoded alone, it may lose the space that it begins with.
+        # Bytes that a token adds to a text: decoded alone, it may lose the space that it begins with.
         before = next((n for n, name in enumerate(names) if n not in added and name.isascii() and name.isalnum()), 0)
-        start = len(own.decode([before]).encode())
+        start = len(tokenizer.decode([before]).encode())
         for number, name in enumerate(names):
             if number in added:
-                found.append(len(name.encode()))
+                lengths.append(len(name.encode()))
             elif bytewise:  # one character for each byte
-                found.append(len(name))
+                lengths.append(len(name))
             elif _BYTE.fullmatch(name):
-                found.append(1)
+                lengths.append(1)
             else:
-                found.append(len(own.decode([before, number]).encode()) - start)
-        found[self.end] = 0
-        return np.array(found)
+                lengths.append(len(tokenizer.decode([before, number]).encode()) - start)
+        lengths[self.end] = 0
+        return np.array(lengths)
 
     def state(self) -> dict[str, Any]:
         return {"tokenizer": self._text, "end": self._end}
@@ -161,17 +174,17 @@ def tokenizer_of(tokenizer: str, end: str | None = None) -> Tokenizer:
 def train_bpe(documents: Iterable[str], vocabulary: int) -> str:
     """The JSON of a byte-level BPE of ``vocabulary`` tokens (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909)."""
     library = _library()
-    own = library.Tokenizer(library.models.BPE())
-    own.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = library.decoders.ByteLevel()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    own.train_from_iterator(documents, trainer)
-    return str(own.to_str())
+    tokenizer.train_from_iterator(documents, trainer)
+    return str(tokenizer.to_str())
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
@@ -182,7 +195,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
         return Bpe(file.read_text(encoding="utf-8"), end["content"] if isinstance(end, dict) else end)
     except LockstepError:
         raise
-    except Exception as error:  # the library has its own in Rust
+    except Exception as error:  # raised in Rust, without a class
         raise DataError(f"{file} is not a tokenizer", why=str(error)[:200], fix="name a tokenizer.json") from None
 
 
@@ -190,6 +203,8 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        what = "the package tokenizers, which task.tokenizer=bpe needs, is not installed"
-        raise UnsupportedError(what, fix="pip install 'lockstep-train[text]', or use task.tokenizer=bytes") from None
+        raise UnsupportedError(
+            "the package tokenizers, which task.tokenizer=bpe needs, is not installed",
+            fix="pip install 'lockstep-train[text]', or use task.tokenizer=bytes",
+        ) from None
     return tokenizers

@@ -18,9 +18,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.dropout = dropout
+        self.norm_attention = nn.LayerNorm(width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(
@@ -30,20 +33,23 @@ class Block(nn.Module):
         parts = self.qkv(self.norm_attention(hidden)).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         if angles is not None:
-            query, key = rotated(query, angles), rotated(key, angles)
+            query = rotated(query, angles)
+            key = rotated(key, angles)
         if past is not None:
-            key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
+            key = torch.cat([past[0], key], dim=2)
+            value = torch.cat([past[1], value], dim=2)
         dropout = self.dropout if self.training else 0.0
         causal = past is None and mask is None
-        seen = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
-        hidden = hidden + F.dropout(self.out(seen.transpose(1, 2).reshape(batch, time, width)), dropout)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
+        hidden = hidden + F.dropout(self.out(attended.transpose(1, 2).reshape(batch, time, width)), dropout)
         return hidden + F.dropout(self.mlp(self.norm_mlp(hidden)), dropout), (key, value)
 
 
 def rotated(values: Tensor, angles: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864); ``angles``: (…, time, half the width)."""
     first, second = values.chunk(2, dim=-1)
-    cosine, sine = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    cosine = angles.cos().to(values.dtype)
+    sine = angles.sin().to(values.dtype)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
 
 
@@ -72,7 +78,8 @@ class Gpt(nn.Module):
         super().__init__()
         if width % (2 * heads):
             raise ValueError(f"the width {width} must be a multiple of twice the {heads} heads")
-        self.context, self.dropout = context, dropout
+        self.context = context
+        self.dropout = dropout
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(context, width) if positions == "learned" else None
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
@@ -86,7 +93,7 @@ class Gpt(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         for name, parameter in self.named_parameters():
-            if name.endswith(("out.weight", "mlp.2.weight")):  # what is added to the residual stream
+            if name.endswith(("out.weight", "mlp.2.weight")):  # added to the residual stream
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5)
 
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
@@ -106,7 +113,8 @@ class Gpt(nn.Module):
         start = 0 if past is None else past[0][0].shape[2]
         if positions is None:
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        hidden, caches = self.tokens(ids), []
+        hidden = self.tokens(ids)
+        caches = []
         angles = self.angles[positions].unsqueeze(1) if self.places is None else None
         if self.places is not None:
             hidden = hidden + self.places(positions)
@@ -140,9 +148,11 @@ def generate(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    found, read, past = list(prompt), prompt[-context:], None
+    sequence = list(prompt)
+    window = prompt[-context:]
+    past = None
     for _ in range(tokens):
-        ids = torch.tensor([read], device=device)
+        ids = torch.tensor([window], device=device)
         if isinstance(model, Gpt):
             logits, past = model.extend(ids, past)
         else:
@@ -154,11 +164,12 @@ def generate(
         drawn = int(scores.argmax() if probabilities is None else probabilities.multinomial(1, generator=generator))
         if drawn == end:
             break
-        found.append(drawn)
+        sequence.append(drawn)
         if past is not None and past[0][0].shape[2] < context:
-            read = [drawn]
-        elif past is not None or len(read) >= context:
-            read, past = found[-max(1, context // 2) :], None
+            window = [drawn]
+        elif past is not None or len(window) >= context:
+            window = sequence[-max(1, context // 2) :]
+            past = None
         else:
-            read = [*read, drawn]
-    return found[len(prompt) :]
+            window = [*window, drawn]
+    return sequence[len(prompt) :]

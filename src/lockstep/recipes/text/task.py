@@ -63,7 +63,7 @@ class TextConfig(TaskConfig):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     positions: Positions = Field(default="rotary", description="rotary or learned")
     val_share: float = Field(default=0.05, gt=0, lt=0.5, description="share of the corpus, at its end, to validate on")
-    prompt: str = Field(default="The ", description="what the sample after each validation begins with")
+    prompt: str = Field(default="The ", description="beginning of the sample after each validation")
     sample_tokens: int = Field(default=120, ge=0, description="tokens of that sample; 0: none")
     temperature: float = Field(default=0.8, ge=0, description="of that sample; 0 takes the most probable tokens")
 
@@ -92,7 +92,8 @@ class PackedTexts(Packed):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # type: ignore[override]
         window = super().__getitem__(index)
-        tokens, documents = window["tokens"], window["documents"]
+        tokens = window["tokens"]
+        documents = window["documents"]
         follows = (documents[1:] == documents[:-1]) & (documents[1:] > 0)
         targets = torch.where(follows, tokens[1:], NO_LABEL)
         return tokens[:-1], targets, documents[:-1], window["positions"][:-1]
@@ -124,8 +125,8 @@ class TextTask(Task):
 
     @property
     def _path(self) -> Path | None:
-        found = self.config.data or self.data.data_dir
-        return None if found is None else Path(found)
+        path = self.config.data or self.data.data_dir
+        return None if path is None else Path(path)
 
     @cached_property
     def _documents(self) -> list[str]:
@@ -134,16 +135,18 @@ class TextTask(Task):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """As configured, or that of the checkpoint that was loaded."""
-        wanted, folder = self.config.tokenizer, self.config.model
-        if wanted == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
-            wanted = folder / "tokenizer.json"
-        if isinstance(wanted, Path) and not wanted.is_file():
-            raise ConfigError(f"there is no tokenizer {wanted}", fix="use bytes, bpe, or a tokenizer.json")
-        if wanted != "bpe":
-            return read_tokenizer(wanted) if isinstance(wanted, Path) else tokenizer_of(wanted)
+        source = self.config.tokenizer
+        folder = self.config.model
+        if source == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
+            source = folder / "tokenizer.json"
+        if isinstance(source, Path) and not source.is_file():
+            raise ConfigError(f"there is no tokenizer {source}", fix="use bytes, bpe, or a tokenizer.json")
+        if source != "bpe":
+            return read_tokenizer(source) if isinstance(source, Path) else tokenizer_of(source)
         if self._path is not None and self._path.suffix == ".bin":
-            fix = "set task.tokenizer to its tokenizer.json"
-            raise ConfigError("a file of tokens has no text to train a tokenizer on", fix=fix)
+            raise ConfigError(
+                "a file of tokens has no text to train a tokenizer on", fix="set task.tokenizer to its tokenizer.json"
+            )
         key = hashlib.sha256(f"{self.config.vocabulary}\n".encode() + "\0".join(self._documents).encode()).hexdigest()
         file = cache_folder() / "tokenizers" / f"{key[:16]}.json"
         if not file.is_file():
@@ -169,17 +172,21 @@ class TextTask(Task):
             raise DataError("the text has fewer than 2 tokens", fix="use a longer text")
         line = np.full(number * context + 1, NO_LABEL, dtype=np.int64)
         line[: len(tokens)] = tokens
-        inputs, targets = line[:-1].reshape(number, context), line[1:].reshape(number, context)
+        inputs = line[:-1].reshape(number, context)
+        targets = line[1:].reshape(number, context)
         return ArrayDataset(np.where(inputs == NO_LABEL, self.tokenizer.end, inputs), targets)
 
     def datasets(self) -> Datasets:
-        stream, context = self._tokens(self._path), self.config.context
-        held = max(context + 1, round(len(stream) * self.config.val_share))
-        if len(stream) < 2 * held:
-            why = f"training and validation need at least {2 * (context + 1)} for a context of {context}"
-            fix = "use a longer text, or a smaller task.context"
-            raise DataError(f"the corpus has {many(len(stream), 'token')}", why=why, fix=fix)
-        return Datasets(self._windows(stream[:-held]), self._windows(stream[-held:]))
+        stream = self._tokens(self._path)
+        context = self.config.context
+        validation_tokens = max(context + 1, round(len(stream) * self.config.val_share))
+        if len(stream) < 2 * validation_tokens:
+            raise DataError(
+                f"the corpus has {many(len(stream), 'token')}",
+                why=f"training and validation need at least {2 * (context + 1)} for a context of {context}",
+                fix="use a longer text, or a smaller task.context",
+            )
+        return Datasets(self._windows(stream[:-validation_tokens]), self._windows(stream[-validation_tokens:]))
 
     def evaluation_data(self, path: Path) -> ArrayDataset | PackedTexts:
         """The texts of a file or folder, as one line of tokens."""
@@ -196,19 +203,32 @@ class TextTask(Task):
             from lockstep.recipes.text.transformers_models import build
 
             return build(config.model, self._vocabulary, config.context, config.lora, packs=config.pack)
-        sizes = config.model_dump(include={"width", "depth", "heads", "dropout", "positions"})
         try:
-            return Gpt(self._vocabulary, config.context, **sizes)
+            return Gpt(
+                self._vocabulary,
+                config.context,
+                width=config.width,
+                depth=config.depth,
+                heads=config.heads,
+                dropout=config.dropout,
+                positions=config.positions,
+            )
         except ValueError as error:
-            what, fix = "task.width and task.heads do not fit", "change one of them"
-            raise ConfigError(what, why=str(error), fix=fix) from None
+            raise ConfigError(
+                "task.width and task.heads do not fit", why=str(error), fix="change one of them"
+            ) from None
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Of each token, (n, context): 0 where there is no target."""
+        """Return the loss of each token, (n, context): 0 without a target."""
         ids, targets, *packed = batch
-        how = {"attention_mask": causal_mask(packed[0]), "position_ids": packed[1]} if packed else {}
-        rows = model(ids, **how).float().flatten(0, 1)
-        losses = F.cross_entropy(rows, targets.flatten(), ignore_index=NO_LABEL, reduction="none")
+        if packed:
+            documents, positions = packed
+            logits = model(ids, attention_mask=causal_mask(documents), position_ids=positions)
+        else:
+            logits = model(ids)
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_LABEL, reduction="none"
+        )
         return losses.view(targets.shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -242,13 +262,13 @@ class TextTask(Task):
     def metrics(self) -> Metrics:
         return TextScores()
 
-    def generate(self, model: nn.Module, prompt: str, tokens: int, **how: Any) -> str:
-        """``prompt`` continued by ``tokens`` tokens; ``how``: as :func:`lockstep.recipes.text.gpt.generate`."""
+    def generate(self, model: nn.Module, prompt: str, tokens: int, **sampling: Any) -> str:
+        """Continue ``prompt`` by ``tokens`` tokens; ``sampling``: as for :func:`lockstep.recipes.text.gpt.generate`."""
         end = self.tokenizer.end
         ids = self.tokenizer.encode(prompt).tolist() or [end]
-        found = self.tokenizer.decode(generate(model, ids, tokens, context=self.config.context, end=end, **how))
+        text = self.tokenizer.decode(generate(model, ids, tokens, context=self.config.context, end=end, **sampling))
         # Control characters could change the terminal.
-        return prompt + "".join(c if c.isprintable() or c in "\n\t" else "�" for c in found)
+        return prompt + "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
     def remarks(self, model: nn.Module | None = None) -> list[str]:
         if model is None or not self.config.sample_tokens:
@@ -268,4 +288,4 @@ class TextTask(Task):
         return self.tokenizer.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tokenizer = tokenizer_of(**state)
+        self.tokenizer = tokenizer_of(state["tokenizer"], state.get("end"))

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 
 
 def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) -> nn.Module:
-    """The model of a config.json (with new weights), or of a folder (with its weights, where it has some), in float32.
+    """The model of a config.json (with new weights), or of a folder (with its weights, if it has some), in float32.
 
     Raises:
         UnsupportedError: a library is not installed. ConfigError: no such model, it is too small for the tokens, or
@@ -34,8 +34,9 @@ def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) 
             model = auto.from_config(config.get_text_config(decoder=True), dtype=torch.float32)
         model.config.use_cache = False
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"transformers cannot make a causal language model of {path}"
-        raise ConfigError(what, why=str(error)[:300], fix="check task.model") from None
+        raise ConfigError(
+            f"transformers cannot make a causal language model of {path}", why=str(error)[:300], fix="check task.model"
+        ) from None
     _check_sizes(path, config.get_text_config(decoder=True), vocabulary, context)
     if lora:
         model = _with_adapters(path, model, lora)
@@ -58,8 +59,11 @@ def _with_adapters(path: Path, model: Any, lora: int) -> Any:
         try:
             return peft.get_peft_model(model, settings)
         except ValueError as error:
-            what, fix = f"peft has no adapters for the model of {path}", "leave task.lora out, or use another model"
-            raise ConfigError(what, why=str(error)[:300], fix=fix) from None
+            raise ConfigError(
+                f"peft has no adapters for the model of {path}",
+                why=str(error)[:300],
+                fix="leave task.lora out, or use another model",
+            ) from None
 
 
 def _check_sizes(path: Path, config: Any, vocabulary: int, context: int) -> None:
@@ -67,32 +71,38 @@ def _check_sizes(path: Path, config: Any, vocabulary: int, context: int) -> None
         raise ConfigError(
             f"the model of {path} has {config.vocab_size} tokens, and the tokenizer {vocabulary}",
             why="the model has no embedding for the others",
-            fix="use the model's own tokenizer (task.tokenizer=tokenizer.json), or a smaller task.vocabulary",
+            fix="use the model's tokenizer (task.tokenizer=tokenizer.json), or a smaller task.vocabulary",
         )
     longest = getattr(config, "max_position_embeddings", context)
     if 0 < longest < context:  # -1: any number
-        what = f"the model of {path} takes {longest} tokens, and task.context is {context}"
-        raise ConfigError(what, fix="lower task.context")
+        raise ConfigError(
+            f"the model of {path} takes {longest} tokens, and task.context is {context}", fix="lower task.context"
+        )
 
 
 @torch.no_grad()
 def _check_attention(path: Path, model: Any, vocabulary: int, *, packs: bool) -> None:
-    """Compare what the model says of tokens whose later tokens, or whose other documents, are changed."""
+    """Compare logits of tokens before and after later tokens, or other documents, are changed."""
     device = next(model.parameters()).device
     ids = torch.full((1, 8), vocabulary - 1, device=device)
-    later, other = ids.clone(), ids.clone()
-    later[:, 4:], other[:, :4] = vocabulary - 2, vocabulary - 2
+    later = ids.clone()
+    other = ids.clone()
+    later[:, 4:] = vocabulary - 2
+    other[:, :4] = vocabulary - 2
     trains = model.training
     model.eval()
     try:
         sees_later = _differ(model(ids)[:, :4], model(later)[:, :4])
         if packs:
             documents = torch.tensor([[1] * 4 + [2] * 4], device=device)
-            mask, places = causal_mask(documents), torch.tensor([[0, 1, 2, 3] * 2], device=device)
-            packed = {"attention_mask": mask, "position_ids": places}
-            sees_other = _differ(model(ids, **packed)[:, 4:], model(other, **packed)[:, 4:])
-    except Exception as error:  # each model has its own
-        why, fix = f"{type(error).__name__}: {str(error)[:300]}", "use another model"
+            mask = causal_mask(documents)
+            positions = torch.tensor([[0, 1, 2, 3] * 2], device=device)
+            packed = model(ids, attention_mask=mask, position_ids=positions)
+            with_other = model(other, attention_mask=mask, position_ids=positions)
+            sees_other = _differ(packed[:, 4:], with_other[:, 4:])
+    except Exception as error:  # of any class, by model
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        fix = "use another model"
         with_mask = " with task.pack" if packs else ""
         raise ConfigError(f"the model of {path} cannot be called on tokens{with_mask}", why=why, fix=fix) from None
     model.train(trains)
@@ -103,17 +113,22 @@ def _check_attention(path: Path, model: Any, vocabulary: int, *, packs: bool) ->
             fix='set "is_decoder": true in its config.json, or use a model that generates text',
         )
     if packs and sees_other:
-        what, fix = f"the model of {path} cannot be trained with task.pack", "leave task.pack out, or use another model"
-        raise ConfigError(what, why="it does not keep the documents of a window apart", fix=fix)
+        raise ConfigError(
+            f"the model of {path} cannot be trained with task.pack",
+            why="it does not keep the documents of a window apart",
+            fix="leave task.pack out, or use another model",
+        )
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() > 1e-5 * one.abs().max())
+def _differ(logits: Tensor, other_logits: Tensor) -> bool:
+    return bool((logits - other_logits).abs().max() > 1e-5 * logits.abs().max())
 
 
 def _import(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError:
-        what = f"the package {name}, which task.model and task.lora need, is not installed"
-        raise UnsupportedError(what, fix="pip install 'lockstep-train[transformers]'") from None
+        raise UnsupportedError(
+            f"the package {name}, which task.model and task.lora need, is not installed",
+            fix="pip install 'lockstep-train[transformers]'",
+        ) from None
