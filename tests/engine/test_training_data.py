@@ -144,6 +144,16 @@ class Rows(UserDict[str, torch.Tensor]):
         return self
 
 
+class SamplesOfColumns(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets([Rows(x=x, y=y) for x, y in zip(*arrays(32, 1), strict=True)])
+
+
+def test_samples_that_iterate_over_their_rows_are_planned_by_their_columns() -> None:
+    multiply_adds = [lockstep.plan(task, devices="cpu").task.multiply_adds for task in (SamplesOfColumns(), Toy())]
+    assert multiply_adds[0] == multiply_adds[1] > 0
+
+
 class Batched:
     """Gives finished batches: a dictionary, or rows."""
 

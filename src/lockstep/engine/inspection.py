@@ -158,7 +158,8 @@ def _largest(sample: Any) -> int:
     if isinstance(sample, Tensor | np.ndarray):
         return math.prod(sample.shape)
     if isinstance(sample, Mapping):
-        return max(map(_largest, sample.values()), default=0)
+        names = [*sample.keys()]  # iterating a TensorDict gives its rows
+        return max((_largest(sample[name]) for name in names), default=0)
     if isinstance(sample, (list, tuple)):
         return max(len(sample) if type(sample) is list else 0, *map(_largest, sample), 0)
     return 0
