@@ -23,7 +23,7 @@ from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import EndedBy
-from lockstep.engine.strategies.reducers import FLAG_INTERVAL, StepSums
+from lockstep.engine.strategies.reducers import FLAG_INTERVAL, step_sums
 from lockstep.engine.task import Task
 from lockstep.lightning.dataloaders import Step, epoch_steps
 from lockstep.rundir.heartbeat import Activity, pulse
@@ -235,7 +235,7 @@ class RunLogCallback(Checkpoint):
     def _agree(self, trainer: pl.Trainer) -> None:
         """Sum losses and requests over ranks, so that all of them act on the same step."""
         over, self._losses, losses = self._is_epoch_over, [], self._losses
-        sums = StepSums(trainer.strategy.root_device)
+        sums = step_sums(trainer.strategy.root_device)
         sums.begin(self._log.requests(self._state.step))
         for loss, size in losses:
             sums.add(loss.double() * size, size)

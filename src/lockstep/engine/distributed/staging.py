@@ -6,7 +6,6 @@ through the host. Without a process group, one process is a group of one.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -135,38 +134,6 @@ def all_reduce(
     return sent.to(tensor.device)
 
 
-class AdaptiveSpin:
-    """Spin, then sleep, while gloo carries a message; sleep at once for a while where spinning was in vain.
-
-    A rank that sleeps is woken late: on two cores whose threads all compute, a third of short messages took 3 ms
-    longer. One that spins takes its core from others, if there are more threads than cores. Then messages outlast the
-    spin, and the next ones are waited for asleep, for longer each time.
-    """
-
-    #: 2 ms made a session's steps on two cores 1.05 to 1.37 times as long as DDP's; this one, 1.00 to 1.05.
-    SPIN_S = 0.0003
-    MOST_ASLEEP = 64
-
-    def __init__(self) -> None:
-        self._asleep = 0
-        self._next = 1
-
-    def spin(self, work: dist.Work) -> bool:
-        """Whether ``work`` is done, as far as is known."""
-        if self._asleep:
-            self._asleep -= 1
-            return False
-        until = time.monotonic() + self.SPIN_S
-        while not work.is_completed():
-            if time.monotonic() > until:
-                self._asleep, self._next = self._next, min(2 * self._next, self.MOST_ASLEEP)
-                return False
-            os.sched_yield()
-        self._next = 1
-        return True
-
-
-_spin = AdaptiveSpin()
 #: How often a rank that waits looks where the others are, seconds.
 LOOK_S = 1.0
 _LOOK = timedelta(seconds=LOOK_S)
@@ -176,7 +143,6 @@ def wait(
     work: dist.Work | None,
     group: Group = None,
     look: Callable[[], object] | None = None,
-    spin: AdaptiveSpin = _spin,
 ) -> None:
     """Wait for a collective that was called with ``async_op`` on ``group``, of which this rank is one.
 
@@ -184,7 +150,7 @@ def wait(
         look: called now and then while gloo waits; raises when another rank will not come.
     """
     assert work is not None
-    if dist.get_backend(group) == dist.Backend.GLOO and not spin.spin(work) and look is not None:
+    if look is not None and dist.get_backend(group) == dist.Backend.GLOO:
         while not work.is_completed():
             with suppress(RuntimeError):  # not done in time; the error of a failed one is raised again below
                 work.wait(_LOOK)

@@ -20,7 +20,7 @@ from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.prepared import Owned, PreparedModels, parameters_of
 from lockstep.engine.strategies.exact import LaneSums
-from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, StepSums
+from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, step_sums
 from lockstep.engine.task import Scheduler
 from lockstep.engine.trained import is_mean, refuse_mean
 from lockstep.errors import TaskError, UnsupportedError
@@ -83,7 +83,7 @@ class SessionOptimizer:
         self.name, self.optimizer, self._rank, self._device = name, prepared.optimizers[name], rank, rank.device
         optimizer, self._look, self._group = self.optimizer, look, group
         self._divided = None if shards is None else shards.of(optimizer)
-        self._reducer: Reducer = Alone() if shards is None else StepSums(rank.device, float(rank.collectives.size))
+        self._reducer: Reducer = Alone() if shards is None else step_sums(rank.device, float(rank.collectives.size))
         schedulers = [one for one in prepared.schedulers.values() if one.optimizer is optimizer]
         self._scheduler = schedulers[-1] if schedulers else None
         self._max_norm = rank.config.training.max_grad_norm

@@ -21,7 +21,7 @@ from lockstep._compat.torch import broadcast_module, check_shapes
 from lockstep.config import RunConfig
 from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.strategies.base import Asked, RanksStrategy, Replica, Strategy
-from lockstep.engine.strategies.reducers import Flags, GradientBuckets, Reduced, Reducer, StepSums
+from lockstep.engine.strategies.reducers import Flags, GradientBuckets, Reduced, Reducer, step_sums
 from lockstep.planning import Plan
 
 #: torch 2.13 renamed the argument.
@@ -85,7 +85,7 @@ class DdpStrategy(RanksStrategy):
         self._by_hand = False
 
     def _make_reducer(self) -> Reducer:
-        return StepSums(self._device, float(dist.get_world_size()))
+        return step_sums(self._device, float(dist.get_world_size()))
 
     def _wrap(self) -> None:
         self._ddp = DistributedDataParallel(Asked(self._model, self.module), init_sync=False, **self._settings)

@@ -38,7 +38,7 @@ from lockstep.engine.partition import (
     pick,
 )
 from lockstep.engine.strategies.base import Asked, RanksStrategy, Replica
-from lockstep.engine.strategies.reducers import Reducer, StepSums
+from lockstep.engine.strategies.reducers import Reducer, step_sums
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError, many
 from lockstep.hardware.world import World
@@ -158,7 +158,7 @@ class FsdpStrategy(RanksStrategy):
         self._sharded = sharded
 
     def _make_reducer(self) -> Reducer:
-        return StepSums(self._device, float(dist.get_world_size()))
+        return step_sums(self._device, float(dist.get_world_size()))
 
     def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
         with self._sits_out() if request.ghost else nullcontext():

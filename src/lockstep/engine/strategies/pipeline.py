@@ -31,7 +31,7 @@ from lockstep.engine.distributed.staging import all_reduce, to_host, wire_device
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.base import Replica, Strategy
-from lockstep.engine.strategies.reducers import Flags, Reduced, Reducer, StepSums
+from lockstep.engine.strategies.reducers import Flags, Reduced, Reducer, step_sums
 from lockstep.engine.strategies.stages import (
     Answer,
     Inputs,
@@ -170,7 +170,7 @@ class PipelineStrategy(Strategy):
             self._arrived = lambda batch: batch
 
     def _make_reducer(self) -> Reducer:
-        return StepSums(self._device)
+        return step_sums(self._device)
 
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._reducer.begin(flags)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import foreach_copy_
-from lockstep.engine.distributed.staging import AdaptiveSpin, Group, all_reduce, wait, wire_device, world_size
+from lockstep.engine.distributed.staging import Group, all_reduce, wait, wire_device, world_size
 from lockstep.errors import TaskError
 
 #: Bytes of a bucket; the first one is smaller, so that it can be sent early (both as in DistributedDataParallel).
@@ -44,13 +44,6 @@ class Reduced(NamedTuple):
     count: Tensor | float  # type: ignore[assignment]  # hides tuple.count()
     divisor: float
     flags: Flags | None
-
-
-def read_sums(sums: Tensor, step: int, divisor: float, *, announced: bool) -> Reduced:
-    """Total, count and flags from their sums over ranks. Reading flags waits for a GPU, so not every step does."""
-    reads = sums.device.type == "cpu" or step % FLAG_INTERVAL == 0
-    flags = check_change(Flags(*sums[2:].tolist()), world_size(None), announced=announced) if reads else None
-    return Reduced(sums[0].clone(), sums[1].clone(), divisor, flags)
 
 
 def check_change(flags: Flags, ranks: int, *, announced: bool) -> Flags:
@@ -100,41 +93,6 @@ class Alone:
         return Reduced(self._total, self._count, 1.0, self._flags)
 
 
-class StepSums:
-    """Loss, count and flags of a step, summed over all ranks while the backward pass runs.
-
-    ``divisor``: what the gradients are divided by elsewhere.
-    """
-
-    def __init__(self, device: torch.device, divisor: float = 1.0) -> None:
-        self._sums = torch.zeros(2 + len(Flags._fields), dtype=torch.float64, device=device)
-        self._work: dist.Work | None = None
-        self._divisor, self._announces, self._is_sent = divisor, False, False
-
-    def begin(self, flags: Flags) -> None:
-        self._is_sent, self._announces = False, flags.changed > 0
-        self._sums.zero_()
-        if any(flags):
-            self._sums[2:] = torch.tensor(flags, dtype=torch.float64)
-
-    def add(self, total: Tensor | float, count: Tensor | float, *, is_last: bool = False) -> None:
-        self._sums[0] += total.detach() if isinstance(total, Tensor) else total
-        self._sums[1] += count
-        if is_last:
-            self._send()
-
-    def _send(self) -> None:
-        self._is_sent = True
-        self._work = dist.all_reduce(self._sums, async_op=True) if dist.is_initialized() else None
-
-    def reduced(self, step: int) -> Reduced:
-        if not self._is_sent:
-            self._send()
-        if self._work is not None:
-            wait(self._work)
-        return read_sums(self._sums, step, self._divisor, announced=self._announces)
-
-
 def pack(total: Any, count: Any, flags: Flags) -> list[Any]:
     """Numbers of a rank, for sums in float32: a count of whole items below 2³⁶ comes through exactly.
 
@@ -164,6 +122,7 @@ class GradientBuckets:
         parameters: the same on all ranks, in the same order.
         cap_bytes: of a bucket; 0: one for all gradients of a type.
         look: called now and then while gloo waits; raises when another rank will not come.
+        divisor: of the gradients, where others reduce them.
     """
 
     def __init__(
@@ -174,9 +133,11 @@ class GradientBuckets:
         *,
         cap_bytes: int = 0,
         look: Callable[[], None] | None = None,
+        divisor: float = 1.0,
     ) -> None:
         self.parameters = list(parameters)
-        self._group, self._look, self._spin = group, look, AdaptiveSpin()
+        self._divisor = divisor
+        self._group, self._look = group, look
         self._staged = wire_device(device, group) != device
         *split, last = _split(self.parameters, cap_bytes)
         self._buckets = [*(_Bucket(part, device, 0) for part in split), _Bucket(last, device, NUMBERS)]
@@ -216,6 +177,8 @@ class GradientBuckets:
         self._total = self._total + _number(total)
         self._count = self._count + _number(count)
         self._parts += 1
+        if is_last and not self.parameters:  # the numbers travel while the backward pass runs
+            self.send()
 
     def send(self) -> None:
         """Send all that has not been sent, and the numbers with it."""
@@ -242,7 +205,7 @@ class GradientBuckets:
         if not (self._reads or tail.device.type == "cpu" or step % FLAG_INTERVAL == 0):
             # Zeros stand in for a gradient that no rank has, until numbers are read again.
             total, count, _ = unpack(tail[:-3].double())
-            return Reduced(total, count, 1.0, None)
+            return Reduced(total, count, self._divisor, None)
         *numbers, parts, squares, unused = tail.tolist()
         if unused:
             self._reads = True
@@ -251,12 +214,12 @@ class GradientBuckets:
         ranks = world_size(self._group)
         self.is_uneven = ranks * squares != parts**2
         check_change(flags, ranks, announced=self._flags.changed > 0)
-        return Reduced(torch.tensor(total, dtype=torch.float64), count, 1.0, flags)
+        return Reduced(torch.tensor(total, dtype=torch.float64), count, self._divisor, flags)
 
     @torch.no_grad()  # gradients may have a graph (create_graph)
     def _launch(self, bucket: _Bucket) -> None:
         gradients = [p.grad for p in bucket.parameters]
-        if all(map(is_not, gradients, repeat(None))):
+        if gradients and all(map(is_not, gradients, repeat(None))):
             foreach_copy_(bucket.pieces, gradients)
         else:
             for piece, gradient in zip(bucket.pieces, gradients, strict=True):
@@ -278,7 +241,7 @@ class GradientBuckets:
         if not self.is_launched:
             return
         for bucket in self._buckets:
-            wait(bucket.work, self._group, self._look, self._spin)
+            wait(bucket.work, self._group, self._look)
             if self._staged:
                 bucket.flat.copy_(bucket.sent)
         self._launched = 0
@@ -291,6 +254,11 @@ class GradientBuckets:
         anywhere = all_reduce(torch.tensor(self._used, dtype=torch.float32, device=self._tail.device), self._group)
         for parameter, number in zip(self.parameters, anywhere.tolist(), strict=True):
             parameter.grad = parameter.grad if number else None
+
+
+def step_sums(device: torch.device, divisor: float = 1.0) -> Reducer:
+    """Sum the numbers of a step over ranks, beside gradients that torch reduces and divides by ``divisor``."""
+    return GradientBuckets((), device, divisor=divisor) if dist.is_initialized() else Alone()
 
 
 def _number(value: Tensor | float) -> Tensor | float:
