@@ -22,7 +22,7 @@ MODULES = "LOCKSTEP_STRATEGIES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySpec:
-    """What a strategy is, as properties that other modules ask for.
+    """The properties of a strategy that other modules ask for.
 
     Attributes:
         name: the value of ``hardware.strategy``. ``summary``: for help and reasons.
@@ -33,11 +33,11 @@ class StrategySpec:
         state: each device has all parameters (``replicated``), a part of every one (``sharded``), or some of the
             model's stages, so that all devices work on the same samples (``staged``).
         forward_is_collective: ranks communicate in each forward pass, so all must make the same number of them.
-        messages: what a step sends: gradients by ``all-reduce``, or blocks by ``gather``; ``None``: its speed is not
-            forecast.
+        messages: content of a step's messages, gradients by ``all-reduce``, or blocks by ``gather``; ``None``: its
+            speed is not forecast.
         settings: keys that no other strategy reads; the name of a section stands for all of its keys.
         note: printed in the plan of a run that uses it.
-        refuses: called with the devices of this node; raises a :class:`LockstepError` where it cannot use them.
+        refuses: called with the devices of this node; raises a :class:`LockstepError` if it cannot use them.
         memory: called with the bytes by kind (parameters, gradients, …) of a step on one device, and the number of
             devices; returns the bytes by kind on each of them. ``None``: follows from ``state``.
     """
@@ -77,18 +77,18 @@ class StrategySpec:
         return self.state != "replicated"
 
 
-def _refuse_repeated(strategy: str, devices: tuple[str, ...], why: str) -> None:
+def _refuse_repeated(strategy: str, devices: tuple[str, ...], reason: str) -> None:
     if devices[0] != "cpu" and len(set(devices)) < len(devices):
         raise UnsupportedError(
             f"strategy {strategy} cannot use a GPU twice ({', '.join(devices)})",
-            why=why,
+            why=reason,
             fix="name each GPU once, or use --strategy ddp",
         )
 
 
 def _refuse_for_fsdp(devices: tuple[str, ...]) -> None:
-    why = "two ranks on one GPU communicate over gloo, which cannot scatter gradients on a GPU"
-    _refuse_repeated("fsdp", devices, why)
+    reason = "two ranks on one GPU communicate over gloo, which cannot scatter gradients on a GPU"
+    _refuse_repeated("fsdp", devices, reason)
 
 
 def _refuse_for_dp(devices: tuple[str, ...]) -> None:
@@ -203,12 +203,12 @@ def _load() -> None:
     modules = filter(None, os.environ.get(MODULES, "").split(","))
     for point in (*(EntryPoint(module, module, GROUP) for module in modules), *entry_points(group=GROUP)):
         try:
-            found = point.load()
-            if isinstance(found, StrategySpec):
-                _KNOWN.setdefault(found.name, found)
+            spec = point.load()
+            if isinstance(spec, StrategySpec):
+                _KNOWN.setdefault(spec.name, spec)
         except LockstepError:
             raise
-        except Exception as error:  # whatever the package's own code raises
+        except Exception as error:  # any error of the package's code
             raise ConfigError(
                 f"the strategy of {point.value} cannot be imported", why=f"{type(error).__name__}: {error}"
             ) from error

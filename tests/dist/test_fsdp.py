@@ -26,7 +26,7 @@ from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.partition import Undivided
-from lockstep.engine.rank_context import writing
+from lockstep.engine.rank_context import RankContext, writing
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.timeout(600)
 def undivided(task: Task, model: nn.Module, world: World, precision: str = "32", **sections: Any) -> Undivided:
     plan: Any = SimpleNamespace(placement={"precision": precision}, seed=0)
     nothing: Any = None
-    return Undivided(task, model, RunConfig(**sections), plan, nothing, CPU, world, nothing)
+    return Undivided(task, model, nothing, RankContext(nothing, world, RunConfig(**sections), plan, CPU, nothing))
 
 
 class Case(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 
 def node_of(dataset: Any) -> tuple[int, int] | None:
     """Rank and number of ranks of Hugging Face's ``split_dataset_by_node``, if it has divided ``dataset``."""
-    found = getattr(dataset, "_distributed", None)
-    return None if found is None or not hasattr(found, "world_size") else (found.rank, found.world_size)
+    node = getattr(dataset, "_distributed", None)
+    return None if node is None or not hasattr(node, "world_size") else (node.rank, node.world_size)
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:

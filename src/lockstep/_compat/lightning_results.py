@@ -1,4 +1,4 @@
-"""What a module logs on several ranks: names are agreed on before values (private names of Lightning)."""
+"""Reduce values that a module logs on several ranks, after agreeing on their names (private names of Lightning)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def agree_on_names(trainer: Trainer) -> None:
     """Let the ranks of ``trainer`` agree on the names of logged values before they reduce them."""
     connector: Any = trainer._logger_connector
     connector.__class__ = AgreedConnector
-    connector.batches, connector.names, connector.has_logged, connector.group = 0, [], False, None
+    connector.batches = 0
+    connector.names = []
+    connector.has_logged = False
+    connector.group = None
     connector.mixed = torch.zeros((), dtype=torch.bool, device=trainer.strategy.root_device)
     training = trainer.fit_loop.epoch_loop
     loops: list[Any] = [training, training.val_loop, trainer.validate_loop, trainer.test_loop]
@@ -66,7 +69,8 @@ class NamedReduce:
     """
 
     def __init__(self, name: str, connector: AgreedConnector) -> None:
-        self._name, self._connector = name, connector
+        self._name = name
+        self._connector = connector
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NamedReduce) and other._name == self._name
@@ -106,7 +110,8 @@ class AgreedConnector(_LoggerConnector):
         """Whether other ranks lack the evaluation batch in progress."""
         if not self.batches or not self.trainer.evaluating:
             return False
-        samplers, results = evaluation_samplers(self.trainer), self.trainer._results
+        samplers = evaluation_samplers(self.trainer)
+        results = self.trainer._results
         index = None if results is None else results.dataloader_idx
         samplers = samplers if index is None else [samplers[index]]
         return any(self.batches > getattr(sampler, "rounds", self.batches) for sampler in samplers)
@@ -131,7 +136,7 @@ class AgreedConnector(_LoggerConnector):
         except RuntimeError as error:
             logged = ", ".join(self.names) or "nothing"
             raise CollectiveError(
-                "the other ranks did not log what this one does with self.log(…, sync_dist=True)",
+                "the other ranks did not log the values of this one with self.log(…, sync_dist=True)",
                 why=f"in this step it has logged {logged}; a value that is logged on_step is reduced at once",
                 fix=_SAME_NAMES,
             ) from error
@@ -214,10 +219,11 @@ class AgreedResults(_ResultCollection):
         super().log(fx, name, *args, **kwargs)
 
     def pending(self) -> dict[str, dict[str, Any]]:
-        """What the epoch's values are made of that ranks have still to reduce, by key."""
+        """Describe the epoch's values that ranks have still to reduce, by key."""
         pending = {}
         for key, metric in self.valid_items():
-            meta, sync = metric.meta, metric.meta.sync
+            meta = metric.meta
+            sync = metric.meta.sync
             reduces = not metric.is_tensor or (sync.should and not sync.rank_zero_only and sync.group is None)
             if meta.on_epoch and metric._computed is None and reduces:
                 settings = {part.name: getattr(meta, part.name) for part in fields(meta) if part.name != "_sync"}
@@ -227,7 +233,8 @@ class AgreedResults(_ResultCollection):
 
     def join(self, key: str, described: dict[str, Any]) -> None:
         """Take part in a value that other ranks have logged, with nothing to add."""
-        trainer, is_tensor = self._connector.trainer, described["is_tensor"]
+        trainer = self._connector.trainer
+        is_tensor = described["is_tensor"]
         meta = _Metadata(**described["settings"])
         reduce = NamedReduce(meta.name, self._connector)
         meta.sync = _Sync(fn=reduce, _should=is_tensor, _op=described["op"])

@@ -37,8 +37,8 @@ def _kernel(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise missing("torch", f"torch.{name}")
 
-    found: Callable[..., Any] = getattr(torch, name, refuse)
-    return found
+    kernel: Callable[..., Any] = getattr(torch, name, refuse)
+    return kernel
 
 
 foreach_add_ = _kernel("_foreach_add_")
@@ -88,14 +88,14 @@ _engine: Any = getattr(Variable, "_execution_engine", None)
 
 def backward(total: Tensor, seed: Tensor) -> None:
     """``total.backward(seed)`` without its checks of the seed, which import SymPy and cost as much as a small layer."""
-    if _engine is None:
+    if _engine is None or type(total) is not Tensor:
         total.backward(seed)
     else:
         _engine.run_backward((total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def saved(node: Any, name: str) -> Any:
-    """What a node of the graph saved for its backward pass as ``name``; ``None`` if it did not."""
+    """Return the value that a node of the graph saved for its backward pass as ``name``; ``None`` if it did not."""
     return getattr(node, f"_saved_{name}", None)
 
 
@@ -127,11 +127,12 @@ def buffers_of(layer: nn.Module) -> MutableMapping[str, Tensor | None]:
 
 
 class _ScriptedBuffers(UserDict[str, Any]):
-    """The buffers of a TorchScript module, whose own mapping cannot be iterated over; it takes values as attributes."""
+    """The buffers of a TorchScript module, whose mapping cannot be iterated over; it takes values as attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.data = layer, dict(layer.named_buffers(recurse=False, remove_duplicate=False))
+        self.layer = layer
+        self.data = dict(layer.named_buffers(recurse=False, remove_duplicate=False))
 
     def __setitem__(self, name: str, value: Tensor | None) -> None:
         self.data[name] = value
@@ -170,8 +171,8 @@ _HAS_KERNELS = None not in (fused_adam_, fused_adamw_, *_HOOKS_OF_ALL)
 
 def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
     """``tensors``, of divided ones the parts that are here, and how often each has been written to; -1: ``None``."""
-    own = [t if type(t) is Tensor else getattr(t, "_local_tensor", t) for t in tensors]  # a miss is slow
-    return own, [-1 if tensor is None else tensor._version for tensor in own]
+    local = [t if type(t) is Tensor else getattr(t, "_local_tensor", t) for t in tensors]  # a miss is slow
+    return local, [-1 if tensor is None else tensor._version for tensor in local]
 
 
 def has_scaled(scaler: torch.amp.GradScaler) -> bool:
@@ -186,7 +187,8 @@ def differ(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int
 
 def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:
     """Call ``before`` in ``made.step()``, a hook that :func:`needs_own_step` does not count; undone by the result."""
-    handle, made._lockstep_guards = made.register_step_pre_hook(before), 1
+    handle = made.register_step_pre_hook(before)
+    made._lockstep_guards = 1
 
     def undo() -> None:
         handle.remove()
@@ -197,14 +199,14 @@ def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:
 
 def needs_own_step(made: Any) -> bool:
     """Whether ``made.step()`` must be called: for its hooks, or a profiler that shows it, or without fused kernels."""
-    own = vars(made).get("step")
+    override = vars(made).get("step")
     return bool(
         not _HAS_KERNELS
         or len(made._optimizer_step_pre_hooks) > getattr(made, "_lockstep_guards", 0)
         or made._optimizer_step_post_hooks
         or any(_HOOKS_OF_ALL)
         # A scheduler of torch's wraps it to note that a step was taken, which note_step() has noted for good.
-        or (own is not None and not hasattr(own, _WRAPPED))
+        or (override is not None and not hasattr(override, _WRAPPED))
         or _profiler_enabled()
     )
 
@@ -215,7 +217,7 @@ def has_scheduler(made: Optimizer) -> bool:
 
 
 def note_step(made: Optimizer) -> None:
-    """What a scheduler's wrapper of ``step()`` notes, for an optimizer whose kernels are called directly."""
+    """Note a step as a scheduler's wrapper of ``step()`` does, for an optimizer whose kernels are called directly."""
     made._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -225,7 +227,7 @@ def takes_found_inf(made: Optimizer) -> bool:
 
 
 def take_step(made: Any) -> None:
-    """``made.step()`` without the wrappers in which torch imports its compiler, where they do nothing."""
+    """Call ``made.step()``, if possible without the wrappers in which torch imports its compiler."""
     if (
         needs_own_step(made)
         or not type(made).__module__.startswith("torch.optim.")
@@ -296,9 +298,9 @@ def broadcast_module(model: nn.Module) -> None:
 
     assert dist.group.WORLD is not None
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    others = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype not in SENT_TYPES}
-    _sync_module_states(model, dist.group.WORLD, 250 * 2**20, 0, others)  # 250 MB at a time
-    for tensor in others.values():
+    unusual = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype not in SENT_TYPES}
+    _sync_module_states(model, dist.group.WORLD, 250 * 2**20, 0, unusual)  # 250 MB at a time
+    for tensor in unusual.values():
         sent = tensor.contiguous().reshape(-1).view(torch.uint8)
         dist.broadcast(sent, 0)
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
@@ -336,8 +338,8 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     inner = within_wrapper(model)
     if inner is not model:
 
-        def call(*args: Any, **how: Any) -> Any:  # a frame that is compiled even where the module is one of torch's
-            return inner._call_impl(*args, **how)
+        def call(*args: Any, **kwargs: Any) -> Any:  # a frame that is compiled even where the module is one of torch's
+            return inner._call_impl(*args, **kwargs)
 
         inner._compiled_call_impl = cast(Any, model).dynamo_ctx(call)
     for module in list(inner.modules()):
@@ -353,12 +355,12 @@ def has_compiled(model: nn.Module) -> bool:
 
 
 def within_wrapper(model: nn.Module) -> Any:
-    """The module that ``torch.compile(module)`` was given, if ``model`` is what it returned; else ``model``."""
+    """Return the module inside the wrapper of ``torch.compile(module)``, or ``model``, if it is no wrapper."""
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    found: Any = model
-    while isinstance(found, wrapper):
-        found = found._orig_mod
-    return found
+    module: Any = model
+    while isinstance(module, wrapper):
+        module = module._orig_mod
+    return module
 
 
 def fsdp_reduce_scatter() -> Any:
@@ -389,7 +391,7 @@ def worker_processes(iterator: Any) -> list[Any]:
 
 
 def child_handler_set(value: bool | None = None) -> bool:
-    """Whether ``DataLoader`` has installed its handler of SIGCHLD; ``value`` sets what it believes."""
+    """Whether ``DataLoader`` has installed its handler of SIGCHLD; ``value`` sets its flag."""
     from torch.utils.data._utils import signal_handling
 
     before: bool = signal_handling._SIGCHLD_handler_set

@@ -15,7 +15,7 @@ __all__ = ["Metric", "MetricCollection"]
 
 @contextlib.contextmanager
 def without_sync() -> Iterator[None]:
-    """Inside, every metric computes from its own states, without a collective."""
+    """Inside, every metric computes from its local states, without a collective."""
     sync = Metric.sync
     Metric.sync = lambda *arguments, **named: None  # type: ignore[method-assign]
     try:
@@ -32,7 +32,8 @@ def unequal_lists() -> Iterator[None]:
     sync, gather = Metric._sync_dist, MeanAveragePrecision._gather_tuple_list
 
     def sync_dist(metric: Metric, dist_sync_fn: Any, process_group: Any = None) -> None:
-        group, all_states = process_group or metric.process_group, metric._reductions
+        group = process_group or metric.process_group
+        all_states = metric._reductions
         states = {name: getattr(metric, name) for name, reduction in all_states.items() if reduction is None}
         lists = {name: values for name, values in states.items() if isinstance(values, list)}
         try:
@@ -101,15 +102,15 @@ def grouped_by_chance(metrics: Any) -> list[tuple[str, str]]:
         return []
     return [
         (first, second)
-        for (first, one), (second, other) in combinations(metrics_by_name(metrics).items(), 2)
-        if one._defaults and one._defaults.keys() == other._defaults.keys() and not _updates_alike(one, other)
+        for (first, metric), (second, other) in combinations(metrics_by_name(metrics).items(), 2)
+        if metric._defaults and metric._defaults.keys() == other._defaults.keys() and not _updates_alike(metric, other)
     ]
 
 
-def _updates_alike(one: Metric, other: Metric) -> bool:
+def _updates_alike(metric: Metric, other: Metric) -> bool:
     """Whether both have the same ``update``, and the settings that both have are equal."""
-    settings = {name: value for name, value in vars(one).items() if not name.startswith("_") and not callable(value)}
-    shared = settings.keys() & vars(other).keys() - one._defaults.keys()
-    return type(one).update is type(other).update and all(
+    settings = {name: value for name, value in vars(metric).items() if not name.startswith("_") and not callable(value)}
+    shared = settings.keys() & vars(other).keys() - metric._defaults.keys()
+    return type(metric).update is type(other).update and all(
         repr(settings[name]) == repr(vars(other)[name]) for name in shared
     )

@@ -44,7 +44,8 @@ class _Watch(TorchFunctionMode):
     def __init__(self, draws: set[str], off: Sequence[str]) -> None:
         super().__init__()
         self._draws = draws
-        self._no_dropout, self._no_batchnorm = "dropout" in off, "batchnorm" in off
+        self._no_dropout = "dropout" in off
+        self._no_batchnorm = "batchnorm" in off
 
     def __enter__(self) -> _Watch:
         self._before = _host_generators()
@@ -62,7 +63,8 @@ class _Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        kwargs = dict(kwargs or {})
         if func is F.batch_norm and self._no_batchnorm:
             call = signature(func).bind(*args, **kwargs)
             if call.arguments.get("running_mean") is not None:
@@ -110,7 +112,8 @@ class Watched(Task):
         self.draws: set[str] = set()
         layers = [m for m in model.modules() if isinstance(m, DropoutNd) and m.p]
         recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout]
-        self._off, quiet = off, list[nn.Module]()
+        self._off = off
+        quiet = list[nn.Module]()
         if "dropout" in off:
             for module in recurrent:
                 module.dropout = 0.0

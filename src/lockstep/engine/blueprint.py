@@ -23,7 +23,7 @@ def blueprint(task: Task) -> nn.Module:
 def trial_of(task: Task) -> Task:
     """A copy of ``task`` that may keep what its ``model()`` makes: the task itself would train a model without memory.
 
-    Containers are copied too, since a layer may be kept in one; what they hold is shared.
+    Containers are copied too, since a layer may be kept in one; their contents are shared.
     """
     trial = copy.copy(task)
     for name, value in vars(task).items():
@@ -33,11 +33,12 @@ def trial_of(task: Task) -> Task:
 
 
 def on_meta(task: Task) -> nn.Module:
-    before, model = dict(vars(trial_of(task))), None
+    before = dict(vars(trial_of(task)))
+    model = None
     with generators_kept():
         with contextlib.suppress(Exception), torch.device("meta"):  # it may need values; if not, it fails again
             model = build_model(task)
-        if model is None:  # only now, when what the first try has opened or locked is closed with its frames
+        if model is None:  # only now: the first try's files and locks are closed with its frames
             vars(task).clear()
             vars(task).update(before)
             model = build_model(task)

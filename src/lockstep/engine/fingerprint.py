@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ from lockstep.engine.task import Datasets
 from lockstep.errors import DataError, LockstepError
 
 #: Samples that a fingerprint reads, and the time limit for reading them a second time, in seconds.
-PROBES, AGAIN_S = 16, 1.0
+PROBES = 16
+AGAIN_S = 1.0
 #: Types of the same size, for values whose type NumPy lacks, by size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -31,21 +33,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:
     """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
 
-    The data set's own ``fingerprint()`` is used where it has one. All is read twice, the second time backwards and
-    for a second at most. What differs is left out of the hash, which then begins with ``~``, and is named. ``skips``:
+    A ``fingerprint()`` method of the data set replaces this. All is read twice, the second time backwards and for a
+    second at most. Parts that differ are left out of the hash, which then begins with ``~``, and are named. ``skips``:
     a sample that cannot be read is not an error.
     """
     samples = len(dataset)
     if hasattr(dataset, "fingerprint"):
-        given = str(dataset.fingerprint())
-        stable = given == str(dataset.fingerprint())
-        return (f"{samples}:{given}", ()) if stable else (f"{samples}:~", ("the data set's fingerprint()",))
+        fingerprint = str(dataset.fingerprint())
+        is_stable = fingerprint == str(dataset.fingerprint())
+        return (f"{samples}:{fingerprint}", ()) if is_stable else (f"{samples}:~", ("the data set's fingerprint()",))
     digest = hashlib.sha256()
     fields, unstable = _read_probes(dataset, digest, skips=skips)
     if not unstable:
         return f"{samples}:{digest.hexdigest()[:16]}", ()
-    kept = [(name, value) for of_sample in fields.values() for name, value in of_sample.items() if name not in unstable]
-    rest = hashlib.sha256(repr(kept).encode()).hexdigest()[:16] if kept else ""
+    hashes = chain.from_iterable(of_sample.items() for of_sample in fields.values())
+    stable = [(name, value) for name, value in hashes if name not in unstable]
+    rest = hashlib.sha256(repr(stable).encode()).hexdigest()[:16] if stable else ""
     return f"{samples}:~{rest}", tuple(sorted(unstable))
 
 
@@ -56,7 +59,9 @@ def _read_probes(
 
     ``digest`` takes in the samples; none is begun after ``limit_s`` seconds.
     """
-    fields, unstable, last = dict[int, dict[str, bytes]](), set[str](), len(dataset) - 1
+    fields = dict[int, dict[str, bytes]]()
+    unstable = set[str]()
+    last = len(dataset) - 1
     until = time.monotonic() + limit_s
     with generators_kept():
         for index in sorted({int(i) for i in np.linspace(0, last, PROBES)}) if last >= 0 else ():
@@ -95,8 +100,8 @@ def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
     named = {f"val {name}": part for name, part in datasets.named.items()} or {"val": datasets.val}
     splits = {"train": datasets.train, **named, "test": datasets.test}
     mine = {name: _split_of(dataset) for name, dataset in splits.items() if dataset is not None}
-    first, *others = collectives.all_gather(mine)
-    for rank, other in enumerate(others, 1):
+    first, *other_ranks = collectives.all_gather(mine)
+    for rank, other in enumerate(other_ranks, 1):
         for name in {**first, **other}:
             here, there = first.get(name), other.get(name)
             if here is None or there is None or not here.is_like(there):
@@ -114,8 +119,8 @@ def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
 
 def _split_of(dataset: Any) -> _Split:
     if hasattr(dataset, "fingerprint"):
-        given, again = str(dataset.fingerprint()), str(dataset.fingerprint())
-        return _Split(len(dataset), given if given == again else "", {}, set())
+        fingerprint = str(dataset.fingerprint())
+        return _Split(len(dataset), fingerprint if fingerprint == str(dataset.fingerprint()) else "", {}, set())
     return _Split(len(dataset), "", *_read_probes(dataset, hashlib.sha256(), skips=True, limit_s=AGAIN_S))
 
 
@@ -131,7 +136,7 @@ def _fields(sample: Any) -> dict[str, bytes]:
     if isinstance(sample, dict):
         return {f"the field {name!r}": _digest(value) for name, value in sample.items()}
     if isinstance(sample, (list, tuple)):
-        return {f"item {place}": _digest(value) for place, value in enumerate(sample)}
+        return {f"item {number}": _digest(value) for number, value in enumerate(sample)}
     return {"the content": _digest(sample)}
 
 
@@ -212,7 +217,7 @@ def feed(digest: Any, value: Any, around: tuple[int, ...] = ()) -> None:
 
 
 def _contents(value: Any) -> Any:
-    """What an object is pickled from. The bytes of a pickle depend on which equal parts are one object."""
+    """Return the pickled parts of an object. The bytes of a pickle depend on which equal parts are one object."""
     try:
         contents = value.__reduce_ex__(2)
     except Exception:  # whatever an object of the user's raises: then its type has to do
@@ -223,6 +228,6 @@ def _contents(value: Any) -> Any:
 
 
 def _digest(value: Any) -> bytes:
-    own = hashlib.sha256()
-    feed(own, value)
-    return own.digest()
+    digest = hashlib.sha256()
+    feed(digest, value)
+    return digest.digest()

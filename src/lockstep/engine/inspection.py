@@ -45,10 +45,11 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         check_dataset(dataset, split)
         if collate_of(task) is default_collate:
             check_frames(dataset)
-    trial, given = trial_of(task), task.lengths()
+    trial = trial_of(task)
+    sample_lengths = task.lengths()
     model = on_meta(trial)
     lr, scheduled = optimizer_facts(trial, model, task)
-    lengths = None if given is None else hash_lengths(check_lengths(given, len(datasets.train)))
+    lengths = None if sample_lengths is None else hash_lengths(check_lengths(sample_lengths, len(datasets.train)))
     before = _open_files()
     text, unstable = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")
     with generators_kept():
@@ -98,26 +99,27 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
 def _open_files() -> dict[tuple[str, str], str | None]:
     """The position of files that are open for reading, by descriptor and name; ``None`` of anything else that is open.
 
-    That is a database or a connection, for example. Empty where there is no /proc.
+    That is a database or a connection, for example. Empty without /proc.
     """
-    found: dict[tuple[str, str], str | None] = {}
+    positions: dict[tuple[str, str], str | None] = {}
     with contextlib.suppress(OSError):
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
-                number, file = link.name, link.readlink()
+                number = link.name
+                file = link.readlink()
                 _, position, _, flags, *_ = Path(f"/proc/self/fdinfo/{number}").read_text(encoding="ascii").split()
                 if int(number) > 2 and not file.is_relative_to("/proc"):
                     is_read = int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and file.is_file()
-                    found[number, str(file)] = position if is_read else None
-    return found
+                    positions[number, str(file)] = position if is_read else None
+    return positions
 
 
 def _monitor_of(task: Task) -> tuple[str, Mode]:
-    given: Any = task.monitor
-    name, mode = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
+    monitor: Any = task.monitor
+    name, mode = monitor if isinstance(monitor, (tuple, list)) and len(monitor) == 2 else (monitor, None)
     if mode not in ("min", "max"):
         raise TaskError(
-            f"the task's monitor is {given!r}",
+            f"the task's monitor is {monitor!r}",
             why="it names a metric, and whether its lowest or its highest value is the best",
             fix=f"monitor = ({name!r}, 'min') or ({name!r}, 'max')",
         )
@@ -125,7 +127,7 @@ def _monitor_of(task: Task) -> tuple[str, Mode]:
 
 
 def _metric_facts(task: Task) -> tuple[dict[str, Mode], str | None]:
-    """Whether the lowest or the highest value of a metric is the best, by name, where it says so; a remark on them.
+    """Return the direction of each metric that states one, by name, and a remark on the metrics.
 
     Raises:
         TaskError: metrics that cannot be used, or one with the name of the loss.
@@ -144,7 +146,7 @@ def _metric_facts(task: Task) -> tuple[dict[str, Mode], str | None]:
 def multiply_adds(model: nn.Module, dataset: Any) -> int:
     """Of a sample's forward pass, rather too many: as if each parameter were used at each position.
 
-    A position is what the first layer reads at once: its input features or channels, or one token.
+    A position is the input of the first layer's kernel: its input features or channels, or one token.
     """
     widths = (getattr(module, name, None) for module in model.modules() for name in ("in_features", "in_channels"))
     width = 1 if any(isinstance(m, nn.Embedding) for m in model.modules()) else next(filter(None, widths), 1)

@@ -1,4 +1,4 @@
-"""What one rank computes of a checkpoint, with the others: its metrics, from a model that is as it was trained."""
+"""Compute the metrics of a checkpoint with other ranks, from a model divided as in training."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from lockstep.errors import DataError
 
 def measure(reopened: Reopened) -> dict[str, Any]:
     """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
-    task, split = reopened.task, reopened.wanted.split
+    task = reopened.task
     subject = opened(reopened, task.evaluation_data)
     with evaluation(task, subject.model, Callbacks(task)):
         report = _reporter(len(subject.dataset), reopened.collectives)
         values = evaluate(subject.evaluator, subject.task, subject.model, subject.dataset, report=report)
-    return {"samples": len(subject.dataset), "metrics": {f"{split}_{name}": value for name, value in values.items()}}
+    return {
+        "samples": len(subject.dataset),
+        "metrics": {f"{reopened.wanted.split}_{name}": value for name, value in values.items()},
+    }
 
 
 def _reporter(total: int, collectives: Collectives) -> Callable[[int], None]:
@@ -60,23 +63,24 @@ class Subject(NamedTuple):
 
 
 def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
-    """What to evaluate; ``read`` opens ``wanted.data``, where that is given. Collective where the model is divided."""
-    wanted, task, datasets, snapshot, world, collectives, device = reopened
-    config, plan, split = wanted.config, wanted.plan, wanted.split
-    data = datasets or Datasets(None, test=by_row(read(Path(str(wanted.data)))))
+    """Build the subject of an evaluation; ``read`` opens the path of ``wanted.data``. Collective if divided."""
+    request, task, datasets, snapshot, world, collectives, device = reopened
+    plan, split = request.plan, request.split
+    data = datasets or Datasets(None, test=by_row(read(Path(str(request.data)))))
     if getattr(data, split, None) is None:
-        others = [name for name in ("val", "test") if getattr(data, name, None) is not None]
-        fix = f"choose --split {others[0]}" if others else f"return {split}= from Task.datasets()"
+        splits = [name for name in ("val", "test") if getattr(data, name, None) is not None]
+        fix = f"choose --split {splits[0]}" if splits else f"return {split}= from Task.datasets()"
         raise DataError(f"this task has no {split} data", fix=fix)
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task._lockstep_context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
-    model, evaluated = cast(build_model(task), precision.kind), task
+    model = cast(build_model(task), precision.kind)
+    evaluated = task
     if plan.sharded:
-        divided = divide(RankContext(wanted.run, world, config, plan, device, collectives), task, model, data)
+        divided = divide(RankContext(request.run, world, request.config, plan, device, collectives), task, model, data)
         evaluated = divided.strategy(task, precision).evaluating(task)
     else:
         model = model.to(device)
-    restore_weights(task, model, snapshot, wanted.run.path)
-    dataset = getattr(as_restored(task, config, data) if datasets is not None else data, split)
+    restore_weights(task, model, snapshot, request.run.path)
+    dataset = getattr(as_restored(task, request.config, data) if datasets is not None else data, split)
     return Subject(model, evaluated, dataset, Evaluator.of_plan(plan, collectives, device, precision, snapshot.step))

@@ -15,7 +15,7 @@ from lockstep.errors import TaskError
 
 
 def make_metrics(task: Task) -> Metrics:
-    """Make the metrics of ``task`` for one evaluation; a dict becomes a collection in which each has its own states.
+    """Make the metrics of ``task`` for one evaluation; a dict becomes a collection in which each has separate states.
 
     Raises:
         TaskError: neither a dict nor an object with ``update`` and ``compute``, or a metric with the name of the loss.
@@ -122,8 +122,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, part in value.items():
             yield from _flat(f"{name}_{key}", part)
     elif isinstance(value, tuple) and value and all(map(_is_single, value)):
-        for place, part in enumerate(value):
-            yield f"{name}_{place}", _plain(part)
+        for number, part in enumerate(value):
+            yield f"{name}_{number}", _plain(part)
     else:
         yield name, _plain(value)
 

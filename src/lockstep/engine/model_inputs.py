@@ -21,27 +21,27 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def watched_inputs(task: Task, model: nn.Module, config: RunConfig) -> Inputs:
-    """Watch what a restored task passes to ``model.forward()`` for a small batch.
+    """Record the inputs that a restored task passes to ``model.forward()`` for a small batch.
 
     Raises:
         DataError: the task's evaluation does not call the model itself.
     """
     datasets = as_restored(task, config, open_data(task, config))
     batch = fetch(datasets.train, task.collate, 0, 0, np.arange(min(2, len(datasets.train)), dtype=np.int64))
-    seen: list[Inputs] = []
-    handle = model.register_forward_pre_hook(lambda _, *inputs: seen.append(inputs), with_kwargs=True)
+    calls: list[Inputs] = []
+    handle = model.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)
     try:
         with torch.inference_mode():
             task.evaluate(model, batch)
-            if not seen:  # it may have no evaluate()
+            if not calls:  # it may have no evaluate()
                 task.loss(model, batch)
     finally:
         handle.remove()
-    if not seen:
+    if not calls:
         raise DataError(
             "neither evaluate() nor loss() of the task calls the model itself, so there is no program to export",
             fix="export the weights alone (--no-program)",
         )
     # Tensors made in inference mode cannot be traced.
-    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, seen[0])
+    args, kwargs = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, calls[0])
     return args, kwargs

@@ -1,4 +1,4 @@
-"""What divided models have in common, whether among ranks or among the devices of one process."""
+"""Common code of models that are divided among ranks, or among the devices of one process."""
 
 from __future__ import annotations
 
@@ -14,29 +14,22 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lockstep._compat.torch import NormBase, watch_compiler
-from lockstep.config import RunConfig
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import Group, all_reduce
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.hardware.world import World
-from lockstep.planning import Plan
 from lockstep.rundir.heartbeat import Activity, pulse
 
 
 class Undivided(NamedTuple):
-    """A model that is to be divided, the same on every rank and on the host, and what decides how."""
+    """A model that is to be divided, the same on every rank and on the host."""
 
     task: Task
     model: nn.Module
-    config: RunConfig
-    plan: Plan
     datasets: Datasets
-    device: torch.device
-    world: World
-    collectives: Collectives
+    rank: RankContext
 
 
 class Divided:
@@ -49,14 +42,16 @@ class Divided:
     #: The ranks that have the whole model together; ``None``: all.
     group: Group = None
 
-    def __init__(self, given: Undivided) -> None:
-        self.given, self.module, self.device = given, given.model, given.device
+    def __init__(self, whole: Undivided) -> None:
+        self.module = whole.model
+        self.device = whole.rank.device
+        self.rank = whole.rank
 
     def strategy(self, task: Task, precision: Precision) -> Strategy:
         raise NotImplementedError
 
     def replica(self, task: Task, precision: Precision) -> Replica:
-        return Replica(task, self.module, precision, self.device, self.given.plan.seed, self.given.world.rank)
+        return Replica(task, self.module, precision, self.device, self.rank.plan.seed, self.rank.world.rank)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Learn which optimizer trains the model."""
@@ -99,7 +94,8 @@ class Through(Task):
 
     def __init__(self, task: Task, ask: Callable[[Callable[..., Any], nn.Module, Any], Any]) -> None:
         super().__init__(task.config)
-        self._task, self._ask = task, ask
+        self._task = task
+        self._ask = ask
         self.collate, self.metrics, self.merge = task.collate, task.metrics, task.merge  # type: ignore[method-assign]
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
@@ -127,9 +123,10 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     ]
     inner = {id(part) for block in repeated for part in block.modules() if part is not block}
     candidates = [block for block in repeated if id(block) not in inner] or list(model.children())
-    uses, everywhere = [_uses(block) for block in candidates], _uses(model)
+    uses = [_uses(block) for block in candidates]
+    everywhere = _uses(model)
     # Those that have parameters, and share none with the rest of the model (tied weights).
-    return [b for b, own in zip(candidates, uses, strict=True) if own and own.items() <= everywhere.items()]
+    return [b for b, counts in zip(candidates, uses, strict=True) if counts and counts.items() <= everywhere.items()]
 
 
 def _uses(module: nn.Module) -> Counter[int]:
@@ -145,7 +142,7 @@ def compiled(called: Any, mode: str) -> Any:
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Keep only the inputs of each block, and compute what is inside again in the backward pass.
+    """Keep only the inputs of each block, and compute its activations again in the backward pass.
 
     A second call changes nothing.
     """

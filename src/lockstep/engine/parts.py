@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
     @property
     def model(self) -> nn.Module:
-        """The task's model, without what a strategy has put around it."""
+        """The task's model, without the wrappers of a strategy."""
         return bare(self.strategy.module)
 
     def train(self) -> None:
@@ -55,7 +55,8 @@ class Parts(NamedTuple):
 def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Parts:
     """Build them from ``snapshot``, or from the start. Collective."""
     config, plan = rank.config, rank.plan
-    state, remarks = restored_state(rank, snapshot), list[str | None]()
+    state = restored_state(rank, snapshot)
+    remarks = list[str | None]()
     task._lockstep_context = Context(state)
     seed_everything(plan.seed)  # opening the data may have drawn numbers
     model = build_model(task)
@@ -64,7 +65,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
         load_initial_weights(model, config.init_from, rank.collectives)
     if plan.sync_batchnorm:
         model = convert(model, None)
-    model, divided = cast(model, plan.placement["precision"]), None
+    model = cast(model, plan.placement["precision"])
+    divided = None
     if plan.strategy.divides:
         divided = divide(rank, task, model, datasets)
     else:
@@ -73,7 +75,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     remarks += [] if divided is None else divided.remarks
     if snapshot is not None:
         remarks += restore(rank, snapshot, state, task, model, update)
-    traces, off, warning = config.debug.trace != "off", config.debug.switch_off, None
+    traces = config.debug.trace != "off"
+    off, warning = config.debug.switch_off, None
     if divided is None and not traces:  # a trace compares them itself
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
     watched = Watched(task, model, off) if traces or off else None

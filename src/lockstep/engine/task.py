@@ -1,4 +1,4 @@
-"""What is trained: the :class:`Task`. It knows nothing about devices, ranks or files of a run."""
+"""The :class:`Task`, which a run trains. It knows nothing about devices, ranks or files of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loss(NamedTuple):
     """
 
     total: Tensor
-    count: Tensor | int  # type: ignore[assignment]  # a tuple's own count() is of no use here
+    count: Tensor | int  # type: ignore[assignment]  # hides tuple.count()
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Context:
 class Callback:
     """Code to run around steps, epochs and evaluations: override what you need, and return it in ``Task.callbacks()``.
 
-    Each method is called on every rank, with the task's context and the model; what it changes, it must change alike
-    on all of them.
+    Each method is called on every rank, with the task's context and the model; it must make the same
+    changes on all of them.
     """
 
     def on_epoch_start(self, context: Context, model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class Metrics(Protocol):
 
     Rank 0 alone has one and feeds it the rows of all ranks in index order, so it must not talk to other ranks. Of a
     ``MetricCollection`` whose metrics all have ``full_state_update = False`` and states that are tensors reduced by
-    ``sum``, ``max`` or ``min`` (accuracy, F1, a confusion matrix, mean errors), every rank has one for its own rows,
+    ``sum``, ``max`` or ``min`` (accuracy, F1, a confusion matrix, mean errors), every rank has one for its rows,
     and the states are merged: equal on any number of ranks, and no row is sent.
     """
 
@@ -189,7 +189,7 @@ class Task:
     ``__init__`` that take plain values. They are recorded with the run, and used where a command makes the task again.
 
     Args:
-        config: the task's own settings; ``None`` takes the defaults of ``Config``.
+        config: the task's settings; ``None`` takes the defaults of ``Config``.
     """
 
     Config: ClassVar[type[Any]] = TaskConfig
@@ -273,7 +273,7 @@ class Task:
 
         Without it, the columns are what ``evaluate`` returns.
         """
-        return {f"output_{place}": column for place, column in enumerate(self.evaluate(model, batch))}
+        return {f"output_{number}": column for number, column in enumerate(self.evaluate(model, batch))}
 
     def prediction_data(self, path: Path) -> Any:
         """A data set read from ``path``, for ``lockstep predict RUN PATH``; its labels, if any, mean nothing."""
@@ -289,7 +289,7 @@ class Task:
         """Write further files of a trained ``model`` to the folder of ``lockstep export``."""
 
     def merge(self, rows: Sequence[Any]) -> tuple[Any, ...]:
-        """For an ``evaluate`` that returns a type of the task's own: what one ``metrics().update`` takes for all data.
+        """For an ``evaluate`` that returns another type: join all of it for one ``metrics().update``.
 
         Called once, on the main rank, with what ``evaluate`` returned for each batch, in index order; tensors in
         containers and in objects with ``to`` are on the CPU. It is all kept until then; without this method, metrics
@@ -324,7 +324,7 @@ class Task:
         return None
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """An optimizer of the task's own (parameter groups included); ``None``: the run's settings.
+        """The task's optimizer (parameter groups included); ``None``: that of the run's settings.
 
         The run's schedule, and ``optimizer.lr_scaling``, multiply the learning rate of every group; other settings of
         ``optimizer`` have no effect.
@@ -353,9 +353,9 @@ class Task:
         return None
 
     def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """For ``strategy: pipeline``: parts of ``model`` that, called one after the other, compute what it does.
+        """For ``strategy: pipeline``: parts of ``model`` that, called one after the other, compute the same.
 
-        The first gets what the task calls the model with, tensors; each returns a tensor or a tuple of tensors, which
+        The first gets the tensors of the task's call; each returns a tensor or a tuple of tensors, which
         the next is called with. ``None``: the model cannot be cut.
         """
         return None
@@ -363,7 +363,7 @@ class Task:
     def hooks(self) -> Sequence[tuple[Callable[..., Mapping[str, float] | None], int]]:
         """``(function, every)`` pairs: ``function(step_result, model)`` after every ``every`` steps.
 
-        What a hook returns is logged as scalars. Hooks run on every rank, and talk to the others through
+        Numbers that a hook returns are logged as scalars. Hooks run on every rank, and talk to the others through
         :func:`lockstep.collectives`.
         """
         return ()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model, field_val
 
 from lockstep.config.sections import expanded
 
-#: Characters of one recorded value; what is longer belongs in a file, since ``config.yaml`` is a short text.
+#: Characters of one recorded value; a longer one belongs in a file, since ``config.yaml`` is a short text.
 MAX_TEXT = 1 << 16
 #: Keys of the section ``task`` with a meaning for every task.
 RESERVED = frozenset({"name", "unrecorded"})
@@ -59,7 +59,8 @@ def settings_model(kind: type[Any]) -> type[BaseModel]:
 
 def arguments_of(kind: type[Any], settings: Mapping[str, Any], validated: BaseModel) -> tuple[Any, dict[str, Any]]:
     """The task's configuration, and the arguments to make it with; ``validated``: ``settings`` as a model."""
-    fields, is_model = _arguments(kind), issubclass(kind.Config, BaseModel)
+    fields = _arguments(kind)
+    is_model = issubclass(kind.Config, BaseModel)
     names = {*fields, *(validated.model_extra or ())}
     arguments = {name: getattr(validated, name) for name in validated.model_fields_set if name in names}
     values = {name: value for name, value in settings.items() if name not in names}
@@ -141,7 +142,8 @@ def _record_config(kind: type[Any], config: Any) -> Recorded:
     if isinstance(config, BaseModel):
         paths = {name: str(value.absolute()) for name, value in config if isinstance(value, Path)}
         return Recorded({**config.model_dump(mode="json"), **paths})
-    settings, unrecorded = dict[str, Any](), list[str]()
+    settings = dict[str, Any]()
+    unrecorded = list[str]()
     for name, field in _fields(kind.Config.__init__).items():
         try:
             settings[name] = _plain(getattr(config, name), field.annotation)
@@ -161,7 +163,8 @@ def _fields(function: Callable[..., Any], without: str | None = None) -> dict[st
     """The parameters of ``function`` with plain values, as fields of a model."""
     fields = dict[str, Any]()
     for parameter in [*_signature(function).parameters.values()][1:]:
-        name, default = parameter.name, parameter.default
+        name = parameter.name
+        default = parameter.default
         is_reserved = name in RESERVED or name.startswith("_") or hasattr(BaseModel, name)
         if parameter.kind not in _BY_NAME or name == without or is_reserved:
             continue
@@ -182,7 +185,7 @@ def _fields(function: Callable[..., Any], without: str | None = None) -> dict[st
 
 
 def _plain(value: Any, annotation: Any, *, accept: bool = True) -> Any:
-    """``value`` as it is written in a configuration. Raises :class:`ValueError` where it would be read as another."""
+    """Return ``value`` as plain data of a configuration. Raises :class:`ValueError` if it would be read as another."""
     if not accept or not _is_plain(value):
         raise ValueError("not a plain value")
     adapter = TypeAdapter(annotation)

@@ -16,7 +16,7 @@ from lockstep.engine.trained import bare, build_model
 
 
 def check_configured_optimizer(task: Task, config: RunConfig) -> None:
-    """Raise what a rank would where the configured optimizer cannot be made for the task's model."""
+    """Raise a rank's error if the configured optimizer cannot be made for the task's model."""
     settings = config.optimizer
     if settings.name not in ("adamw", "adam", "sgd") or settings.options or settings.layer_decay < 1:
         with compiler_not_imported():
@@ -24,7 +24,7 @@ def check_configured_optimizer(task: Task, config: RunConfig) -> None:
 
 
 def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float | None, bool]:
-    """The learning rate of the task's own optimizer, if it makes one; whether it has a scheduler.
+    """Return the learning rate of the task's optimizer, if it makes one, and whether it has a scheduler.
 
     ``model`` of ``task`` may be without its memory; ``model()`` of ``untried`` has not been called.
     """

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lockstep import ArrayDataset, Loss, Task
 from lockstep._compat.torch import broadcast_module
+from lockstep.config import DistributedConfig
 from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.optim.precision import Precision
@@ -133,7 +134,7 @@ def train(
     elif ranks == 1:
         strategy = Strategy(replica)
     else:
-        strategy = FlatStrategy(replica) if kind == "flat" else DdpStrategy(replica)
+        strategy = FlatStrategy(replica) if kind == "flat" else DdpStrategy(replica, DistributedConfig())
     data = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
     source = Source(ArrayDataset(data), Sum().collate, 0, InOrder())
     for step, window in enumerate(windows(plan, rank=rank, epoch=0, position=0, epochs=1, ghosts=bool(sync))):

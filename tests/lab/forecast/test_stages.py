@@ -15,6 +15,7 @@ from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Undivided
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags
 from lockstep.engine.strategies.pipeline import PipelineModel
 from lockstep.engine.strategies.stages import stages_of
@@ -61,7 +62,7 @@ def most_allocated(rank: int, ranks: int, kind: str) -> int:
         model = task.model().train()
         stages = stages_of(task, model, ranks)
         world = World(rank, ranks, rank, ranks)
-        whole = Undivided(task, model, config, plan, nothing, device, world, nothing)
+        whole = Undivided(task, model, nothing, RankContext(nothing, world, config, plan, device, nothing))
         pipeline = PipelineModel(whole, stages[4 * rank : 4 * rank + 4], "")
         for stage in stages[4:] if rank == 0 else stages[:4]:
             stage.to("meta")  # other ranks' stages stay on the host, which is not the device

@@ -19,7 +19,7 @@ _COUNTED = 8
 
 
 def peak_share(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:
-    """The share of the peak that one sample a second is, and where it comes from; ``None`` and why it is not known."""
+    """Return the share of the peak that one sample a second is, and its source; or ``None``, and the reason."""
     placement = plan.placement
     tf32 = plan.value("matmul_precision") == "high"
     peak, origin = peak_flops(placement.get("gpu", ""), placement["precision"], tf32=tf32)

@@ -35,18 +35,21 @@ def profiled(rank: RankContext, steps: Iterator[T], step: int) -> Iterator[Itera
     ``profile/`` of the run after the last of them, or where the run ends before. What runs between these steps
     (logging, an evaluation) is in the trace too.
     """
-    settings, ranks, remark = rank.config.telemetry, rank.world.size, partial(rank.note, "profile")
+    settings = rank.config.telemetry
+    remark = partial(rank.note, "profile")
     first, last = map(int, str(settings.profile).split(":"))
-    absent = ", ".join(str(number) for number in settings.profile_ranks if number >= ranks)
+    absent = ", ".join(str(number) for number in settings.profile_ranks if number >= rank.world.size)
     if absent:
-        remark(f"telemetry.profile_ranks names {absent}, but the run has {many(ranks, 'rank')}, counted from 0.")
+        remark(
+            f"telemetry.profile_ranks names {absent}, but the run has {many(rank.world.size, 'rank')}, counted from 0."
+        )
     if step >= last:
         remark(f"Steps {first} to {last} are not profiled: the run resumes at step {step}.")
     if rank.world.rank not in settings.profile_ranks or step >= last:
         yield steps
         return
-    with contextlib.closing(_recorded(rank, steps, max(first, step + 1), last, step)) as found:
-        yield found
+    with contextlib.closing(_recorded(rank, steps, max(first, step + 1), last, step)) as recorded:
+        yield recorded
 
 
 def _recorded(rank: RankContext, steps: Iterator[T], first: int, last: int, step: int) -> Generator[T, None, None]:
@@ -61,7 +64,8 @@ def _recorded(rank: RankContext, steps: Iterator[T], first: int, last: int, step
             if result is None:
                 return
             yield result
-        ended, profiler = profiler, None
+        ended = profiler
+        profiler = None
         remark(f"The profile of steps {first} to {last} {_written(ended, rank)}.")
         yield from steps
     finally:
@@ -83,17 +87,18 @@ def _started(device: torch.device) -> profile:
 def _written(profiler: profile | None, rank: RankContext) -> str:
     """Where the files are, or why there are none. A failed profile does not end a run."""
     assert profiler is not None
-    number, device, folder = rank.world.rank, rank.device, rank.run_dir.profile
-    name, order = f"rank-{number}", "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    folder = rank.run_dir.profile
+    name = f"rank-{rank.world.rank}"
+    order = "self_device_time_total" if rank.device.type == "cuda" else "self_cpu_time_total"
     with pulse.during(Activity.WRITING_PROFILE):
-        finish(device)
+        finish(rank.device)
         profiler.stop()
         try:
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
             averages = profiler.key_averages()
             write_text(folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
-            write_json(folder / f"{name}.json", {"rank": number, "operators": operators(averages, order)})
+            write_json(folder / f"{name}.json", {"rank": rank.world.rank, "operators": operators(averages, order)})
         except (OSError, StorageError) as error:
             return f"could not be written: {error}"
     return f"is in {folder}"
@@ -102,11 +107,11 @@ def _written(profiler: profile | None, rank: RankContext) -> str:
 @contextmanager
 def _quiet_library() -> Iterator[None]:
     """Kineto reads its level when it is first started, and prints a line at each start and stop at any level below."""
-    variable, silent = "KINETO_LOG_LEVEL", "6"
+    variable = "KINETO_LOG_LEVEL"
     if variable in os.environ:
         yield
         return
-    os.environ[variable] = silent
+    os.environ[variable] = "6"  # silent
     try:
         yield
     finally:

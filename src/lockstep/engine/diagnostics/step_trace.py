@@ -1,4 +1,4 @@
-"""What every step did, written down so that two runs can be compared (``lockstep verify``).
+"""Record every step, so that two runs can be compared (``lockstep verify``).
 
 Each rank leaves ``trace-rank<r>.npz`` in the run folder. Content of samples is kept as a sum of hashes, which is the
 same however the samples of a step are divided and arranged.
@@ -92,9 +92,14 @@ class Trace:
     def __init__(
         self, settings: DebugConfig, file: Path, is_main: bool, update: Update, model: nn.Module, draws: Set[str]
     ) -> None:
-        self._settings, self._file, self._is_main = settings, file, is_main
-        self._update, self._model, self._draws, self._digest = update, model, draws, 0
-        # By name, since requires_grad, and what a name means, may change on the way.
+        self._settings = settings
+        self._file = file
+        self._is_main = is_main
+        self._update = update
+        self._model = model
+        self._draws = draws
+        self._digest = 0
+        # By name, since requires_grad, and the tensor of a name, may change on the way.
         self._names = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
         self._picks = {name: _picked(p) for name, p in self._names.items()}
         saved = model.state_dict().keys()
@@ -111,9 +116,9 @@ class Trace:
         self._read_buffers(0)
 
     def source(self, source: Source) -> Source:
-        own = {each.name: getattr(source, each.name) for each in fields(source)}
-        own |= {"collate": DigestingCollate(source.collate), "arrangement": self._settings.trace}
-        return TracedSource(**own)
+        values = {each.name: getattr(source, each.name) for each in fields(source)}
+        values |= {"collate": DigestingCollate(source.collate), "arrangement": self._settings.trace}
+        return TracedSource(**values)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         return map(self._unpack, batches)
@@ -170,12 +175,12 @@ class Trace:
                     self._buffers.setdefault(name, []).append(values)
 
     def _pick(self, tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> NDArray[np.float32]:
-        """Values at ``places``; NaN for what is gone, or has another size."""
+        """Return the values at ``places``; NaN for tensors that are gone, or have another size."""
         chosen = []
         for name, at in places.items():
-            found = tensors.get(name, torch.empty(0))
-            fits = len(at) == 0 or int(at[-1]) == found.numel() - 1
-            chosen.append(found if fits else torch.full((), math.nan).expand(int(at[-1]) + 1))
+            tensor = tensors.get(name, torch.empty(0))
+            fits = len(at) == 0 or int(at[-1]) == tensor.numel() - 1
+            chosen.append(tensor if fits else torch.full((), math.nan).expand(int(at[-1]) + 1))
         read = pick if self._update.divided is None else self._update.divided.pick
         return read(chosen, list(places.values())).numpy()
 
@@ -211,13 +216,13 @@ def _bits(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[int]:
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
     """The numbers of ``param_groups``, by name; learning rates are a column."""
-    for place, group in enumerate(groups):
+    for group_number, group in enumerate(groups):
         for name, value in group.items():
             if name not in {"params", "lr", "initial_lr"}:
                 values = value if isinstance(value, (list, tuple)) else [value]
                 for number, item in enumerate(values):
                     if isinstance(item, (int, float)) or (isinstance(item, Tensor) and item.numel() == 1):
-                        yield f"{place}.{name}" + (f"[{number}]" if values is value else ""), float(item)
+                        yield f"{group_number}.{name}" + (f"[{number}]" if values is value else ""), float(item)
 
 
 def _digest(sample: Any) -> int:
@@ -227,7 +232,7 @@ def _digest(sample: Any) -> int:
 
 
 def _digest_rows(batch: Any, indices: Indices) -> int:
-    """The samples of a batch that came whole: the rows of what has rows. Zeros at a row's end may be padding."""
+    """Hash the samples of a batch that came whole, by rows. Zeros at a row's end may be padding."""
     columns = list(_columns(batch, len(indices)))
     total = 0
     for row, index in enumerate(indices):
@@ -238,7 +243,7 @@ def _digest_rows(batch: Any, indices: Indices) -> int:
 
 
 def _columns(batch: Any, size: int) -> Iterator[Any]:
-    """What of a batch has a row for each of its ``size`` samples: tensors, arrays, and lists of other things."""
+    """Yield the parts of a batch with a row for each of its ``size`` samples: tensors, arrays and lists."""
     if isinstance(batch, Tensor):
         if batch.layout == torch.strided and batch.dim() and len(batch) == size:
             yield as_array(batch)

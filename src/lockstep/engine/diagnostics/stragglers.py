@@ -89,7 +89,7 @@ _process = lru_cache(maxsize=1)(psutil.Process)
 
 
 class OwnTime:
-    """Times one step of this rank until its last own gradient; on a GPU by events, without waiting for it."""
+    """Times one step of this rank until its last gradient; on a GPU by events, without waiting for it."""
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device) -> None:
         self._parameters, self._device = parameters, device
@@ -111,7 +111,9 @@ class OwnTime:
         """Seconds, or NaN when no gradient came; waits for the GPU."""
         for hook in self._hooks:
             hook.remove()
-        marked, self._hooks, self._marked = self._marked, [], None
+        marked = self._marked
+        self._hooks = []
+        self._marked = None
         if marked is None:
             return math.nan
         if not isinstance(marked, float):
@@ -122,18 +124,22 @@ class OwnTime:
 class RankWatch:
     """Gathers every rank's state. All methods are collective; every rank emits the same.
 
-    A rank's own work of a step is done when the gradients of ``parameters()`` are there; without any it is not timed.
+    The work of a rank ends with the gradients of ``parameters()``; without any it is not timed.
     """
 
     def __init__(
         self, rank: RankContext, parameters: Callable[[], Iterable[nn.Parameter]], speed: Throughput, step: int
     ) -> None:
-        self._rank, self._collectives, self._device = rank, rank.collectives, rank.device
+        self._rank = rank
+        self._collectives = rank.collectives
+        self._device = rank.device
         self._own = OwnTime(parameters, rank.device) if rank.collectives.size > 1 else None
         self._pending: tuple[int, int, list[Tensor], dist.Work | None] | None = None
         self._history: deque[tuple[RankState, ...]] = deque(maxlen=JUDGED_ROWS)
         self._named: set[int] = set()
-        self._speed, self._mark, self._step = speed, speed.mark(), step
+        self._speed = speed
+        self._mark = speed.mark()
+        self._step = step
 
     def before_logged_step(self) -> None:
         if self._own is not None:
@@ -141,8 +147,10 @@ class RankWatch:
 
     def log(self, step: int, epoch: int) -> None:
         """Send this rank's numbers since the last call, and emit what all ranks sent at that one."""
-        speed, steps = self._speed.since(self._mark), max(1, step - self._step)
-        self._mark, self._step = self._speed.mark(), step
+        speed = self._speed.since(self._mark)
+        steps = max(1, step - self._step)
+        self._mark = self._speed.mark()
+        self._step = step
         step_s = speed.seconds / steps
         own_s = self._own.stop() if self._own is not None else math.nan
         mine = torch.tensor([step_s, speed.data_wait_share * step_s, own_s, *memory(self._device)], dtype=torch.float64)
@@ -167,7 +175,8 @@ class RankWatch:
         """Wait for a gather in flight, and emit its row."""
         if self._pending is None:
             return
-        (step, epoch, rows, work), self._pending = self._pending, None
+        step, epoch, rows, work = self._pending
+        self._pending = None
         if work is not None:
             work.wait()
         ranks = tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows))
@@ -194,29 +203,30 @@ def memory(device: torch.device) -> tuple[float, float, float]:
 
 
 def slow_rank(history: Sequence[Sequence[RankState]]) -> tuple[int, str] | None:
-    """The rank whose own work delays the others, and a message: how slow it is, and whether its input is the cause.
+    """Return the rank whose work delays the others, and a message with its speed and whether its input is the cause.
 
     By medians over the last rows in which every rank's ``own_s`` is known; ``None`` when ranks are even, or there are
     too few rows, or one rank.
     """
     if len(history) < JUDGED_ROWS or len(history[0]) < 2:
         return None
-    own = [statistics.median(state.own_s or 0.0 for state in per_rank) for per_rank in zip(*history, strict=True)]
-    slow = max(range(len(own)), key=own.__getitem__)
-    others = statistics.median(seconds for rank, seconds in enumerate(own) if rank != slow)
-    delay, step_s = own[slow] - others, statistics.median(ranks[slow].step_s for ranks in history)
-    if own[slow] <= SLOW_RATIO * others or delay <= max(SLOW_SHARE * step_s, SLOW_S):
+    work_s = [statistics.median(state.own_s or 0.0 for state in per_rank) for per_rank in zip(*history, strict=True)]
+    slow = max(range(len(work_s)), key=work_s.__getitem__)
+    others_s = statistics.median(seconds for rank, seconds in enumerate(work_s) if rank != slow)
+    delay = work_s[slow] - others_s
+    step_s = statistics.median(ranks[slow].step_s for ranks in history)
+    if work_s[slow] <= SLOW_RATIO * others_s or delay <= max(SLOW_SHARE * step_s, SLOW_S):
         return None
     waits = statistics.median(ranks[slow].wait_s for ranks in history)
     by_input = f" ({waits * 1000:.3g} ms of it waiting for input)" if waits > delay / 2 else ""
     return slow, (
-        f"rank {slow} is slow: it works {own[slow] * 1000:.3g} ms on a step{by_input}, the others "
-        f"{others * 1000:.3g} ms, and they wait for it"
+        f"rank {slow} is slow: it works {work_s[slow] * 1000:.3g} ms on a step{by_input}, the others "
+        f"{others_s * 1000:.3g} ms, and they wait for it"
     )
 
 
 def _state(rank: int, values: Sequence[float]) -> RankState:
     step_s, wait_s, own_s, used, reserved, peak = values
-    own = None if math.isnan(own_s) else own_s
     reserved_gb = None if math.isnan(reserved) else round(reserved / 1e9, 3)
-    return RankState(rank, step_s, wait_s, own, round(used / 1e9, 3), reserved_gb, round(peak / 1e9, 3))
+    work_s = None if math.isnan(own_s) else own_s
+    return RankState(rank, step_s, wait_s, work_s, round(used / 1e9, 3), reserved_gb, round(peak / 1e9, 3))

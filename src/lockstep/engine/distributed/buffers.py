@@ -25,7 +25,7 @@ from lockstep.engine.distributed.staging import all_reduce, world_size
 from lockstep.engine.distributed.sync_batchnorm import SyncedBatchNorm
 from lockstep.errors import RanksDifferError, UnsupportedError
 
-#: How a module declares its own buffers: ``buffer_reduction = {"name": "mean"}``.
+#: How a module declares its buffers: ``buffer_reduction = {"name": "mean"}``.
 ATTRIBUTE = "buffer_reduction"
 REDUCTIONS = ("mean", "sum", "max", "same", "local")
 #: Steps of an attempt that end with a check, besides saves and validations: what changes in the second is state.
@@ -50,9 +50,10 @@ class Buffers:
     With several ranks, running statistics of normalisation layers are averaged after every step, weighted by samples
     (synchronised BatchNorm agrees already). The vectors of spectral normalisation depend on the weights alone: all
     micro-batches of a step start from the same ones. A module declares any other buffer that changes in training in
-    ``buffer_reduction``: after every step it becomes the ``mean`` (weighted by samples), the ``sum`` (of what each
-    rank added) or the ``max``; or it is the ``same`` on all ranks by construction, or ``local``, a cache without effect
-    on the result. An undeclared buffer may be written once, and grow after that, if all ranks write the same.
+    ``buffer_reduction``: after every step it becomes the ``mean`` (weighted by samples), the ``sum`` (of the
+    increments of all ranks) or the ``max``; or it is the ``same`` on all ranks by construction, or ``local``, a cache
+    without effect on the result. An undeclared buffer may be written once, and grow after that, if all ranks write
+    the same.
 
     Args:
         device: where values are put together that travel between ranks.
@@ -70,7 +71,10 @@ class Buffers:
         mode: Literal["alone", "ranks", "exact"] = "alone",
         made: tuple[str, str] = ("in model()", "model."),
     ) -> None:
-        self._module, self._device, self._mode, self._made = module, device, mode, made
+        self._module = module
+        self._device = device
+        self._mode = mode
+        self._made = made
         self._places: dict[str, list[_Place]] = {kind: [] for kind in (*REDUCTIONS, "once", "agreed")}
         self._written: set[str] = set()
         for path, layer in module.named_modules():
@@ -101,8 +105,8 @@ class Buffers:
 
     def tensors(self, *kinds: str) -> list[Tensor]:
         """The buffers of these kinds, shared ones once; ``once`` are those of spectral normalisation."""
-        found = [place.tensor for kind in kinds for place in self._places[kind]]
-        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+        tensors = [slot.tensor for kind in kinds for slot in self._places[kind]]
+        return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
     def ruled(self) -> Iterator[Tensor]:
         """The buffers that change by a rule of torch's layers, or of their module's declaration."""
@@ -136,18 +140,18 @@ class Buffers:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """No buffer changes in the body, except that synchronised BatchNorm has seen the samples of other ranks."""
-        kept = [
+        buffers = [
             (layer, attribute, tensor)
             for layer in self._module.modules()
             for attribute, tensor in buffers_of(layer).items()
             if _rule(layer, attribute) != "agreed"
         ]
-        for layer, attribute, tensor in kept:  # in copies: a backward pass after the body may need those of the body
+        for layer, attribute, tensor in buffers:  # in copies: a backward pass after the body may need those of the body
             buffers_of(layer)[attribute] = _clone(tensor)
         try:
             yield
         finally:
-            for layer, attribute, tensor in kept:
+            for layer, attribute, tensor in buffers:
                 buffers_of(layer)[attribute] = tensor
 
     @torch.no_grad()
@@ -176,7 +180,7 @@ class Buffers:
                 _put(buffer, value)
 
     def _flat(self, buffer: Tensor, counts: bool = True) -> Tensor:
-        """As numbers that travel. Not multiplied by zero where they do not count: they may be infinite."""
+        """Flatten for a message. Zeros replace values that do not count, which may be infinite."""
         real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
         numbers = real.reshape(-1).to(self._device, torch.float64)
         return numbers if counts else torch.zeros_like(numbers)
@@ -195,10 +199,10 @@ class Buffers:
         now = self._undeclared()
         changed = [name for name in {**self._before, **now} if not _equal(self._before.get(name), now.get(name))]
         again = [name for name in changed if name in self._written and not _grew(self._before.get(name), now.get(name))]
-        same = {place.name: place.tensor for kind in ("same", "once") for place in self._places[kind]}
-        said = _gathered((again, [*changed, *same]))
-        refused = [*dict.fromkeys(name for names, _ in said for name in names)]
-        differs = _differing({name: (now | same).get(name) for _, names in said for name in refused or names})
+        same = {slot.name: slot.tensor for kind in ("same", "once") for slot in self._places[kind]}
+        reports = _gathered((again, [*changed, *same]))
+        refused = [*dict.fromkeys(name for names, _ in reports for name in names)]
+        differs = _differing({name: (now | same).get(name) for _, names in reports for name in refused or names})
         if refused or differs is not None:
             raise _refusal(
                 refused or [str(differs)], differs in same, differs is None, self._mode == "exact", *self._made
@@ -222,7 +226,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _rule(layer: nn.Module, attribute: str) -> str | None:
-    """What torch's own layers need."""
+    """Return the reduction that torch's layers need."""
     if isinstance(layer, NormBase) and attribute in {"running_mean", "running_var", "num_batches_tracked"}:
         if isinstance(layer, SyncedBatchNorm):
             return "agreed"
@@ -232,7 +236,7 @@ def _rule(layer: nn.Module, attribute: str) -> str | None:
     return "once" if is_spectral_norm(layer, attribute) else None
 
 
-def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, where: str, prefix: str) -> UnsupportedError:
+def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, site: str, prefix: str) -> UnsupportedError:
     if declared:
         return UnsupportedError(
             f"the buffer {names[0]} is declared the same on all ranks, and is not",
@@ -243,19 +247,19 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, where: 
         path, _, attribute = name.rpartition(".")
         modules.setdefault(_joined(path, ATTRIBUTE), []).append(attribute)
     kind = "local" if exact else "same" if alike else "mean"
-    lines = "; ".join(f"{prefix}{path} = {dict.fromkeys(found, kind)}" for path, found in modules.items())
-    what = f"the buffer{'s' * (len(names) > 1)} {', '.join(names)} changed in training"
+    lines = "; ".join(f"{prefix}{path} = {dict.fromkeys(attributes, kind)}" for path, attributes in modules.items())
+    summary = f"the buffer{'s' * (len(names) > 1)} {', '.join(names)} changed in training"
     if exact:
         return UnsupportedError(
-            f"{what}, which exact mode cannot reproduce on another number of ranks",
+            f"{summary}, which exact mode cannot reproduce on another number of ranks",
             why="each lane changes it, and no order of merging is fixed for it",
-            fix=f"use reproducibility fast, or, if it does not affect the result, declare that {where}: {lines}",
+            fix=f"use reproducibility fast, or, if it does not affect the result, declare that {site}: {lines}",
         )
-    own = "all ranks have the same values so far, which can still depend on the number of ranks"
+    agreement = "all ranks have the same values so far, which can still depend on the number of ranks"
     return UnsupportedError(
-        f"{what}, and how ranks agree on it is not declared",
-        why=own if alike else "each rank has changed its own copy",
-        fix=f"declare {where} how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
+        f"{summary}, and how ranks agree on it is not declared",
+        why=agreement if alike else "each rank has changed its copy",
+        fix=f"declare {site} how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
         "mean, sum or max: by Lockstep, after every step; local: left as it is, since no later batch reads it",
     )
 
@@ -292,7 +296,7 @@ def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
     ``tensors`` have the same names on all ranks; ``None`` is not there yet.
     """
     shapes = _gathered({name: None if t is None else (str(t.dtype), *t.shape) for name, t in tensors.items()})
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name, tensor in tensors.items():
         versions = {rank[name] for rank in shapes if rank[name] is not None}
         if len({(len(version), version[0]) for version in versions}) > 1:
@@ -300,17 +304,17 @@ def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
         if tensor is not None:
             common = [slice(min(sizes)) for sizes in zip(*(version[1:] for version in versions), strict=True)]
             content = as_bytes(tensor[tuple(common)].cpu())
-            found[name] = hashlib.blake2b(content.numpy().tobytes()).hexdigest()
-    digests = _gathered(found)
+            hashes[name] = hashlib.blake2b(content.numpy().tobytes()).hexdigest()
+    digests = _gathered(hashes)
     return next((name for name in tensors if len({rank[name] for rank in digests if name in rank}) > 1), None)
 
 
 def _gathered(value: Any) -> list[Any]:
     """Every rank's ``value``, by rank. Collective."""
-    found = [value] * world_size(None)
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    values = [value] * world_size(None)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -328,10 +332,10 @@ def first_difference(tensors: Mapping[str, Tensor], collectives: Collectives) ->
     if len(set(collectives.all_gather(hashlib.sha256(repr(mine).encode()).digest()))) == 1:
         return None
     everyones = collectives.all_gather(mine)
-    for name in dict.fromkeys(name for one in everyones for name in one):
-        others = [str(rank) for rank, one in enumerate(everyones) if one.get(name) != everyones[0].get(name)]
-        if others:
-            return f"{name} of rank{'s' * (len(others) > 1)} {', '.join(others)} is not that of rank 0"
+    for name in dict.fromkeys(name for rank_sums in everyones for name in rank_sums):
+        differing = [str(rank) for rank, values in enumerate(everyones) if values.get(name) != everyones[0].get(name)]
+        if differing:
+            return f"{name} of rank{'s' * (len(differing) > 1)} {', '.join(differing)} is not that of rank 0"
     return None
 
 
@@ -344,28 +348,28 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and the saved buffers of ``model`` that all ranks should share."""
-    own = {
+    local = {
         _joined(path, name)
         for path, layer in model.named_modules()
         for name, kind in getattr(layer, ATTRIBUTE, {}).items()
         if kind == "local"
     }
-    return {name: value for name, value in model.state_dict().items() if name not in own and is_dense(value)}
+    return {name: value for name, value in model.state_dict().items() if name not in local and is_dense(value)}
 
 
 def check_start(model: nn.Module, collectives: Collectives, *, exact: bool) -> str | None:
     """Compare the weights that ranks begin with; a warning if they differ, or an error if ``exact``. Collective."""
-    found = first_difference(weights_of(model), collectives) if collectives.size > 1 else None
-    if found is None:
+    difference = first_difference(weights_of(model), collectives) if collectives.size > 1 else None
+    if difference is None:
         return None
     if exact:
         raise UnsupportedError(
-            f"the ranks begin with different weights: {found}",
+            f"the ranks begin with different weights: {difference}",
             why="model() does not make the same weights on every rank, so no other number of ranks can repeat the run",
             fix="in model(), draw from torch's, NumPy's and Python's global generators, which start from the run's "
             "seed, and read the same files on every rank",
         )
-    return f"The ranks began with different weights ({found}); all of them take those of rank 0."
+    return f"The ranks began with different weights ({difference}); all of them take those of rank 0."
 
 
 def check_agreement(model: nn.Module, optimizer: Optimizer, collectives: Collectives) -> None:
@@ -379,10 +383,10 @@ def check_agreement(model: nn.Module, optimizer: Optimizer, collectives: Collect
         for name, value in optimizer.state.get(parameter, {}).items()
         if is_dense(value)
     }
-    found = first_difference({**weights_of(model), **moments}, collectives)
-    if found is not None:
+    difference = first_difference({**weights_of(model), **moments}, collectives)
+    if difference is not None:
         raise RanksDifferError(
-            f"the ranks no longer train the same weights: {found}",
+            f"the ranks no longer train the same weights: {difference}",
             why="all ranks apply the same gradients, so an optimizer, a hook or a module that initialises itself "
             "in its first forward has drawn random numbers that differ between ranks, or parameters or their gradients "
             "were changed on some ranks only",

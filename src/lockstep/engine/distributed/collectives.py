@@ -115,7 +115,7 @@ class Collectives:
         return self._reduced("max", values)
 
     def weighted_mean(self, value: float, count: float) -> float:
-        """Σ value·count / Σ count over ranks: the mean of what the ranks counted, whatever each one's share."""
+        """Σ value·count / Σ count over ranks: the mean over all items, for any share of each rank."""
         total, counts = self._reduced("sum", (value * count if count else 0.0, count), "weighted_mean")
         return total / counts if counts else float("nan")
 
@@ -151,8 +151,8 @@ class Collectives:
             with self._call(call or f"{operation} of {len(parts)}{shapes}"):
                 dist.all_reduce(flat, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
         return tuple(
-            one.view_as(value).to(value) if isinstance(value, torch.Tensor) else one.item()
-            for one, value in zip(flat.split([part.numel() for part in parts]), values, strict=True)
+            result.view_as(value).to(value) if isinstance(value, torch.Tensor) else result.item()
+            for result, value in zip(flat.split([part.numel() for part in parts]), values, strict=True)
         )
 
     @staticmethod
@@ -201,7 +201,8 @@ def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 def _packed(value: object) -> tuple[Tensor, Tensor]:
     """The number of parts and of bytes; and the bytes: sizes of the parts, ``value``'s tensors, the rest pickled."""
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    file = io.BytesIO()
+    buffers = list[pickle.PickleBuffer]()
     _Packer(file, protocol=5, buffer_callback=buffers.append).dump(value)
     parts = [torch.from_numpy(np.asarray(buffer)) for buffer in (*buffers, file.getbuffer())]
     message = torch.cat([torch.tensor([part.numel() for part in parts]).view(torch.uint8), *parts])
@@ -236,11 +237,13 @@ class CheckedCollectives(Collectives):
 
     def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
-        self._calls, self._uncompared, self._looking_since = 0, "", 0.0
+        self._calls = 0
+        self._uncompared = ""
+        self._looking_since = 0.0
         self._pid = os.getpid()
         if world.size > 1:
             self._store = default_store()
-            # Overwrites what a rank of an earlier start left. All have done so when the group is there.
+            # Overwrites the note of an earlier start. All ranks have done so when the group exists.
             self._store.set(_note(world.rank), json.dumps(Call(0, "", "")))
         super().__init__(world, timeout_s=timeout_s)
 
@@ -277,7 +280,8 @@ class CheckedCollectives(Collectives):
 
     def begin(self, call: str) -> None:
         self._calls += 1
-        self._uncompared, self._looking_since = call, 0.0
+        self._uncompared = call
+        self._looking_since = 0.0
 
     def look(self) -> None:
         mine = Call(self._calls, self._uncompared, _place())
@@ -327,9 +331,10 @@ def _different(calls: Iterable[tuple[int, Call]]) -> CollectiveError:
 
 def _place() -> str:
     """``file:line`` of the code that called a method of this module, or one of a session that calls it."""
-    frame, package = sys._getframe(1), Path(__file__).parents[2]
-    own = (str(package / part) for part in ("engine", "launch", "api"))
-    inside = *own, contextlib.__file__, str(Path(torch.__file__).parent)
+    frame = sys._getframe(1)
+    package = Path(__file__).parents[2]
+    packages = (str(package / part) for part in ("engine", "launch", "api"))
+    inside = *packages, contextlib.__file__, str(Path(torch.__file__).parent)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""What a rank has of a state that is divided among ranks by ``strategy: fsdp``: making it whole, or keeping it so.
+"""State that ``strategy: fsdp`` has divided among ranks: gather it, or divide it again.
 
 A divided tensor is a ``DTensor``: this rank's rows of it.
 """
@@ -30,7 +30,7 @@ def gathered(state: Any, *, keep: bool) -> Any:
 
 
 def _whole(divided: DTensor) -> Tensor:
-    """All of a divided tensor. Collective: through the ranks' devices, also where it is kept in host memory."""
+    """Gather a divided tensor. Collective: through the ranks' devices, even from host memory."""
     on_device = cast(DTensor, divided.detach().to(divided.device_mesh.device_type))
     whole = on_device.full_tensor()
     pulse.goes_on()
@@ -38,26 +38,26 @@ def _whole(divided: DTensor) -> Tensor:
 
 
 def own_part(state: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
-    """What this rank writes of a checkpoint's content: its rows, which share their memory, and on rank 0 all else.
+    """Return this rank's part of a checkpoint's content: its rows, which share their memory, and on rank 0 all else.
 
     Collective for tensors that are divided otherwise than by rows.
     """
     model = {name: _rows(value) for name, value in state["model"].items()}
     rows: dict[str, Tensor] = {}
 
-    def marked(value: Any, place: Place) -> Any:
+    def marked(value: Any, path: Place) -> Any:
         if not _by_rows(value):
             return _rows(value)
-        name = ".".join(map(str, place))
+        name = ".".join(map(str, path))
         rows[name] = _rows(value)
         return mark(name)
 
-    # The task's own state is its affair, and small.
+    # The task's state is small, and may be any object.
     trainer = walked({key: value for key, value in state["trainer"].items() if key != "task"}, marked)
     trainer["task"] = gathered(state["trainer"]["task"], keep=is_main)
     if is_main:
         return {"model": model, "trainer": trainer, "rows": rows}
-    divided = {name: own for name, own in model.items() if _by_rows(state["model"][name])}
+    divided = {name: part for name, part in model.items() if _by_rows(state["model"][name])}
     return {"model": divided, "trainer": {}, "rows": rows}
 
 
@@ -91,12 +91,11 @@ def divided_like(whole: Tensor | Pieces, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return cast(Tensor, whole)
     mesh = like.device_mesh
-    place: dict[str, Any] = {"device": mesh.device_type, "dtype": like.dtype}
     if isinstance(whole, Tensor):
-        return distribute_tensor(whole.to(**place), mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(whole.to(mesh.device_type, like.dtype), mesh, like.placements, src_data_rank=None)
     # As torch.chunk divides: the last ranks may have fewer rows, or none.
     count, last = like.shape[0], mesh.ndim - 1
     each = -(-count // mesh.size(last))
     start = min(count, each * mesh.get_local_rank(last))
-    rows = whole.rows(start, min(count, start + each)).to(**place)
+    rows = whole.rows(start, min(count, start + each)).to(mesh.device_type, like.dtype)
     return DTensor.from_local(rows, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

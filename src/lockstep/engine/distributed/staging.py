@@ -1,4 +1,4 @@
-"""Tensors to where they are needed: batches to the model's device, small tensors to other ranks; and when that is done.
+"""Move batches to the model's device and small tensors between ranks, and wait for both.
 
 gloo moves host memory only (for some collectives), so with a gloo group a tensor on a GPU is staged
 through the host. Without a process group, one process is a group of one.
@@ -67,7 +67,7 @@ class SideStream:
             # The copying stream's memory: free again only when this one is done with it.
             leaf.record_stream(current)
             return leaf
-        return _moved(leaf, self._device)  # what tensors it holds is its own affair
+        return _moved(leaf, self._device)  # its tensors are not visible here
 
 
 def arrival(device: torch.device) -> Callable[[Any], Any]:
@@ -83,7 +83,7 @@ def finish(device: torch.device) -> None:
 
 
 def moment(device: torch.device) -> Any:
-    """Now; on a GPU when it has done what it has been given so far."""
+    """Return the present moment; on a GPU, after the work that is queued on it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -92,7 +92,7 @@ def moment(device: torch.device) -> Any:
 
 
 def between(start: Any, stop: Any) -> float:
-    """Seconds between two moments of one device, which has done what it had been given at ``stop``."""
+    """Return the seconds between two moments of one device, which has reached ``stop``."""
     return float(stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
 
 
@@ -139,11 +139,7 @@ LOOK_S = 1.0
 _LOOK = timedelta(seconds=LOOK_S)
 
 
-def wait(
-    work: dist.Work | None,
-    group: Group = None,
-    look: Callable[[], object] | None = None,
-) -> None:
+def wait(work: dist.Work | None, group: Group = None, look: Callable[[], object] | None = None) -> None:
     """Wait for a collective that was called with ``async_op`` on ``group``, of which this rank is one.
 
     Args:

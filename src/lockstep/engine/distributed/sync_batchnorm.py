@@ -123,7 +123,7 @@ class SyncedBatchNorm3d(SyncedBatchNorm, nn.BatchNorm3d):
 
 
 class SyncedBatchNormNd(SyncedBatchNorm, nn.SyncBatchNorm):
-    """In place of torch's own ``SyncBatchNorm``: input [N, C, …]."""
+    """In place of torch's ``SyncBatchNorm``: input [N, C, …]."""
 
 
 _SYNCED: dict[type[BatchNorm], type[SyncedBatchNorm]] = {
@@ -156,7 +156,9 @@ class _Normalise(torch.autograd.Function):
         group: Group,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, var, values)
-        ctx.eps, ctx.local, ctx.group = eps, local, group
+        ctx.eps = eps
+        ctx.local = local
+        ctx.group = group
         if local == 0:
             # Of a ghost's input only the shape is used: it cannot bring a NaN along.
             constant = torch.zeros_like(input)
@@ -168,7 +170,7 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, var, values = ctx.saved_tensors
-        wants_input, wants_weight, wants_bias, *others = ctx.needs_input_grad
+        wants_input, wants_weight, wants_bias, *unused = ctx.needs_input_grad
         inverse = torch.rsqrt(var + ctx.eps)
         sums = _sums(grad, input, mean, inverse) if ctx.local else mean.new_zeros(2 * mean.numel())
         grad_weight, grad_bias = sums.to(mean.dtype if weight is None else weight.dtype, copy=True).chunk(2)
@@ -184,15 +186,15 @@ class _Normalise(torch.autograd.Function):
                 grad_input = grad_input.addcmul_(grad, _per_channel(scale, input)).to(input.dtype)
             else:
                 grad_input = torch.zeros_like(input)
-        wanted = (grad_weight if wants_weight else None, grad_bias if wants_bias else None)
-        return (grad_input, *wanted, *[None] * len(others))
+        affine = (grad_weight if wants_weight else None, grad_bias if wants_bias else None)
+        return (grad_input, *affine, *[None] * len(unused))
 
 
 def _sums(grad: Tensor, input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """[Σ dy·x̂, Σ dy] over this rank's values: [2 C]. torch's own kernel takes one pass, and no memory."""
-    wanted = [False, True, True]
+    """[Σ dy·x̂, Σ dy] over this rank's values: [2 C]. torch's kernel takes one pass, and no memory."""
+    output_mask = [False, True, True]
     _, products, totals = torch.ops.aten.native_batch_norm_backward(
-        grad, input, torch.ones_like(mean), None, None, mean, inverse, True, 0.0, wanted
+        grad, input, torch.ones_like(mean), None, None, mean, inverse, True, 0.0, output_mask
     )
     return torch.cat([products, totals])
 

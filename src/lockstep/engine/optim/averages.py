@@ -25,7 +25,7 @@ from lockstep.config import AveragingConfig
 class Averages:
     """Averages of trained parameters and floating-point buffers, such as BatchNorm's statistics.
 
-    All ranks have the same weights, so each averages what it has. Without averaging, methods do nothing.
+    All ranks have the same weights, so each averages its copy. Without averaging, methods do nothing.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Averages:
     ) -> None:
         self._config, self._model = config, model
         both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-        own: Any = optimizer
-        self._own = own if both and config.name == "none" else None
+        schedule_free: Any = optimizer
+        self._own = schedule_free if both and config.name == "none" else None
         if self._own is not None:
             self._own.train()
         self._start = round(config.start_share * total_steps) if config.name == "swa" else 0
@@ -43,7 +43,8 @@ class Averages:
         #: A layer's buffers and the key of each that is averaged: the tensor there may be another one in each step.
         self._buffers: dict[str, tuple[MutableMapping[str, Tensor | None], str]] = {}
         if config.name != "none":
-            saved, layers = model.state_dict().keys(), dict(model.named_modules())
+            saved = model.state_dict().keys()
+            layers = dict(model.named_modules())
             for name, buffer in model.named_buffers():
                 if name in saved and buffer.is_floating_point() and buffer.itemsize > 1:  # no arithmetic in 8 bits
                     prefix, _, key = name.rpartition(".")
@@ -65,7 +66,8 @@ class Averages:
         config = self._config
         if config.name == "none" or step <= self._start or step % config.every_steps:
             return
-        weights, averaged = self._weights(), self._averaged
+        weights = self._weights()
+        averaged = self._averaged
         for name in weights.keys() - averaged.keys():  # the first update of SWA, or unfrozen since
             averaged[name] = weights[name].detach().clone()
         if self._may_be_infinite is None:
@@ -78,7 +80,8 @@ class Averages:
             early = (1 + self._updates) / (10 + self._updates) if config.warmup else 1.0
             get_ema_multi_avg_fn(min(config.decay, early))(*lists, self._updates)
         for name in self._may_be_infinite:  # ∞ - ∞
-            average, weight = _local(averaged[name]), _local(weights[name])
+            average = _local(averaged[name])
+            weight = _local(weights[name])
             average.copy_(torch.where(average.isfinite(), average, weight))
         self._updates += 1
 
@@ -88,7 +91,7 @@ class Averages:
         if self._own is not None and not self._averaged:
             self._averaged = self._copies()
             self._own.eval()
-        elif self._own is not None:  # its own way back would round
+        elif self._own is not None:  # its train() would round
             self._own.train()
             self._load(self._averaged)
             self._averaged = {}
@@ -96,9 +99,9 @@ class Averages:
             weights = self._named()
             for name, average in self._averaged.items():
                 weight = weights[name].detach()
-                kept = weight.clone()
+                trained = weight.clone()
                 weight.copy_(average)
-                average.copy_(kept)
+                average.copy_(trained)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -120,7 +123,8 @@ class Averages:
         saved = {} if state is None else {plain_name(name): value for name, value in state["trained"].items()}
         if self._config.name != "none":
             self._updates = 0 if state is None else state["updates"]
-            named, names = self._named(), saved if self._config.name == "swa" else {**self._weights(), **saved}
+            named = self._named()
+            names = saved if self._config.name == "swa" else {**self._weights(), **saved}
             self._averaged = {name: named[name].detach().clone() for name in names}
         if self._own is not None:
             self._own.train()

@@ -15,16 +15,16 @@ _AVERAGE = methodcaller("get", "exp_avg")
 
 
 class _Lists(NamedTuple):
-    """What the kernel takes of a group besides gradients, in the order of its parameters.
+    """Arguments of the kernel for a group besides gradients, in the order of its parameters.
 
-    ``steps`` are the elements of ``counts``, so that one addition of ``one`` counts a step of all parameters.
+    ``steps`` are the elements of ``counts``, so that one addition of ``ones`` counts a step of all parameters.
     """
 
     parameters: list[nn.Parameter]
     averages: list[Tensor]
     squares: list[Tensor]
     counts: Tensor
-    one: Tensor
+    ones: Tensor
     steps: list[Tensor]
 
 
@@ -60,12 +60,12 @@ class AdamKernel:
                     _step(group, lists, group_gradients, found_inf)
 
     def _gradients(self) -> list[list[Tensor]] | None:
-        """Of the parameters in the lists, which are made again where they have changed; ``None``: they cannot be made.
+        """Return the gradients of the parameters in the lists, made again after changes; ``None``: not plain.
 
         Anybody may freeze parameters, add groups, or replace states, as loading a checkpoint does.
         """
-        found = [[g for p in lists.parameters if (g := p.grad) is not None] for lists in self._lists]
-        if not self._are_current(found):
+        gradients = [[g for p in lists.parameters if (g := p.grad) is not None] for lists in self._lists]
+        if not self._are_current(gradients):
             groups = self._optimizer.param_groups
             used = [[p for p in group["params"] if p.grad is not None] for group in groups]
             self._is_plain = all(map(_is_plain, groups, used))
@@ -75,8 +75,8 @@ class AdamKernel:
             self._lists = [_lists(parameters, state) for parameters in used]
             self._averages = [*map(_AVERAGE, state.values())]
             self._unused = [p for group in groups for p in group["params"] if p.grad is None]
-            found = [[p.grad for p in parameters] for parameters in used]
-        return found
+            gradients = [[p.grad for p in parameters] for parameters in used]
+        return gradients
 
     def _are_current(self, gradients: list[list[Tensor]]) -> bool:
         states = self._optimizer.state
@@ -119,22 +119,22 @@ def _is_plain(group: dict[str, Any], parameters: list[nn.Parameter]) -> bool:
 
 
 def _lists(parameters: list[nn.Parameter], states: Any) -> _Lists:
-    own = [states[parameter] for parameter in parameters]
-    for parameter, state in zip(parameters, own, strict=True):
+    parameter_states = [states[parameter] for parameter in parameters]
+    for parameter, state in zip(parameters, parameter_states, strict=True):
         if not state:  # as Adam._init_group
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    counts = torch.stack([state["step"] for state in own]) if own else torch.zeros(0)
+    counts = torch.stack([state["step"] for state in parameter_states]) if parameter_states else torch.zeros(0)
     steps = list(counts.unbind())
-    for state, step in zip(own, steps, strict=True):
+    for state, step in zip(parameter_states, steps, strict=True):
         state["step"] = step
-    averages, squares = ([state[name] for state in own] for name in ("exp_avg", "exp_avg_sq"))
+    averages, squares = ([state[name] for state in parameter_states] for name in ("exp_avg", "exp_avg_sq"))
     return _Lists(list(parameters), averages, squares, counts, torch.ones_like(counts), steps)
 
 
 def _step(group: dict[str, Any], lists: _Lists, gradients: list[Tensor], found_inf: Tensor | None) -> None:
-    lists.counts.add_(lists.one)
+    lists.counts.add_(lists.ones)
     kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
     kernel(
         lists.parameters,

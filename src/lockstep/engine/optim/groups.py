@@ -1,4 +1,4 @@
-"""The groups and the state of an optimizer: what a checkpoint keeps, and how it fits an optimizer made later."""
+"""The groups and the state of an optimizer in a checkpoint, fitted to an optimizer made later."""
 
 from __future__ import annotations
 
@@ -32,26 +32,24 @@ def fitted(
 ) -> dict[str, Any]:
     """``saved``, an optimizer's state dict, with parameters numbered as in ``optimizer``.
 
-    Groups that a hook added in an earlier attempt are added to ``optimizer``. What does not fit is left as it is, for
-    ``optimizer`` to refuse.
+    Groups that a hook added in an earlier attempt are added to ``optimizer``. A state that does not fit is returned
+    unchanged, for ``optimizer`` to refuse; so is one without ``names``, saved from a divided model.
     """
     if names is None:
-        everything = [name for name, p in named.items() if p.is_floating_point() or p.is_complex()]
-        names = [[name for name in everything if named[name].requires_grad]]
-        if names_of(optimizer, named) != [everything] or len(saved["param_groups"][0]["params"]) != len(names[0]):
-            return saved
-    own, names = names_of(optimizer, named), [[plain_name(name) for name in group] for group in names]
-    taken = set(chain.from_iterable(own))
-    for added, group in list(zip(names, saved["param_groups"], strict=True))[len(own) :]:
+        return saved
+    mine = names_of(optimizer, named)
+    names = [[plain_name(name) for name in group] for group in names]
+    taken = set(chain.from_iterable(mine))
+    for added, group in list(zip(names, saved["param_groups"], strict=True))[len(mine) :]:
         if taken.isdisjoint(added):
             optimizer.add_param_group({**group, "params": [named[name] for name in added]})
-            own.append(added)
-    if own == names or len(own) != len(names) or any(set(a) - set(b) for a, b in zip(names, own, strict=True)):
+            mine.append(added)
+    if mine == names or len(mine) != len(names) or any(set(a) - set(b) for a, b in zip(names, mine, strict=True)):
         return saved
-    numbers = {name: number for number, name in enumerate(chain.from_iterable(own))}
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(mine))}
     before = chain.from_iterable(group["params"] for group in saved["param_groups"])
     moved = {old: numbers[name] for old, name in zip(before, chain.from_iterable(names), strict=True)}
-    groups = zip(saved["param_groups"], own, strict=True)
+    groups = zip(saved["param_groups"], mine, strict=True)
     return {
         "state": {moved[old]: state for old, state in saved["state"].items() if old in moved},
         "param_groups": [{**group, "params": [numbers[name] for name in ours]} for group, ours in groups],
@@ -70,12 +68,12 @@ def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, 
                 group[name] = value
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
-    if isinstance(one, Sequence) and not isinstance(one, str):  # a tuple may come back as a list
-        return isinstance(other, Sequence) and list(one) == list(other)
-    return bool(one == other)
+def _same(value: Any, saved: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(saved, Tensor):
+        return torch.equal(torch.as_tensor(value).cpu(), torch.as_tensor(saved).cpu())
+    if isinstance(value, Sequence) and not isinstance(value, str):  # a tuple may come back as a list
+        return isinstance(saved, Sequence) and list(value) == list(saved)
+    return bool(value == saved)
 
 
 def match_layouts(optimizer: Optimizer) -> None:

@@ -77,16 +77,16 @@ def sparse_layers(model: nn.Module) -> list[str]:
 
 def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
     """Raise :class:`TaskError` for parameters that are not among ``named``: no rank would move, reduce or save them."""
-    known = set(map(id, named.values()))
-    strange = [
+    model_ids = set(map(id, named.values()))
+    foreign = [
         f"{tuple(parameter.shape)} in group {number}"
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
-        if id(parameter) not in known
+        if id(parameter) not in model_ids
     ]
-    if strange:
+    if foreign:
         raise TaskError(
-            f"the optimizer has {many(len(strange), 'parameter')} not of the model: {', '.join(strange[:5])}",
+            f"the optimizer has {many(len(foreign), 'parameter')} not of the model: {', '.join(foreign[:5])}",
             why="they would be neither reduced over ranks nor saved",
             fix="return the modules that have them from Task.modules()",
         )
@@ -108,9 +108,9 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: 
     if config.name == "sgd":
         # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
         fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
-    known = config.model_dump() | {"lr": lr, "fused": fused}
+    values = config.model_dump() | {"lr": lr, "fused": fused}
     make, names = _KINDS.get(config.name) or (_find(config.name), ())
-    settings = {name: known[name] for name in ("lr", "weight_decay", *names)}
+    settings = {name: values[name] for name in ("lr", "weight_decay", *names)}
     if not names:
         taken = signature(make).parameters
         settings = {name: value for name, value in settings.items() if name in taken or "kwargs" in taken}
@@ -123,10 +123,8 @@ def _made(
     try:
         made = make(groups, **{**settings, **config.options})
     except (TypeError, ValueError) as error:
-        what, why = (
-            f"the optimizer {config.name} cannot be made with these settings",
-            f"{type(error).__name__}: {error}",
-        )
+        what = f"the optimizer {config.name} cannot be made with these settings"
+        why = f"{type(error).__name__}: {error}"
         raise ConfigError(what, why=why, fix="change optimizer.options, or the setting that it names") from None
     if config.name not in OPTIMIZERS:
         check_optimizer(made, model)
@@ -138,11 +136,11 @@ def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[
 
     Parameters before the first block are one block deeper than it, others outside are at the output.
     """
-    places = {id(p): place for place, block in enumerate(blocks, start=1) for p in block.parameters()}
+    block_depths = {id(p): depth for depth, block in enumerate(blocks, start=1) for p in block.parameters()}
     depths: dict[int, int] = {}
     for parameter in model.parameters():
-        outside = len(blocks) + 1 if places.keys() & depths.keys() else 0
-        depths[id(parameter)] = places.get(id(parameter), outside)
+        outside = len(blocks) + 1 if block_depths.keys() & depths.keys() else 0
+        depths[id(parameter)] = block_depths.get(id(parameter), outside)
     last = max(depths.values(), default=0)
     if last == min(depths.values(), default=0):
         fix = "return the blocks from Task.blocks(model), or remove the setting"
@@ -158,24 +156,24 @@ def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter], lr: float,
         groups.setdefault((rates.get(id(parameter), 1.0), vector), []).append(parameter)
     if len(groups) < 2 and not rates:
         return parameters
-    found = []
+    param_groups = []
     for rate, vector in sorted(groups, key=lambda key: (-key[0], key[1])):
-        own = ({"lr": lr * rate} if rates else {}) | ({"weight_decay": 0.0} if vector else {})
-        found.append({"params": groups[rate, vector], **own})
-    return found
+        overrides = ({"lr": lr * rate} if rates else {}) | ({"weight_decay": 0.0} if vector else {})
+        param_groups.append({"params": groups[rate, vector], **overrides})
+    return param_groups
 
 
 def _find(path: str) -> type[Optimizer]:
-    place, _, name = path.replace(":", ".").rpartition(".")
+    module, _, name = path.replace(":", ".").rpartition(".")
     fix = "name a subclass of torch.optim.Optimizer as package.module:Class, or install it"
     try:
-        found: Any = getattr(import_module(place), name)
+        kind: Any = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"there is no optimizer {path}", why=str(error), fix=fix) from None
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"{path} is not an optimizer", fix=fix)
-    refuse_closure(found)
-    return found
+    refuse_closure(kind)
+    return kind
 
 
 class Lion(Optimizer):
@@ -192,7 +190,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            one, two = group["betas"]
+            beta1, beta2 = group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -201,8 +199,8 @@ class Lion(Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter)
                 momentum: Tensor = state["exp_avg"]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(torch.lerp(parameter.grad, momentum, one).sign_(), alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - two)
+                parameter.add_(torch.lerp(parameter.grad, momentum, beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - beta2)
 
 
 class Several(Optimizer):
@@ -218,7 +216,9 @@ class Several(Optimizer):
         start = 0
         for part in self._parts:
             stop = start + len(part.param_groups)
-            part.param_groups, part.state, start = self.param_groups[start:stop], self.state, stop
+            part.param_groups = self.param_groups[start:stop]
+            part.state = self.state
+            start = stop
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -263,12 +263,11 @@ def _muon(
     outer = {id(m.weight) for m in layers if isinstance(m, nn.Embedding) or m is layers[-1]}
     hidden = [p for p in parameters if p.dim() == 2 and id(p) not in outer]
     chosen = set(map(id, hidden))
-    others = _grouped(config, [p for p in parameters if id(p) not in chosen], lr, rates)
-    same: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
-    parts: list[Optimizer] = []
+    outer_groups = _grouped(config, [p for p in parameters if id(p) not in chosen], lr, rates)
+    parts, decay = list[Optimizer](), config.weight_decay
     if hidden:
-        settings = {**same, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        settings = {"lr": lr, "weight_decay": decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
         parts.append(_made(config, torch.optim.Muon, _grouped(config, hidden, lr, rates), settings, model))
-    if others:
-        parts.append(AdamW(others, betas=config.betas, eps=config.eps, fused=fused, **same))
+    if outer_groups:
+        parts.append(AdamW(outer_groups, lr, config.betas, config.eps, decay, fused=fused))
     return parts[0] if len(parts) == 1 else Several(parts)

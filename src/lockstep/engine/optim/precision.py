@@ -13,16 +13,17 @@ from lockstep.data.requests import mapped
 from lockstep.engine.trained import bare
 
 GROWTH_INTERVAL = 2000
-_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+#: The type of a forward pass under autocast.
+TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What the forward pass runs in."""
-    return torch.autocast(device.type, _TYPES[kind]) if kind in _TYPES else nullcontext()
+    """Return the context of the forward pass."""
+    return torch.autocast(device.type, TYPES[kind]) if kind in TYPES else nullcontext()
 
 
 def cast(model: nn.Module, kind: str) -> nn.Module:
-    """``model``, for ``bf16-true`` with weights in bfloat16: its forward casts what it takes, and returns float32."""
+    """``model``, for ``bf16-true`` with weights in bfloat16: its forward casts its inputs, and returns float32."""
     if kind == "bf16-true":
         inner = bare(model).bfloat16()
         inner.register_forward_pre_hook(
@@ -48,7 +49,9 @@ class Precision:
     """
 
     def __init__(self, kind: str, device: torch.device, pre_scale: float) -> None:
-        self.kind, self._device, self._pre_scale_value = kind, device, pre_scale
+        self.kind = kind
+        self._device = device
+        self._pre_scale_value = pre_scale
         self._pre_scale = self._seed = torch.tensor(pre_scale, device=device)
         self._scale: Tensor | None = None
         if kind == "16-mixed":
@@ -58,7 +61,7 @@ class Precision:
 
     @property
     def is_full(self) -> bool:
-        return self.kind not in _TYPES
+        return self.kind not in TYPES
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.kind, self._device)
@@ -79,7 +82,7 @@ class Precision:
         if self._scale is None:
             return
         before = (self._scale.clone(), self._good_steps.clone()) if counted is not None else None
-        # torch.amp.GradScaler's own kernel; the class itself would read found_inf on the host every step.
+        # The kernel of torch.amp.GradScaler, which would read found_inf on the host every step.
         found_inf = found_inf.to(self._scale.device)  # parameters may be in host memory
         amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
         if before is not None and counted is not None:

@@ -40,13 +40,16 @@ class Rates:
         mode: Literal["min", "max"],
         named: Mapping[str, nn.Parameter],
     ) -> None:
-        self._optimizer, self._schedule, self._scheduler, self._named = optimizer, schedule, scheduler, named
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._scheduler = scheduler
+        self._named = named
         #: Of a factor by which the schedule's rate is multiplied.
         self._plateau: ReduceLROnPlateau | None = None
         if schedule is not None and schedule.name == "plateau" and scheduler is None:
-            settings: dict[str, Any] = {"factor": schedule.gamma, "patience": schedule.patience}
-            lowest, factor = min(1.0, schedule.min_lr / schedule.lr), SGD([torch.zeros(1)], lr=1.0)
-            self._plateau = ReduceLROnPlateau(factor, mode, min_lr=lowest, **settings)
+            factor = SGD([torch.zeros(1)], lr=1.0)
+            lowest = min(1.0, schedule.min_lr / schedule.lr)
+            self._plateau = ReduceLROnPlateau(factor, mode, schedule.gamma, schedule.patience, min_lr=lowest)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self._groups = len(optimizer.param_groups)
@@ -64,10 +67,10 @@ class Rates:
         if len(groups) != self._groups:
             self._adopt_groups()
         if self._scheduler is None and self._schedule is not None:
-            lr, base_lr = self._schedule.at(step), self._schedule.base_lr
+            lr = self._schedule.at(step)
             lr = lr if self._plateau is None else lr * self._plateau.optimizer.param_groups[0]["lr"]
             for group in groups:
-                group["lr"] = lr * (group["initial_lr"] / base_lr)
+                group["lr"] = lr * (group["initial_lr"] / self._schedule.base_lr)
         self.lr = float(groups[self._shown]["lr"])
 
     def _adopt_groups(self) -> None:
@@ -89,19 +92,22 @@ class Rates:
             advance(self._scheduler, *value)
 
     def state_dict(self) -> dict[str, Any]:
-        plateau, found = self._plateau, None
+        plateau = self._plateau
+        plateau_state = None
         if plateau is not None:
             factor = float(plateau.optimizer.param_groups[0]["lr"])
-            found = {"factor": factor, "best": float(plateau.best), "bad": plateau.num_bad_epochs}
+            plateau_state = {"factor": factor, "best": float(plateau.best), "bad": plateau.num_bad_epochs}
         scheduler = None if self._scheduler is None else self._scheduler.scheduler.state_dict()
-        return {"scheduler": scheduler, "plateau": found}
+        return {"scheduler": scheduler, "plateau": plateau_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Restore ``state``, when the groups are restored; returns whether their rates stay as they are now."""
-        scheduler, plateau = state.get("scheduler"), state.get("plateau")
+        scheduler = state.get("scheduler")
+        plateau = state.get("plateau")
         if self._plateau is not None and plateau is not None:
             self._plateau.optimizer.param_groups[0]["lr"] = plateau["factor"]
-            self._plateau.best, self._plateau.num_bad_epochs = plateau["best"], plateau["bad"]
+            self._plateau.best = plateau["best"]
+            self._plateau.num_bad_epochs = plateau["bad"]
         self._groups = len(self._optimizer.param_groups)
         if scheduler is None or self._scheduler is None:
             return False
@@ -111,27 +117,27 @@ class Rates:
 
 
 def scheduler_of(task: Task, optimizer: Optimizer) -> Scheduler | None:
-    """The task's own scheduler of ``optimizer``."""
+    """Return the task's scheduler of ``optimizer``, if it has one."""
     made = task.scheduler(optimizer)
     if made is None:
         return None
     by_metric = isinstance(made, ReduceLROnPlateau)
-    found = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
-    kind = type(found.scheduler).__name__
-    if not isinstance(found.scheduler, LRScheduler) or found.interval not in ("step", "epoch", "metric"):
+    scheduler = made if isinstance(made, Scheduler) else Scheduler(made, "metric" if by_metric else "step")
+    kind = type(scheduler.scheduler).__name__
+    if not isinstance(scheduler.scheduler, LRScheduler) or scheduler.interval not in ("step", "epoch", "metric"):
         raise TaskError(
             "the task's scheduler() did not return a scheduler",
-            why=f"it returned {type(made).__name__}, of {kind} and {found.interval!r}",
+            why=f"it returned {type(made).__name__}, of {kind} and {scheduler.interval!r}",
             fix="return one of torch.optim.lr_scheduler, or lockstep.Scheduler(one, 'step', 'epoch' or 'metric')",
         )
-    if isinstance(found.scheduler, ReduceLROnPlateau) != (found.interval == "metric"):
+    if isinstance(scheduler.scheduler, ReduceLROnPlateau) != (scheduler.interval == "metric"):
         raise TaskError(
-            f"the task's scheduler() returned a {kind} that steps by {found.interval}",
+            f"the task's scheduler() returned a {kind} that steps by {scheduler.interval}",
             why="ReduceLROnPlateau steps by a metric, and no other scheduler does",
-            fix="return it without lockstep.Scheduler" if found.interval != "metric" else "use 'step' or 'epoch'",
+            fix="return it without lockstep.Scheduler" if scheduler.interval != "metric" else "use 'step' or 'epoch'",
         )
     note_step(optimizer)
-    return found
+    return scheduler
 
 
 def check_steps(scheduler: Scheduler, schedule: Schedule) -> None:
@@ -150,7 +156,7 @@ def check_steps(scheduler: Scheduler, schedule: Schedule) -> None:
 
 
 def advance(scheduler: Scheduler, *value: float) -> None:
-    """Step a scheduler. Raises :class:`TaskError` where it cannot, as one that has no steps left."""
+    """Step a scheduler. Raises :class:`TaskError` if that fails, as for one that has no steps left."""
     try:
         cast(Any, scheduler.scheduler).step(*value)
     except Exception as error:

@@ -52,7 +52,7 @@ class Update:
 
     Args:
         optimizer: made with the rates before scaling; those of all groups follow the schedule.
-        divided: the model, where this process or its devices have parts of it.
+        divided: the model, of which this process or its devices have parts.
         scheduler: sets the rates of all groups, instead of ``schedule``. Without both the caller sets them.
         mode: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
         averages: of the weights; :meth:`state_dict` is called while they are in use.
@@ -70,7 +70,10 @@ class Update:
         mode: Literal["min", "max"] = "min",
         averages: Averages | None = None,
     ) -> None:
-        self.optimizer, self.precision, self.max_norm, self.divided = optimizer, precision, max_norm, divided
+        self.optimizer = optimizer
+        self.precision = precision
+        self.max_norm = max_norm
+        self.divided = divided
         self.averages = averages or Averages(AveragingConfig(), model, 0)
         # Frozen ones too: they may be unfrozen, and have no gradient until then.
         self._parameters = list(model.parameters()) if divided is None else divided.parameters()
@@ -101,8 +104,8 @@ class Update:
     def apply(self, step: int, count: Tensor | float, divisor: float, *, want_norm: bool) -> None:
         """Finish the step that follows ``step`` finished ones.
 
-        ``count``: over all ranks and micro-batches. ``divisor``: what the reduction divided the gradient sums by (ranks
-        under DDP, else 1). ``want_norm``: compute the gradient norm even when nothing is clipped.
+        ``count``: over all ranks and micro-batches. ``divisor``: the divisor of the gradient sums in the reduction
+        (ranks under DDP, else 1). ``want_norm``: compute the gradient norm even when nothing is clipped.
         """
         if self.waits_for is not None:
             self.waits_for.wait()
@@ -133,13 +136,13 @@ class Update:
             self.grad_norm = norm if counted is None else torch.where(counted, norm, 0.0)
             if self.max_norm is not None:
                 factor = factor * _clipping(norm, self.max_norm)
-        found = self._unscale(gradients, factor)
+        found_inf = self._unscale(gradients, factor)
         if self._fused and not self._on_host:
-            self._step(found)
-        elif not found.item():
+            self._step(found_inf)
+        elif not found_inf.item():
             self._step()
-        self._skipped += found if counted is None else found * counted
-        self.precision.update(found, counted)
+        self._skipped += found_inf if counted is None else found_inf * counted
+        self.precision.update(found_inf, counted)
 
     def _gradients(self) -> list[Tensor]:
         gradients: list[Tensor]
@@ -159,9 +162,9 @@ class Update:
         return norm
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor | float) -> Tensor:
-        """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's own kernel."""
+        """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's kernel."""
         if isinstance(factor, Tensor):
-            # The kernel tests what it reads, not what it writes: a count of 0 makes the factor infinite.
+            # The kernel tests its input, not its output: a count of 0 makes the factor infinite.
             self._found_inf.copy_(~torch.isfinite(factor))
         else:
             self._found_inf.fill_(not math.isfinite(factor))
@@ -208,8 +211,9 @@ def build_update(
     """The update of ``model``, which is on its device. ``validates``: the run has evaluations."""
     config, plan = rank.config, rank.plan
     with compiler_not_imported():
-        own = task.optimizer(bare(model))
-        optimizer = own or optimizers.build_optimizer(config.optimizer, model, plan.schedule.base_lr, task)
+        optimizer = task.optimizer(bare(model))
+        if optimizer is None:
+            optimizer = optimizers.build_optimizer(config.optimizer, model, plan.schedule.base_lr, task)
     optimizers.check_optimizer(optimizer, model)
     optimizers.check_sparse(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
     if type(task).scheduler is not Task.scheduler:
@@ -219,9 +223,9 @@ def build_update(
     if scheduler is not None and scheduler.interval == "metric" and not validates:
         fix = "return validation data from datasets(), or a scheduler that steps by step or epoch"
         raise TaskError("the task's scheduler steps by a metric, and there is no validation data", fix=fix)
-    if scheduler is not None and isinstance(one := scheduler.scheduler, ReduceLROnPlateau) and one.mode != plan.mode:
+    if scheduler is not None and isinstance(made := scheduler.scheduler, ReduceLROnPlateau) and made.mode != plan.mode:
         raise TaskError(
-            f"the task's scheduler has mode {one.mode!r}, and {plan.monitor} is best at its {plan.mode}",
+            f"the task's scheduler has mode {made.mode!r}, and {plan.monitor} is best at its {plan.mode}",
             why="it steps by the monitored metric, and would lower the rate while that improves",
             fix=f"use mode={plan.mode!r}, or monitor the metric that it is for: --set checkpoint.monitor=val_…",
         )
@@ -229,14 +233,14 @@ def build_update(
         divided.adopt(optimizer)
     precision = Precision(plan.placement["precision"], rank.device, plan.pre_scale)
     averages = Averages(config.averaging, model, plan.total_steps, optimizer)
-    clip = config.training.max_grad_norm
-    return Update(model, optimizer, plan.schedule, precision, clip, divided, scheduler, plan.mode, averages)
+    max_norm = config.training.max_grad_norm
+    return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler, plan.mode, averages)
 
 
 def untrained_note(update: Update, model: nn.Module, max_norm: float | None) -> str | None:
     """A note where parameters of ``model`` are in no group of the optimizer."""
-    known = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
-    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    trained_ids = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained_ids]
     if not names:
         return None
     some = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])

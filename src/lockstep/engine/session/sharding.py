@@ -35,11 +35,11 @@ class Shards:
     def __init__(
         self, rank: RankContext, module: nn.Module, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
     ) -> None:
-        where = rank.config, rank.plan, Datasets(None), rank.device, rank.world, rank.collectives
         names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
         #: By identity: the parameters before, which a loop may have in a list.
         self._undivided = {id(p): weakref.ref(p) for p in module.parameters()}
-        self._models = [cast(ShardedModel, divide(Undivided(Task(), model, *where))) for model in models]
+        wholes = [Undivided(task=Task(), model=model, datasets=Datasets(None), rank=rank) for model in models]
+        self._models = [cast(ShardedModel, divide(whole)) for whole in wholes]
         divided = dict(module.named_parameters(remove_duplicate=False))
         for optimizer in optimizers:
             state = optimizer.state_dict()

@@ -29,31 +29,32 @@ from lockstep.errors import UnsupportedError
 
 
 class SeededDraws:
-    """Seeds what a forward pass may draw from before each micro-batch: dropout, stochastic depth, mixup in the loss.
+    """Seeds the generators of a forward pass before each micro-batch: dropout, stochastic depth, mixup in the loss.
 
     Each of ``devices`` draws separate numbers.
     """
 
     def __init__(self, seed: int, devices: Sequence[torch.device], *, purpose: str = "dropout") -> None:
-        self._seed, self._purpose = seed, purpose
+        self._seed = seed
+        self._purpose = purpose
         self._on_devices = list[tuple[torch.Generator, int]]()
         if any(device.type == "cuda" for device in devices):
             torch.cuda.init()
             self._on_devices = [
-                (torch.cuda.default_generators[device.index or 0], place)
-                for place, device in enumerate(dict.fromkeys(devices))
+                (torch.cuda.default_generators[device.index or 0], number)
+                for number, device in enumerate(dict.fromkeys(devices))
             ]
 
     def __call__(self, step: int, part: int) -> None:
         key = self.key(step, part)
         for host in GENERATORS:
             host.seed(key)
-        for generator, place in self._on_devices:
-            generator.manual_seed(self.key(step, part, place))
+        for generator, number in self._on_devices:
+            generator.manual_seed(self.key(step, part, number))
 
-    def key(self, step: int, part: int, place: int = 0, purpose: str = "") -> int:
+    def key(self, step: int, part: int, number: int = 0, purpose: str = "") -> int:
         """The seed of a micro-batch on the device at ``place``."""
-        return dropout_seed(self._seed, step, part, place, purpose or self._purpose)
+        return dropout_seed(self._seed, step, part, number, purpose or self._purpose)
 
 
 class Replica(NamedTuple):
@@ -75,14 +76,14 @@ class Replica(NamedTuple):
 
 
 class Strategy:
-    """Forward and backward in one process; what the loop uses, and what other strategies build on.
+    """Forward and backward in one process; the interface of the loop, and the base of other strategies.
 
     Attributes:
-        module: what is saved, evaluated and optimized: the model, and modules beside it (:class:`.Trained`).
+        module: the model, with the modules beside it (:class:`.Trained`): saved, evaluated and optimized.
         divided_by: the strategy that has given each rank a part of the parameters, so that reading all is collective.
         draws: sets the random generators for each sample or micro-batch.
         sums_in_half: whether the task has summed a loss in half precision.
-        watching: makes the context of what is run of a forward pass outside the task's loss.
+        watching: makes the context for parts of a forward pass outside the task's loss.
     """
 
     sums_in_half = False
@@ -92,10 +93,11 @@ class Strategy:
     _merges: Literal["alone", "ranks", "exact"] = "alone"
 
     def __init__(self, replica: Replica) -> None:
-        self.module, self._device, self._rank = replica.module, replica.device, replica.rank
+        self.module = replica.module
+        self._device = replica.device
+        self._rank = replica.rank
         self._ask = CheckedLoss(replica.task, replica.loss_mode)
         self._model = bare(self.module) if replica.forward is None else replica.forward
-        self._wrapped = self._model is not bare(self.module)
         self._parameters = list(self.module.parameters())
         self._precision = replica.precision
         #: ``self._arrived(batch)``: on the device.
@@ -167,29 +169,29 @@ class Strategy:
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Forward and backward of every micro-batch, and what ranks then exchange."""
         self._reducer.begin(flags)
-        for place, request in enumerate(window.requests):
-            is_last = place == len(window.requests) - 1 and not window.irregular
-            self._micro_batch(request, next(batches), step, place, is_last=is_last)
+        for index, request in enumerate(window.requests):
+            is_last = index == len(window.requests) - 1 and not window.irregular
+            self._micro_batch(request, next(batches), step, index, is_last=is_last)
         return self._reducer.reduced(step)
 
-    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
         """Forward and backward of the request at ``place`` in a window; ``is_last``: every rank is at its last one."""
         if request.ghost:
             self._ghost(batch)
             return
-        total, count = self._forward_pass(batch, step, self._rank + (place << 16))
+        total, count = self._forward_pass(batch, step, self._rank + (index << 16))
         self._reducer.add(total, count, is_last=is_last)
         self._backward(total)
         self._keep_gradients(more=not is_last)
 
     def _ghost(self, batch: Any) -> None:
         """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""
-        kept = [parameter.grad for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         self._clear()
         with ghost(self.module), self._buffers.untouched():
             total, _ = self._forward_pass(batch, 0, 0)
             self._backward(total)
-        for parameter, gradient in zip(self._parameters, kept, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def _keep_gradients(self, *, more: bool) -> None:
@@ -208,7 +210,7 @@ class Strategy:
         return self._computed(batch)
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        """The loss of a batch that is there, with what it draws."""
+        """Compute the loss of a batch on the device, with its random draws."""
         if self._precision.is_full:
             total, count = self._loss(batch)
         else:
@@ -223,30 +225,25 @@ class Strategy:
         return self._ask(self._model, batch)
 
     def _backward(self, total: Tensor) -> None:
-        seed = self._precision.seed()
-        if total.dtype != seed.dtype:
-            seed = seed.to(total.dtype)
-        if self._wrapped or type(total) is not Tensor:
-            total.backward(seed)
-        else:
-            backward(total, seed)
+        backward(total, self._precision.seed().to(total.dtype))
 
 
 class Asked(nn.Module):
-    """A model as what a task's functions are called with, so that a wrapper sees every method that they call.
+    """Calls a task's functions with a model, so that a wrapper sees every method that they call.
 
     ``trained`` has the parameters of modules beside ``model``.
     """
 
     def __init__(self, model: nn.Module, trained: nn.Module | None = None) -> None:
         super().__init__()
-        self.model, self.trained = model, trained
+        self.model = model
+        self.trained = trained
 
     def forward(self, function: Callable[..., Any], batch: Any) -> Any:
         return function(self.model, batch)
 
 
 class RanksStrategy(Strategy):
-    """One process a rank: what they do to buffers is merged after every step."""
+    """One process a rank: changes of buffers are merged after every step."""
 
     _merges = "ranks"

@@ -36,8 +36,8 @@ def divide(rank: RankContext, task: Task, model: nn.Module, datasets: Datasets) 
     """Divide ``model`` as the plan's strategy does, or raise why it cannot be divided. Collective."""
     spec = rank.plan.strategy
     refuse_modules(model, spec.name)
-    parts = task, model, rank.config, rank.plan, datasets, rank.device, rank.world, rank.collectives
-    divided: Divided = import_module(spec.module).divide(Undivided(*parts))
+    whole = Undivided(task=task, model=model, datasets=datasets, rank=rank)
+    divided: Divided = import_module(spec.module).divide(whole)
     return divided
 
 
@@ -48,17 +48,17 @@ def build_strategy(
 
     A plan of several ranks may be given to one process alone, to measure it: then it is ``single``.
     """
-    config, plan, world = rank.config, rank.plan, rank.world
+    config, plan = rank.config, rank.plan
     if divided is not None:
         return divided.strategy(task, precision)
-    replica = Replica(task, model, precision, rank.device, plan.seed, world.rank)
+    replica = Replica(task, model, precision, rank.device, plan.seed, rank.world.rank)
     if config.training.activation_checkpointing:
         checkpoint_activations(bare(model), blocks_of(task, bare(model)))
     if plan.reproducibility == "exact":
         from lockstep.engine.strategies.exact import ExactStrategy
 
-        return ExactStrategy(replica, world)
-    spec = plan.strategy if plan.strategy.one_process or world.size > 1 else find_strategy(auto_strategy(1))
+        return ExactStrategy(replica, rank.world)
+    spec = plan.strategy if plan.strategy.one_process or rank.world.size > 1 else find_strategy(auto_strategy(1))
     if config.training.compile and not spec.scatters:
         mode = config.training.compile_mode
         replica = replica._replace(forward=compiled(bare(model), mode), compiled=True)

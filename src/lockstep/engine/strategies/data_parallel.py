@@ -27,14 +27,14 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     return Strategy(replica._replace(forward=model, devices=tuple(devices)))
 
 
-def devices_for(samples: int, devices: int, least: int) -> int:
+def devices_for(samples: int, devices: int, min_samples: int) -> int:
     """How many of ``devices`` torch may scatter ``samples`` to, so that each gets at least ``least``, or one gets all.
 
-    It hands out ⌈samples/devices⌉ each, as ``torch.chunk`` does, and what is left to the last one.
+    It hands out ⌈samples/devices⌉ each, as ``torch.chunk`` does, and the rest to the last one.
     """
     for used in range(devices, 1, -1):
         size = -(-samples // used)
-        if min(size, samples % size or size) >= least:
+        if min(size, samples % size or size) >= min_samples:
             return used
     return 1
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep._compat.torch import broadcast_module, check_shapes
-from lockstep.config import RunConfig
+from lockstep.config import DistributedConfig, RunConfig
 from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.strategies.base import Asked, RanksStrategy, Replica, Strategy
 from lockstep.engine.strategies.reducers import Flags, GradientBuckets, Reduced, Reducer, step_sums
@@ -33,15 +33,14 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
     """The strategy of one rank, as the plan chose: gradients in one message, or in DDP's buckets. Collective."""
     if plan.one_message:
         return FlatStrategy(replica)
-    unused, cap_mb = config.distributed.find_unused_parameters, config.distributed.bucket_cap_mb
-    return DdpStrategy(replica, find_unused_parameters=unused, bucket_cap_mb=cap_mb)
+    return DdpStrategy(replica, config.distributed)
 
 
 def joint_bytes(model: nn.Module) -> int:
     """Bytes of the gradients of ``model``, shape and type of which let one message carry them; else 0.
 
     They are row-major. With weights of another layout (``channels_last``) a fused optimizer, which walks both through
-    memory, would mix up their elements. Frozen parameters count in what is asked, as they may be unfrozen later.
+    memory, would mix up their elements. Frozen parameters must have them too, as they may be unfrozen later.
     """
     parameters = list(model.parameters())
     one_kind = {p.dtype for p in parameters} in ({torch.float32}, {torch.float64})
@@ -69,16 +68,9 @@ class DdpStrategy(RanksStrategy):
     micro-batches goes past DDP and is reduced by hand after the backward, on every rank alike.
     """
 
-    def __init__(
-        self, replica: Replica, *, find_unused_parameters: bool = False, bucket_cap_mb: float | None = None
-    ) -> None:
+    def __init__(self, replica: Replica, config: DistributedConfig) -> None:
         super().__init__(replica)
-        self._settings: dict[str, Any] = {
-            _SYNC_BUFFERS: False,
-            "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": True,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
+        self._config = config
         check_shapes(list(self._trained))
         broadcast_module(replica.module)
         self._wrap()
@@ -88,7 +80,14 @@ class DdpStrategy(RanksStrategy):
         return step_sums(self._device, float(dist.get_world_size()))
 
     def _wrap(self) -> None:
-        self._ddp = DistributedDataParallel(Asked(self._model, self.module), init_sync=False, **self._settings)
+        self._ddp = DistributedDataParallel(
+            Asked(self._model, self.module),
+            bucket_cap_mb=self._config.bucket_cap_mb,
+            find_unused_parameters=self._config.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            **{_SYNC_BUFFERS: False},
+        )
 
     def _adapt(self) -> None:
         super()._adapt()
@@ -100,16 +99,17 @@ class DdpStrategy(RanksStrategy):
         self._by_hand = window.irregular
         if not window.irregular:
             return super()._reduced_gradients(window, batches, step, flags)
-        reducer, self._reducer = self._reducer, GradientBuckets(self._trained, self._device)
+        reducer = self._reducer
+        self._reducer = GradientBuckets(self._trained, self._device)
         try:
             return super()._reduced_gradients(window, batches, step, flags)
         finally:
             self._reducer = reducer
 
-    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
         # What no_sync() does, without a context manager per micro-batch.
         self._ddp.require_backward_grad_sync = is_last
-        super()._micro_batch(request, batch, step, place, is_last=is_last)
+        super()._micro_batch(request, batch, step, index, is_last=is_last)
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         if self._by_hand:

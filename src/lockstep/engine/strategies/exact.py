@@ -1,8 +1,8 @@
 """``reproducibility: exact``: the same weights bit for bit on every world size that divides the lanes.
 
-Each lane of a step is computed alone: its own forward and backward, its own dropout seed, its own BatchNorm
-statistics from the same starting point. What lanes leave behind (gradients, loss and count, running statistics) is
-summed along one fixed binary tree: the same bits however the lanes are spread over ranks.
+Each lane of a step is computed alone: with a separate forward and backward, dropout seed and BatchNorm statistics from
+the same starting point. The results of lanes (gradients, loss and count, running statistics) are summed along one fixed
+binary tree: the same bits for any distribution of lanes over ranks.
 
 Floating-point addition is commutative but not associative, so a sum has the same bits wherever the same pairs are
 added. A rank sums the subtree of its lanes; then ranks exchange and add in pairs (recursive doubling; Thakur,
@@ -34,7 +34,7 @@ _NO_FLAGS = Flags()
 
 
 class TreeSum:
-    """Adds leaves in their order and in their own tensors, holding at most log₂(leaves) + 1. ``None``: empty lane."""
+    """Adds leaves in their order and in place, holding at most log₂(leaves) + 1. ``None``: empty lane."""
 
     def __init__(self) -> None:
         self._stack: list[tuple[int, Leaf | None]] = []
@@ -61,7 +61,9 @@ class TreeAllReduce:
 
     def __init__(self, rank: int, world_size: int, group: Group = None) -> None:
         assert world_size & (world_size - 1) == 0, "the number of ranks must be a power of two"
-        self._rank, self._world_size, self._group = rank, world_size, group
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
@@ -99,7 +101,7 @@ class TreeAllReduce:
         foreach_copy_(tensors, self._views)
 
     def _make_buffers(self, tensors: Sequence[Tensor]) -> None:
-        """Memory for ``tensors`` on their device, and for two copies where they travel, by type."""
+        """Allocate memory for ``tensors`` on their device, and for two copies on the device of messages, by type."""
         device = tensors[0].device
         wire = wire_device(device, self._group)
         sizes = [tensor.nbytes for tensor in tensors]
@@ -129,15 +131,20 @@ class LaneSums:
     def __init__(
         self, parameters: Sequence[nn.Parameter], buffers: Buffers | None, device: torch.device, world: World
     ) -> None:
-        self._parameters, self._numbers, self._device = list(parameters), 2 + len(Flags._fields), device
-        self._all_reduce, self._ranks = TreeAllReduce(world.rank, world.size), world.size
+        self._parameters = list(parameters)
+        self._numbers = 2 + len(Flags._fields)
+        self._device = device
+        self._all_reduce = TreeAllReduce(world.rank, world.size)
+        self._ranks = world.size
         self._statistics = buffers.tensors("mean") if buffers else []
         self._counters = buffers.tensors("max", "once") if buffers else []
         self.begin()
 
     def begin(self, flags: Flags = _NO_FLAGS) -> None:
         """Begin a step; ``flags``: of this rank, unless they are given to :meth:`reduced`."""
-        self._tree, self._all_used, self._flags = TreeSum(), False, flags
+        self._tree = TreeSum()
+        self._all_used = False
+        self._flags = flags
         self._added: tuple[Tensor | float, ...] = ()
         self._starts = [buffer.clone() for buffer in (*self._statistics, *self._counters)]
 
@@ -145,7 +152,7 @@ class LaneSums:
         self._added = total.detach() if isinstance(total, Tensor) else total, count
 
     def end(self, request: BatchRequest) -> None:
-        """Push the lane ``request`` with what was added; of one without samples, what it did is dropped."""
+        """Push the lane ``request`` with the sums that were added; those of a lane without samples are dropped."""
         self._tree.push(None if request.ghost or request.size == 0 else self._leaf(request, self._added))
         self._added = ()
         for parameter in self._parameters:
@@ -154,7 +161,7 @@ class LaneSums:
             buffer.copy_(value)
 
     def _leaf(self, request: BatchRequest | None = None, numbers: Sequence[Any] = ()) -> Leaf:
-        """What a lane adds; without ``request`` zeros, for a rank without samples."""
+        """Return the terms of a lane; without ``request`` zeros, for a rank without samples."""
         size = 0 if request is None else request.size
         used = [p.grad is not None for p in self._parameters]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
@@ -166,8 +173,8 @@ class LaneSums:
         sums = torch.zeros(self._numbers + len(self._parameters) + 1, dtype=torch.float64, device=self._device)
         if size:
             self._all_used = self._all_used or all(used)
-            for place, number in enumerate(numbers):
-                sums[place] = number
+            for column, number in enumerate(numbers):
+                sums[column] = number
             # To copy a tensor to a GPU, the host would wait for all that the GPU has to do.
             sums[self._numbers : -1] = 1.0 if all(used) else torch.tensor(used)
             sums[-1] = size
@@ -184,7 +191,8 @@ class LaneSums:
     @torch.no_grad()
     def take(self, total: Leaf) -> Tensor:
         """Put gradients and buffers in place; the sums of the numbers: [numbers]."""
-        number, sums = len(self._parameters), total[-1]
+        number = len(self._parameters)
+        sums = total[-1]
         # A parameter that no lane used has no gradient, as in one process: an optimizer leaves it alone.
         lanes = [1.0] * number if self._all_used else sums[self._numbers : -1].tolist()
         for parameter, gradient, used in zip(self._parameters, total[:number], lanes, strict=True):
@@ -224,7 +232,7 @@ class ExactStrategy(Strategy):
         self._lanes = LaneSums(self._trained, self._buffers, self._device, self._world)
         return self._lanes
 
-    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
         if request.size:
             total, count = self._forward_pass(batch, step, request.part)
             self._lanes.add(total, count)

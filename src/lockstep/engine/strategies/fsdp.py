@@ -1,7 +1,7 @@
 """``strategy: fsdp``: parameters, gradients and optimizer state divided among the ranks, gathered block by block.
 
 torch's FSDP2 (``fully_shard``; Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277) does the dividing:
-a parameter is a ``DTensor``, this rank's rows of it. This module adds what a run guarantees: the micro-batches and
+a parameter is a ``DTensor``, this rank's rows of it. This module adds the guarantees of a run: the micro-batches and
 denominators of DDP, norm and finiteness of the *whole* gradient, ranks without samples, checkpoints of whole tensors.
 """
 
@@ -27,7 +27,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
 from lockstep.engine.distributed.sync_batchnorm import ghost
-from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.precision import TYPES, Precision
 from lockstep.engine.partition import (
     Divided,
     Through,
@@ -43,8 +43,6 @@ from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError, many
 from lockstep.hardware.world import World
 
-_HALF = {"32": None, "bf16-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
 
 def divide(whole: Undivided) -> Divided:
     """Shard the model's parameters among the ranks. Collective."""
@@ -52,7 +50,7 @@ def divide(whole: Undivided) -> Divided:
 
 
 class _ReduceScatter:
-    """FSDP's own, except that a rank may contribute zeros, whatever its backward gave."""
+    """FSDP's reduce-scatter, in which a rank may contribute zeros in place of its gradients."""
 
     def __init__(self) -> None:
         self.nothing = False
@@ -75,7 +73,8 @@ class ShardedModel(Divided):
 
     def __init__(self, whole: Undivided) -> None:
         super().__init__(whole)
-        task, model, config, plan, _, device, world, _ = whole
+        model = whole.model
+        config = whole.rank.config
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 or not parameter.is_contiguous():
                 raise UnsupportedError(
@@ -84,29 +83,32 @@ class ShardedModel(Divided):
                     "transposed view do not lie one behind the other",
                     fix="give a scalar the shape (1,), leave others contiguous in model(), or use --strategy ddp",
                 )
-            if parameter.dtype not in SENT_TYPES and (device.type == "cpu" or not parameter.is_floating_point()):
+            if parameter.dtype not in SENT_TYPES and (self.device.type == "cpu" or not parameter.is_floating_point()):
                 raise UnsupportedError(
                     f"strategy fsdp cannot divide the parameter {name}, of {parameter.dtype}",
                     why="ranks do not send numbers of this type",
                     fix="register it as a buffer, or use --strategy ddp",
                 )
         _refuse_views(model)
-        mesh = _mesh(config.fsdp, device, world)
+        mesh = _mesh(config.fsdp, self.device, whole.rank.world)
         self.group = mesh.get_group("shard")
-        blocks = blocks_of(task, model)
+        blocks = blocks_of(whole.task, model)
         self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if config.training.compile else []:
             block.forward = compiled(block.forward, config.training.compile_mode)
         if config.fsdp.activation_checkpointing or config.training.activation_checkpointing:
             checkpoint_activations(model, blocks)
-        self.root, self.reduce_scatter = Asked(model), _ReduceScatter()
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
+        self.root = Asked(model)
+        self.reduce_scatter = _ReduceScatter()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
+        )
         for module in (*blocks, self.root):
             fully_shard(
                 module,
                 mesh=mesh,
                 reshard_after_forward=True,
-                mp_policy=_policy(module, blocks, plan.placement["precision"]),
+                mp_policy=_policy(module, blocks, whole.rank.plan.placement["precision"]),
                 offload_policy=offload,
             )
             cast(FSDPModule, module).set_custom_reduce_scatter(cast(Any, self.reduce_scatter))
@@ -160,16 +162,15 @@ class FsdpStrategy(RanksStrategy):
     def _make_reducer(self) -> Reducer:
         return step_sums(self._device, float(dist.get_world_size()))
 
-    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, place: int, *, is_last: bool) -> None:
+    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
         with self._sits_out() if request.ghost else nullcontext():
-            total, count = self._forward_pass(batch, step, self._rank + (place << 16))
+            total, count = self._forward_pass(batch, step, self._rank + (index << 16))
             if not request.ghost:
                 self._reducer.add(total, count, is_last=is_last)
             self._backward(total)
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        found: dict[str, Any] = gathered(state, keep=keep)
-        return found
+        return cast(dict[str, Any], gathered(state, keep=keep))
 
     def evaluating(self, task: Task) -> Task:
         return Through(task, lambda function, _, batch: through(self._sharded.root, function, batch))
@@ -233,9 +234,9 @@ def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> M
 
     Normalisation layers with statistics keep theirs in single precision, and so does their block.
     """
-    others = {id(part) for block in blocks if block is not module for part in block.modules()}
-    keeps = any(isinstance(part, NormBase) for part in module.modules() if id(part) not in others)
-    half = None if keeps else _HALF[precision]
+    parts_of_others = {id(part) for block in blocks if block is not module for part in block.modules()}
+    keeps = any(isinstance(part, NormBase) for part in module.modules() if id(part) not in parts_of_others)
+    half = None if keeps else TYPES.get(precision)
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
     )

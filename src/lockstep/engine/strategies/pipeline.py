@@ -1,7 +1,7 @@
 """``strategy: pipeline``: the model's stages in order over the ranks, micro-batches following one another through them.
 
 All ranks see the same micro-batches, so a step is that of one device which accumulates them; the state of the random
-number generators goes from stage to stage with the activations, so dropout draws what it draws there. Each rank
+number generators goes from stage to stage with the activations, so dropout draws the same numbers. Each rank
 trains the stages that it holds. What travels between ranks is of any shape and may differ from one micro-batch to the
 next (padded sequences, short last batches), which fixed receive buffers, as of ``torch.distributed.pipelining``, do
 not allow: so the two schedules are written out here.
@@ -48,10 +48,11 @@ from lockstep.rundir.heartbeat import pulse
 
 def divide(whole: Undivided) -> Divided:
     """Cut the model into a part for each rank. Collective."""
-    task, model, config, _, _, _, world, collectives = whole
-    if config.training.activation_checkpointing:
-        checkpoint_activations(model, blocks_of(task, model))
-    stages = stages_of(task, model, world.size)
+    world = whole.rank.world
+    collectives = whole.rank.collectives
+    if whole.rank.config.training.activation_checkpointing:
+        checkpoint_activations(whole.model, blocks_of(whole.task, whole.model))
+    stages = stages_of(whole.task, whole.model, world.size)
     seconds = collectives.broadcast(
         measure(whole, stages) if collectives.is_main and len(stages) > world.size else None
     )
@@ -83,13 +84,14 @@ class PipelineModel(Divided):
         names: dict[int, list[str]] = {}
         for name, tensor in by_file(self.module.state_dict(keep_vars=True))[0].items():
             names.setdefault(id(tensor), []).append(name)
-        held = (*self.mine.parameters(), *self.mine.buffers())
-        self._names = [names[id(tensor)][0] for tensor in held if id(tensor) in names]
+        tensors = (*self.mine.parameters(), *self.mine.buffers())
+        self._names = [names[id(tensor)][0] for tensor in tensors if id(tensor) in names]
         layers = set(self.mine.modules())
         self._names += [f"{name}._extra_state" for name, layer in self.module.named_modules() if layer in layers]
         #: Further names of tied weights, with their first.
-        self._aliases = {other: first for first, *others in names.values() for other in others}
-        self.is_first, self.is_last = whole.world.rank == 0, whole.world.rank == whole.world.size - 1
+        self._aliases = {other: first for first, *aliases in names.values() for other in aliases}
+        world = self.rank.world
+        self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
 
     def strategy(self, task: Task, precision: Precision) -> PipelineStrategy:
         return PipelineStrategy(self.replica(task, precision), self)
@@ -102,20 +104,19 @@ class PipelineModel(Divided):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """From the norms of all parameters in the order of the model: rounded as on one device."""
-        places = {id(parameter): place for place, parameter in enumerate(self.module.parameters())}
-        mine = [places[id(parameter)] for parameter in self.mine.parameters() if parameter.grad is not None]
-        found = torch.zeros(2, len(places), dtype=torch.float64, device=self.device)
+        numbers = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
+        mine = [numbers[id(parameter)] for parameter in self.mine.parameters() if parameter.grad is not None]
+        table = torch.zeros(2, len(numbers), dtype=torch.float64, device=self.device)
         if gradients:
-            found[0, mine] = torch.stack(foreach_norm(gradients, 2.0)).double()
-            found[1, mine] = 1.0
-        norms, is_known = all_reduce(found, None)
+            table[0, mine] = torch.stack(foreach_norm(gradients, 2.0)).double()
+            table[1, mine] = 1.0
+        norms, is_known = all_reduce(table, None)
         norm: Tensor = torch.linalg.vector_norm(norms[is_known > 0].to(next(self.module.parameters()).dtype))
         return norm
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        held = (*self.mine.parameters(), *self.mine.buffers())
-        own, nothing = {id(tensor) for tensor in held}, torch.zeros(())
-        mine = [p if id(p) in own else nothing.expand(p.numel()) for p in parameters]
+        local_ids = {id(tensor) for tensor in (*self.mine.parameters(), *self.mine.buffers())}
+        mine = [p if id(p) in local_ids else torch.zeros(()).expand(p.numel()) for p in parameters]
         return all_reduce(pick(mine, places).to(self.device), None).cpu()
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -125,9 +126,9 @@ class PipelineModel(Divided):
 
     def _numbers(self, optimizer: Optimizer) -> set[int]:
         """Which of the optimizer's parameters are this rank's, as its state dict numbers them."""
-        own = {id(parameter) for parameter in self.mine.parameters()}
+        local_ids = {id(parameter) for parameter in self.mine.parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {number for number, parameter in enumerate(parameters) if id(parameter) in own}
+        return {number for number, parameter in enumerate(parameters) if id(parameter) in local_ids}
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
         """A checkpoint's content from the parts that ranks hold, on ranks that ``keep`` it. Collective.
@@ -139,7 +140,8 @@ class PipelineModel(Divided):
         numbers = self._numbers(self._optimizer)
         moments = {number: values for number, values in update["optimizer"]["state"].items() if number in numbers}
         mine = to_host({name: state["model"][name] for name in self._names if name in state["model"]}), to_host(moments)
-        model, merged = dict(state["model"]), dict[int, Any]()
+        model = dict(state["model"])
+        merged = dict[int, Any]()
         for source in range(collectives.size):
             names, values = collectives.broadcast(mine, source)
             pulse.goes_on()
@@ -162,8 +164,10 @@ class PipelineStrategy(Strategy):
 
     def __init__(self, replica: Replica, model: PipelineModel) -> None:
         super().__init__(replica)
-        config, self._world = model.given.config, model.given.world
-        self._pipeline, self._kind = model, config.pipeline.schedule
+        config = model.rank.config
+        self._world = model.rank.world
+        self._pipeline = model
+        self._kind = config.pipeline.schedule
         self._down, self._up = (Line(replica.device, config.distributed.timeout_s) for _ in range(2))
         self._generators = _generators(replica.device)
         if not (model.is_first or model.is_last):  # which do not look at the batch
@@ -175,11 +179,11 @@ class PipelineStrategy(Strategy):
     def _reduced_gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         self._reducer.begin(flags)
         running: dict[int, tuple[Inputs, Any]] = {}
-        for is_forward, place in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
+        for is_forward, index in schedule(self._kind, self._world.rank, self._world.size, len(window.requests)):
             if is_forward:
-                running[place] = self._forward(next(batches), step, place)
+                running[index] = self._forward(next(batches), step, index)
             else:
-                self._backward_of(*running.pop(place))
+                self._backward_of(*running.pop(index))
         self._down.flush()
         self._up.flush()
         return self._reducer.reduced(step)
@@ -221,9 +225,9 @@ class PipelineStrategy(Strategy):
         self._down.send((*_states(self._generators), *output), rank + 1)
         return inputs, output
 
-    def _forward(self, batch: Any, step: int, place: int) -> tuple[Inputs, Any]:
+    def _forward(self, batch: Any, step: int, index: int) -> tuple[Inputs, Any]:
         """This rank's inputs of a micro-batch, and what its backward begins with."""
-        total, count = self._forward_pass(batch, step, place << 16)
+        total, count = self._forward_pass(batch, step, index << 16)
         self._reducer.add(total, count, is_last=False)
         inputs, output = self._passed
         del self._passed  # the activations are kept until their backward, and no longer
@@ -237,13 +241,13 @@ class PipelineStrategy(Strategy):
         if self._pipeline.is_last:
             self._backward(output)
         else:
-            wanted = tuple(tensor for tensor in output if tensor.requires_grad)
+            leaves = tuple(tensor for tensor in output if tensor.requires_grad)
             gradients = self._up.receive(self._world.rank + 1)
-            if wanted:
-                torch.autograd.backward(wanted, gradients)
+            if leaves:
+                torch.autograd.backward(leaves, gradients)
         if not self._pipeline.is_first:
-            wanted = tuple(tensor for tensor in inputs if tensor.requires_grad)
-            gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in wanted)
+            leaves = tuple(tensor for tensor in inputs if tensor.requires_grad)
+            gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)
             self._up.send(gradients, self._world.rank - 1)
 
 
@@ -255,7 +259,8 @@ class Line:
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-        self._device, self._wire = device, wire_device(device, self._group)
+        self._device = device
+        self._wire = wire_device(device, self._group)
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, tensors: Inputs, to: int) -> None:
@@ -268,12 +273,12 @@ class Line:
                 self._sent.append((dist.isend(packed, group_dst=to, group=self._group), packed))
 
     def receive(self, source: int) -> Inputs:
-        """The tensors of the next message, as leaves that gather gradients where those are wanted."""
+        """Receive the tensors of the next message, as leaves that collect gradients if the sender's required them."""
         length = self._one(torch.int64, (1,), source)
         header = self._one(torch.uint8, (int(length),), source)
         return tuple(
-            self._one(dtype, shape, source).to(self._device).requires_grad_(wanted)
-            for dtype, shape, wanted in pickle.loads(header.cpu().numpy().tobytes())
+            self._one(dtype, shape, source).to(self._device).requires_grad_(requires_grad)
+            for dtype, shape, requires_grad in pickle.loads(header.cpu().numpy().tobytes())
         )
 
     def _one(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Tensor:

@@ -16,7 +16,8 @@ from lockstep.engine.distributed.staging import Group, all_reduce, wait, wire_de
 from lockstep.errors import TaskError
 
 #: Bytes of a bucket; the first one is smaller, so that it can be sent early (both as in DistributedDataParallel).
-BUCKET_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
+BUCKET_BYTES = 25 << 20
+FIRST_BYTES = 1 << 20
 #: A sum over up to 4,096 ranks of numbers below this stays below 2²⁴, and so is exact in float32.
 _DIGIT = 2.0**12
 #: Types that can carry the numbers of a step.
@@ -58,7 +59,7 @@ def check_change(flags: Flags, ranks: int, *, announced: bool) -> Flags:
 
 
 class Reducer(Protocol):
-    """Sums what the micro-batches of all ranks have added to a step. Gradients are summed in ``p.grad``."""
+    """Sums the micro-batches of all ranks in a step. Gradients are summed in ``p.grad``."""
 
     def begin(self, flags: Flags) -> None:
         """Begin a step; ``flags``: of this rank."""
@@ -104,8 +105,8 @@ def pack(total: Any, count: Any, flags: Flags) -> list[Any]:
 
 def unpack(sums: Iterable[Any]) -> tuple[Any, Any, Flags]:
     """The sums of what :func:`pack` packed: total, count, flags."""
-    total, high, middle, low, *flags = sums
-    return total, (high * _DIGIT + middle) * _DIGIT + low, Flags(*flags)
+    total, high, mid, low, *flags = sums
+    return total, (high * _DIGIT + mid) * _DIGIT + low, Flags(*flags)
 
 
 #: In the tail of the last bucket: what ``pack`` gives, then the parts of ranks, their squares, and unused gradients.
@@ -137,13 +138,15 @@ class GradientBuckets:
     ) -> None:
         self.parameters = list(parameters)
         self._divisor = divisor
-        self._group, self._look = group, look
+        self._group = group
+        self._look = look
         self._staged = wire_device(device, group) != device
         *split, last = _split(self.parameters, cap_bytes)
         self._buckets = [*(_Bucket(part, device, 0) for part in split), _Bucket(last, device, NUMBERS)]
         self._tail = self._buckets[-1].tail
         self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._launched, self.is_armed = 0, False
+        self._launched = 0
+        self.is_armed = False
         self._reads = False
         #: Whether ranks have added different numbers of parts to the latest step.
         self.is_uneven = False
@@ -171,7 +174,8 @@ class GradientBuckets:
     def begin(self, flags: Flags) -> None:
         self._total: Any = 0.0
         self._count: Any = 0.0
-        self._parts, self._flags = 0, flags
+        self._parts = 0
+        self._flags = flags
 
     def add(self, total: Tensor | float, count: Tensor | float, *, is_last: bool = False) -> None:
         self._total = self._total + _number(total)
@@ -182,19 +186,20 @@ class GradientBuckets:
 
     def send(self) -> None:
         """Send all that has not been sent, and the numbers with it."""
-        self._used, parts = [p.grad is not None for p in self.parameters], self._parts
+        self._used = [p.grad is not None for p in self.parameters]
+        parts = self._parts
         unused = float(parts > 0 and not all(self._used))
         numbers = [*pack(self._total, self._count, self._flags), float(parts), float(parts**2), unused]
         self.is_armed = False
         unread = {}
         if self._tail.device.type != "cpu":  # where reading a tensor would wait
-            unread = {place: number for place, number in enumerate(numbers) if isinstance(number, Tensor)}
-        known = [0.0 if place in unread else number for place, number in enumerate(numbers)] if unread else numbers
-        sent = torch.tensor(known, dtype=self._tail.dtype)
+            unread = {column: number for column, number in enumerate(numbers) if isinstance(number, Tensor)}
+        values = [0.0 if column in unread else number for column, number in enumerate(numbers)] if unread else numbers
+        sent = torch.tensor(values, dtype=self._tail.dtype)
         # From other memory than page-locked, the host would wait for all that the GPU has to do.
         self._tail.copy_(sent.pin_memory() if self._tail.is_cuda else sent, non_blocking=True)
-        for place, number in unread.items():
-            self._tail[place].copy_(number)
+        for column, number in unread.items():
+            self._tail[column].copy_(number)
         while not self.is_launched:
             self._launch(self._buckets[self._launched])
 
@@ -237,7 +242,7 @@ class GradientBuckets:
         return self._tail
 
     def discard(self) -> None:
-        """Wait for what is on its way, if anything is, and leave the gradients as they are."""
+        """Wait for messages in flight, and leave the gradients as they are."""
         if not self.is_launched:
             return
         for bucket in self._buckets:
@@ -269,12 +274,13 @@ def _number(value: Tensor | float) -> Tensor | float:
 
 
 class _Bucket:
-    """Parameters whose gradients travel together, and where they lie in ``flat``; ``tail``: for numbers."""
+    """Parameters whose gradients travel together, and their slices of ``flat``; ``tail``: for numbers."""
 
     def __init__(self, parameters: list[nn.Parameter], device: torch.device, numbers: int) -> None:
         sizes = [p.numel() for p in parameters]
         dtype, device = (parameters[0].dtype, parameters[0].device) if parameters else (torch.float64, device)
-        self.parameters, self.waiting = parameters, set[int]()
+        self.parameters = parameters
+        self.waiting = set[int]()
         self.flat = torch.zeros(sum(sizes) + numbers, dtype=dtype, device=device)
         *pieces, tail = self.flat.split([*sizes, numbers])
         self.tail: Tensor = tail

@@ -1,7 +1,7 @@
-"""A model in stages: what a task's ``stages(model)`` must be, how it is asked, how long each takes, and where to cut.
+"""A model in stages: checks of a task's ``stages(model)``, calls of stages, their times, and the cuts between ranks.
 
-A staged model is called once by the task's loss, as ``model(…)``: the first stage gets what the task calls the model
-with, every other one what the stage before it returned, and the task what the last one returned.
+A staged model is called once by the task's loss, as ``model(…)``: the first stage gets the arguments of
+that call, every other one the output of the stage before, and the task the output of the last one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FIX = "write stages(model) in the task: modules that, called one after the othe
 def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]:
     """The stages that ``task`` names: the whole model, each tensor in one of them, at least one a device.
 
-    Raises :class:`TaskError`, or :class:`ConfigError` where there are fewer than ``devices``.
+    Raises :class:`TaskError`, or :class:`ConfigError` for fewer than ``devices``.
     """
     refuse_modules(model, "pipeline")
     named = task.stages(model)
     if named is None:
-        name, why = type(task).__name__, "it does not say where its model can be cut"
-        raise TaskError(f"the task {name} cannot be trained in stages", why=why, fix=_FIX)
+        what = f"the task {type(task).__name__} cannot be trained in stages"
+        raise TaskError(what, why="it does not say where its model can be cut", fix=_FIX)
     stages = list(named)
     for what, why, fix in _mistakes(model, stages):
         raise TaskError(what, why=why, fix=fix)
@@ -61,7 +61,7 @@ def _mistakes(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[s
             owner = owners.setdefault(id(tensor), number)
             if id(tensor) not in whole:
                 what = f"stage {number} holds {name}, which is not the model's"
-                yield what, "it would neither be trained nor saved", "make stages of what the given model holds"
+                yield what, "it would neither be trained nor saved", "make stages of modules of the given model"
             if owner != number:
                 what = f"the stages {owner} and {number} share {name}"
                 yield what, "each is trained by a separate process", "put what shares parameters into one stage"
@@ -70,7 +70,7 @@ def _mistakes(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[s
 
 
 def as_inputs(output: Any) -> Inputs:
-    """What a stage returned, as what the next one is called with."""
+    """Convert the output of a stage to the arguments of the next one."""
     outputs = (output,) if isinstance(output, Tensor) else output
     if not isinstance(outputs, tuple) or not all(isinstance(item, Tensor) for item in outputs):
         raise TaskError(
@@ -82,7 +82,7 @@ def as_inputs(output: Any) -> Inputs:
 
 
 class _Called(Exception):
-    """Carries what a task called its model with."""
+    """Carries the arguments with which a task called its model."""
 
 
 class _Catch(nn.Module):
@@ -101,14 +101,14 @@ def refuse_names(named: Mapping[str, Any]) -> None:
 
 
 def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-    """``function(model, batch)``, where ``model`` stands for the task's own and has nothing of it but its call."""
+    """``function(model, batch)``, where ``model`` replaces the task's model and offers its call alone."""
     try:
         return function(model, batch)
     except AttributeError as error:
         if error.obj is not model:
             raise
-        what, fix = "the task calls a method of its model", f"call model(…) only; {_FIX}"
-        raise TaskError(what, why=str(error), fix=fix) from None
+        fix = f"call model(…) only; {_FIX}"
+        raise TaskError("the task calls a method of its model", why=str(error), fix=fix) from None
 
 
 def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
@@ -121,7 +121,7 @@ def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
 
 
 class Answer(nn.Module):
-    """What a task calls on the last rank: the output of the stages for the one input that the first rank has seen.
+    """The model of a task on the last rank: the output of the stages for the one input of the first rank.
 
     Evaluation may call it again with the same input, as ``loss`` and ``evaluate`` do one after the other.
     """
@@ -150,11 +150,12 @@ def shares(seconds: Sequence[float], devices: int) -> list[int]:
 
     The slowest device is as fast as it can be; each has at least one stage.
     """
-    number, sums = len(seconds), [0.0, *accumulate(seconds)]
+    number = len(seconds)
+    sums = [0.0, *accumulate(seconds)]
 
     @cache
     def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The slowest of ``left`` devices that hold the stages from ``first`` on, and where they are cut."""
+        """Return the time of the slowest of ``left`` devices that hold the stages from ``first`` on, and the cuts."""
         if left == 1:
             return sums[number] - sums[first], (first, number)
         options = ((cut, *best(cut, left - 1)) for cut in range(first + 1, number - left + 2))
@@ -170,8 +171,8 @@ def cut(stages: Sequence[nn.Module], devices: int, seconds: Sequence[float] | No
     for a, b in pairwise(bounds):
         name = f"{a}" if b == a + 1 else f"{a}-{b - 1}"
         parts.append(name + (f" ({sum(seconds[a:b]) * 1000:.3g} ms)" if seconds else ""))
-    how = "balanced by a measured forward and backward" if seconds else "one each"
-    return bounds, f"pipeline: stages {', '.join(parts)} on {devices} devices, {how}"
+    basis = "balanced by a measured forward and backward" if seconds else "one each"
+    return bounds, f"pipeline: stages {', '.join(parts)} on {devices} devices, {basis}"
 
 
 def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
@@ -179,14 +180,17 @@ def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
 
     Weights, buffers and random numbers are as before afterwards, and there are no gradients.
     """
-    plan, device = whole.plan, whole.device
-    source, size = training_source(whole.task, whole.datasets, plan), min(plan.batch.batch_size, plan.batch.samples)
-    batch = source.batch(BatchRequest(0, 0, 0, size, window=(0, size)))
+    plan = whole.rank.plan
+    device = whole.rank.device
+    size = min(plan.batch.batch_size, plan.batch.samples)
+    batch = training_source(whole.task, whole.datasets, plan).batch(BatchRequest(0, 0, 0, size, window=(0, size)))
     batch = batch.stand_in if isinstance(batch, Unreadable) else batch
     precision = Precision(plan.placement["precision"], device, plan.pre_scale)
-    inputs, seconds = inputs_of(whole.task.loss, batch), []
+    inputs = inputs_of(whole.task.loss, batch)
+    seconds = []
     for stage in stages:
-        kept, times = copy.deepcopy(stage.state_dict()), []
+        state = copy.deepcopy(stage.state_dict())
+        times = []
         stage.to(device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for _ in range(3):
@@ -195,13 +199,13 @@ def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
                 leaves = [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs]
                 with precision.autocast():
                     outputs = as_inputs(stage(*leaves))
-                wanted = [output for output in outputs if output.requires_grad]
-                if wanted:
-                    torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
+                differentiable = [output for output in outputs if output.requires_grad]
+                if differentiable:
+                    torch.autograd.backward(differentiable, [torch.ones_like(output) for output in differentiable])
                 finish(device)
                 times.append(time.perf_counter() - started)
         seconds.append(min(times))
         inputs = outputs
         stage.zero_grad(set_to_none=True)
-        stage.to("cpu").load_state_dict(kept)
+        stage.to("cpu").load_state_dict(state)
     return seconds
