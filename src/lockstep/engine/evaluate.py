@@ -3,18 +3,16 @@
 The data set is cut into chunks of fixed size in index order; chunk c goes to rank c mod R, so every chunk has the
 same content for any R. After every R chunks the rows travel to rank 0, which updates the metrics in index order: they
 see the same rows in the same order. torchmetrics' metrics whose states can be merged are updated on every rank
-instead (:class:`_States`), and rows stay where they are. torchmetrics' own synchronisation is not used: some metrics
-fail on a rank that has seen no sample.
+instead (:class:`.MergedStates`), and rows stay where they are. torchmetrics' synchronisation is not used: some
+metrics fail on a rank that has seen no sample.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,18 +25,16 @@ from lockstep.data.requests import BatchRequest, InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_device, to_host
 from lockstep.engine.generators import generators_kept
-from lockstep.engine.metrics import make_metrics, values_of
+from lockstep.engine.loss import check_loss
+from lockstep.engine.metrics import Chunk, MergedStates, make_metrics, update_metrics, values_of, without_sync
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Task
-from lockstep.engine.trained import Callbacks, bare, check_loss
+from lockstep.engine.trained import Callbacks, bare
 from lockstep.engine.training_data import collate_of
 from lockstep.errors import TaskError
 from lockstep.planning import LoaderPlan, Plan
 from lockstep.rundir.heartbeat import Activity, pulse
-
-#: Sum of the loss over a chunk, its count, and its rows, or states in their place.
-_Chunk = tuple[float, float, Any]
 
 
 @dataclass(frozen=True)
@@ -135,17 +131,17 @@ def evaluate(
         metrics: Any = make_metrics(task) if collectives.is_main else None
         merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
         states = None
-        if collectives.broadcast(not merges and _States.are_those_of(metrics)):
-            states = _States(make_metrics(task) if metrics is None else metrics)
+        if collectives.broadcast(not merges and MergedStates.are_those_of(metrics)):
+            states = MergedStates(make_metrics(task) if metrics is None else metrics)
         draw, chunk_number = SeededDraws(evaluator.seed, (), purpose="metrics"), 0
 
         def update(rows: Iterable[Any]) -> None:
             """With draws of this chunk alone: what was drawn before depends on the number of ranks."""
             draw(evaluator.step, chunk_number)
-            _update(metrics, rows)
+            update_metrics(metrics, rows)
 
         take = states.add if states else merged.append if merges else update
-        waiting, total, count = list[_Chunk | None](), 0.0, 0.0
+        waiting, total, count = list[Chunk | None](), 0.0, 0.0
 
         def send() -> None:
             """To rank 0, which gets them in index order. Collective."""
@@ -153,7 +149,7 @@ def evaluate(
             for chunk in chain.from_iterable(zip(*collectives.gather(waiting) or (), strict=True)):
                 if chunk is not None:
                     total, count = total + chunk[0], count + chunk[1]
-                    with _without_sync():
+                    with without_sync():
                         take(chunk[2])
                         chunk_number += 1
             waiting.clear()
@@ -172,13 +168,13 @@ def evaluate(
             states.put()
         if merges and metrics is not None:
             rows = task.merge(merged)
-            with _without_sync():
+            with without_sync():
                 update(rows)
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
             draw(evaluator.step, len(dataset))  # no chunk has this number
-            with _without_sync():
+            with without_sync():
                 result = {"loss": total / count if count else math.nan, **values_of(metrics)}
         return collectives.broadcast(result) or {}
 
@@ -215,115 +211,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _update(metrics: Any, rows: Iterable[Any]) -> None:
-    """Raises what ``metrics`` raise, with a note on what they were given."""
-    given = tuple(rows)
-    try:
-        metrics.update(*given)
-    except Exception as error:
-        kinds = [f"{list(one.shape)} {one.dtype}" if isinstance(one, Tensor) else type(one).__name__ for one in given]
-        error.add_note(f"raised by the metrics of Task.metrics(), which were given {', '.join(kinds) or 'nothing'}")
-        raise
-
-
-def _without_sync() -> contextlib.AbstractContextManager[None]:
-    """Metrics of torchmetrics, also those in a task's own object, do not sync: rank 0 alone has seen rows, and all."""
-    if "torchmetrics" not in sys.modules:  # to import it takes longer than many first steps
-        return contextlib.nullcontext()
-    from lockstep._compat.torchmetrics import without_sync
-
-    return without_sync()
-
-
-class _States:
-    """Metrics of torchmetrics that every rank updates with its own rows, and whose states rank 0 merges.
-
-    That takes ``full_state_update = False``, and states that are summed or of which the least or largest counts.
-    Integers are merged once at the end; floating-point numbers chunk by chunk in index order, so that sums are
-    rounded alike on any number of ranks.
-    """
-
-    def __init__(self, metrics: Any) -> None:
-        self._metrics = metrics
-        self._merged: list[Tensor] = []
-        #: Whether the order of merging makes no difference; ``None`` until all ranks have agreed on it.
-        self.add_up: bool | None = None
-
-    @staticmethod
-    def are_those_of(metrics: Any) -> bool:
-        if not isinstance(metrics, nn.Module):
-            return False
-        from lockstep._compat.torchmetrics import Metric, MetricCollection, defaults, reductions
-
-        return type(metrics) is MetricCollection and all(
-            metric.full_state_update is False
-            and not metric.dist_sync_on_step
-            and not any(isinstance(module, Metric) for module in [*metric.modules()][1:])
-            and all(
-                isinstance(defaults(metric)[name], Tensor) and reduction in _merging()
-                for name, reduction in reductions(metric).items()
-            )
-            for metric in metrics.values(copy_state=False)
-        )
-
-    def update(self, chunk: _Chunk | None, collectives: Collectives) -> Any:
-        """``chunk`` with its states, unless these are taken at the end, in place of its rows. Collective at first."""
-        is_first = self.add_up is None
-        if not is_first or collectives.is_main:
-            self._add(chunk)
-        if is_first:
-            # Metrics with equal states after their first rows share an update: by those of chunk 0, on every rank.
-            from lockstep._compat.torchmetrics import compute_groups
-
-            add_up = not any(state.is_floating_point() for state in self.take())
-            groups, self.add_up = collectives.broadcast((compute_groups(self._metrics), add_up))
-            compute_groups(self._metrics, groups)
-            if not collectives.is_main:
-                self._add(chunk)
-        return chunk and (*chunk[:2], None if self.add_up else self.take())
-
-    def _add(self, chunk: _Chunk | None) -> None:
-        if chunk is not None:
-            if not self.add_up:
-                self._metrics.reset()
-            _update(self._metrics, chunk[2])
-
-    def _names(self) -> Iterator[tuple[Any, str]]:
-        from lockstep._compat.torchmetrics import defaults
-
-        for metric in self._metrics.values(copy_state=False):
-            for name in defaults(metric):
-                yield metric, name
-
-    def take(self) -> list[Tensor]:
-        return [getattr(metric, name) for metric, name in self._names()]
-
-    def add(self, states: list[Tensor] | None) -> None:
-        if states is not None and self._merged:
-            from lockstep._compat.torchmetrics import reductions
-
-            merge = [_merging()[reductions(metric)[name]] for metric, name in self._names()]
-            states = [one(old, new) for one, old, new in zip(merge, self._merged, states, strict=True)]
-        self._merged = states or self._merged
-
-    def put(self) -> None:
-        from lockstep._compat.torchmetrics import mark_updated
-
-        for (metric, name), state in zip(self._names(), self._merged, strict=False):
-            setattr(metric, name, state)
-            mark_updated(metric)
-
-
-@cache
-def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
-    from torchmetrics.utilities import data
-
-    return {data.dim_zero_sum: torch.add, data.dim_zero_max: torch.maximum, data.dim_zero_min: torch.minimum}
-
-
 def _chunk(
     task: Task, model: nn.Module, batch: Any, request: BatchRequest, precision: Precision, *, checked: bool
-) -> _Chunk | None:
+) -> Chunk | None:
     """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
     if request.size == 0:
         return None

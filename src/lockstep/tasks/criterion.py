@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lockstep._compat.torch import BatchNorm, has_compiled, tree_leaves, tree_map
 from lockstep.engine.ablation import quiet
 from lockstep.engine.generators import generators_kept
+from lockstep.engine.loss import Term, terms_of
 from lockstep.engine.task import Loss
-from lockstep.engine.trained import Term, terms_of
 from lockstep.errors import TaskError
 
 #: What to multiply a value with: the divisor of its term of that number, the rows of the batch, or nothing.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from lockstep import ArrayDataset, Datasets, Loss
-from lockstep.engine.trained import is_mean
+from lockstep.engine.loss import is_mean
 from lockstep.errors import TaskError
 from tests.attempts import attempt
 from tests.gloo import run_ranks

@@ -9,8 +9,9 @@ from lockstep.data.stream import Stream
 from lockstep.engine.blueprint import on_meta, trial_of
 from lockstep.engine.distributed.staging import to_device
 from lockstep.engine.generators import generators_kept
+from lockstep.engine.loss import check_loss
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare, check_loss
+from lockstep.engine.trained import bare
 from lockstep.hardware.peaks import peak_flops
 from lockstep.planning import Plan
 

@@ -22,7 +22,7 @@ from lockstep.engine.session.prepared import Owned, PreparedModels, parameters_o
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, step_sums
 from lockstep.engine.task import Scheduler
-from lockstep.engine.trained import is_mean, refuse_mean
+from lockstep.engine.trained import TrainedParameters
 from lockstep.errors import TaskError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class SessionOptimizer:
         self._max_norm = rank.config.training.max_grad_norm
         steps = None if self._scheduler is None else Scheduler(self._scheduler, "step")
         trained = Owned(prepared.container(), optimizer)
+        self._parameters = parameters_of(optimizer)
+        names = {id(parameter): name for name, parameter in trained.named_parameters()}
+        named = {names[id(parameter)]: parameter for parameter in self._parameters}
+        self._trainable = TrainedParameters(named, None if self._divided is None else "fsdp")
         self.update = Update(trained, optimizer, None, precision, self._max_norm, self._divided, steps)
         #: The calls since the step before; the first ones are of earlier micro-batches of the window.
         self.calls: list[_Call] = []
@@ -123,9 +127,8 @@ class SessionOptimizer:
     def _follow(self) -> None:
         """Sum the gradients of the parameters that are trained now."""
         self._unhook()
-        self._parameters = parameters_of(self.optimizer)
-        self._requires_grad = [p.requires_grad for p in self._parameters]
-        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._trainable.follow()
+        self._trained = self._trainable.trained
         if self._rank.plan.reproducibility == "exact":
             self._lanes = LaneSums(self._trained, None, self._device, self._rank.world)
         if self._group is not None:
@@ -162,13 +165,7 @@ class SessionOptimizer:
                 why=f"it had {len(self._parameters)}, now {now}: new ones are reduced over ranks by no one",
                 fix="make all parameter groups before session.prepare(); freeze and unfreeze with requires_grad_()",
             )
-        if [p.requires_grad for p in self._parameters] != self._requires_grad:
-            if self._divided is not None:
-                raise UnsupportedError(
-                    f"parameters of {self.name} were frozen or unfrozen in the loop",
-                    why="strategy fsdp has divided them as they were at the first batch",
-                    fix="call requires_grad_() before the loop, or use --strategy ddp",
-                )
+        if self._trainable.have_changed():
             self._follow()
         self._earlier, self._has_reduced = 0, False
         if not any(call.touched for call in self.calls):
@@ -401,57 +398,3 @@ def backward(
     else:
         torch.autograd.backward(total, seed, inputs=inputs, **how)
     return total.item() if total.device.type == "cpu" else total.detach()
-
-
-def checked_loss(total: Any, count: Any, weight: Any, samples: int | None) -> tuple[Tensor, Any]:
-    """Sum and count of a backward call of :class:`lockstep.Session`.
-
-    ``samples``: of this rank's batch, to look at the graph as well, for a mean in place of a sum; ``None``: do not.
-    Raises :class:`TaskError`.
-    """
-    if not isinstance(total, Tensor) or total.dim() or not total.requires_grad:
-        why = f"it is a {type(total).__name__}"
-        if isinstance(total, Tensor):
-            why = f"its shape is {tuple(total.shape)}" if total.dim() else "nothing in it requires a gradient"
-        raise TaskError(
-            "backward() needs a sum of losses, a tensor of shape () with a gradient",
-            why=why,
-            fix="session.backward(F.cross_entropy(output, target, reduction='sum'), count=len(target))",
-        )
-    if (count is None) == (weight is None):
-        raise TaskError(
-            "backward() needs either count or weight",
-            why="gradients are divided by the items of all ranks and micro-batches, so that none counts more",
-            fix="count=len(batch) beside a sum of losses; weight=len(batch) beside a mean",
-        )
-    items = weight if count is None else count
-    if isinstance(items, Tensor) and items.numel() != 1:
-        raise TaskError(
-            "the count of backward() is not one number",
-            why=f"its shape is {tuple(items.shape)}",
-            fix="count=mask.sum(), for example",
-        )
-    total = total.float() if total.itemsize < 4 else total  # before a mean is multiplied
-    items = items.detach().reshape(()) if isinstance(items, Tensor) else float(items)
-    if samples is not None:
-        _refuse_wrong_count(total, float(items), samples, is_sum=weight is None)
-    return (total, items) if weight is None else (total * items, items)
-
-
-def _refuse_wrong_count(total: Tensor, items: float, samples: int, *, is_sum: bool) -> None:
-    if not is_sum and not items and bool(total.detach().abs() > 0):
-        raise TaskError(
-            "backward() was given weight=0",
-            why="a mean is multiplied by its weight, so this one would have no gradient",
-            fix="add the mean to the first one before backward(), or call session.backward(mean * n, count=0) for "
-            "a second mean of the same n samples",
-        )
-    if is_sum:
-        fix = "use reduction='sum'; or weight= in place of count=, if it is a mean by nature"
-        refuse_mean(total, items, fix)
-    if is_sum and items == 1 and is_mean(total, samples):
-        raise TaskError(
-            f"the loss is a mean of {samples} samples, and its count is 1",
-            why="batches of different sizes would weigh the same: the last one of an epoch, and the parts of ranks",
-            fix="count the samples: reduction='sum' with count=len(batch), or weight=len(batch) beside the mean",
-        )

@@ -16,6 +16,7 @@ from lockstep.data.requests import BatchRequest, Window, readable
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import convert, ghost
+from lockstep.engine.loss import checked_sum
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
 from lockstep.engine.session.prepared import Beside, PreparedModels, tensors_of
@@ -25,7 +26,6 @@ from lockstep.engine.session.stepper import (
     SharedPrecision,
     backward,
     build_steppers,
-    checked_loss,
     lanes_of,
 )
 from lockstep.engine.strategies.base import SeededDraws
@@ -299,7 +299,7 @@ class SessionTraining(Training):
         if self.checks_losses:
             self._beside.refuse_scaled()
             samples = window.requests[self.place].size
-        total, count = checked_loss(total, count, weight, samples)
+        total, count = checked_sum(total, count, weight, samples)
         if how.get("create_graph") and self._shards:
             raise self._shards.second_order("backward(..., create_graph=True)")
         if models is not None and self._shards:

@@ -21,11 +21,11 @@ from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import ghost
+from lockstep.engine.loss import CheckedLoss, without_count
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.reducers import Alone, Flags, Reduced, Reducer, announce_change
 from lockstep.engine.task import Task
-from lockstep.engine.trained import CheckedLoss, bare, without_count
-from lockstep.errors import UnsupportedError
+from lockstep.engine.trained import TrainedParameters, bare
 
 
 class SeededDraws:
@@ -98,6 +98,7 @@ class Strategy:
         self._rank = replica.rank
         self._ask = CheckedLoss(replica.task, replica.loss_mode)
         self._model = bare(self.module) if replica.forward is None else replica.forward
+        self._trainable = TrainedParameters(dict(self.module.named_parameters()), self.divided_by)
         self._parameters = list(self.module.parameters())
         self._precision = replica.precision
         #: ``self._arrived(batch)``: on the device.
@@ -134,7 +135,7 @@ class Strategy:
 
     def _begin(self) -> None:
         """Before a step: adapt to parameters that were frozen or unfrozen since the one before, clear gradients."""
-        if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
+        if self._trainable.have_changed():
             self._clear()
             self._adapt()
         self._clear()
@@ -142,8 +143,8 @@ class Strategy:
 
     def _follow(self) -> None:
         """Sum the gradients of the parameters that are trained now."""
-        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
-        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._trainable.follow()
+        self._trained = self._trainable.trained
         self._reducer = self._make_reducer()
 
     def _make_reducer(self) -> Reducer:
@@ -151,14 +152,6 @@ class Strategy:
 
     def _adapt(self) -> None:
         """Train the parameters that require a gradient now. Collective."""
-        if self.divided_by is not None:
-            named = zip(self.module.named_parameters(), self._requires_grad, strict=True)
-            name = next(name for (name, parameter), before in named if parameter.requires_grad != before)
-            raise UnsupportedError(
-                f"strategy {self.divided_by} cannot freeze or unfreeze parameters during training, as {name}",
-                why="they are divided among the ranks as they were at the start",
-                fix="call requires_grad_() in the task's model(), or use --strategy ddp",
-            )
         announce_change(self._reducer)
         self._follow()
 

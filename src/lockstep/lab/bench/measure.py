@@ -22,8 +22,9 @@ from lockstep._compat.torch import reset_compiler
 from lockstep.data.reader import Unreadable
 from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.staging import to_device
+from lockstep.engine.loss import check_loss
 from lockstep.engine.runtime import rank_device
-from lockstep.engine.trained import bare, build_model, check_loss
+from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.detect import usable_memory
 from lockstep.hardware.monitor import SystemSource

@@ -30,12 +30,13 @@ from lockstep._compat.torch import BatchNorm, storage_key, tree_leaves, tree_map
 from lockstep.config import RunConfig
 from lockstep.engine.blueprint import blueprint
 from lockstep.engine.generators import seeded
+from lockstep.engine.loss import check_loss
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
-from lockstep.engine.trained import bare, build_model, check_loss
+from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError, many
 from lockstep.hardware.detect import usable_memory
 
