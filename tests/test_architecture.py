@@ -328,3 +328,39 @@ def test_few_tests_use_private_names() -> None:
 )
 def test_private_names_of_the_product_are_found(code: str, uses: int) -> None:
     assert len([*private_uses(ast.parse(code))]) == uses
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+WALKS = re.findall(r"^### (One \w.*)\n\n((?:\d+\. .*\n)+)", ARCHITECTURE, re.MULTILINE)
+
+
+def definition(file: str, name: str) -> ast.AST:
+    """The class or function of this name, with the names of its classes before it."""
+    node: ast.AST = tree(PACKAGE / file)
+    for part in name.split("."):
+        [node] = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
+    return node
+
+
+def called_names(node: ast.AST) -> set[str]:
+    functions = (child.func for child in ast.walk(node) if isinstance(child, ast.Call))
+    return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+
+
+@pytest.mark.parametrize(("value", "steps"), WALKS, ids=[value for value, _ in WALKS])
+def test_values_are_followed_through_functions_that_call_each_other(value: str, steps: str) -> None:
+    functions = re.findall(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`:", steps, re.MULTILINE)
+    assert len(functions) == len(steps.splitlines()) <= 10
+    called: set[str] = set()
+    for number, (file, name) in enumerate(functions, 1):
+        assert number == 1 or name.rpartition(".")[2] in called, name
+        called |= called_names(definition(file, name))
+
+
+def test_the_concepts_before_the_first_step_are_few_classes() -> None:
+    assert {value for value, _ in WALKS} == {"One batch", "One gradient", "One metric value"}
+    table = ARCHITECTURE.partition("| of | concepts |")[2].partition("\n\n")[0]
+    concepts = re.findall(r"`(\w+)`", table)
+    classes = {node.name for file in FILES for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef)}
+    assert len(set(concepts)) == len(concepts) <= 25
+    assert set(concepts) <= classes
