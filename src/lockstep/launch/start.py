@@ -31,8 +31,9 @@ FIRST_STEPS = 3
 def train_with_retries(team: Team, start: Start) -> RunResult:
     """Train; after running out of memory, again with half the micro-batch, if the settings ask for that.
 
-    ``team``: of this process alone. All ranks end with the failed attempt, and its memory with them. The global batch stays the same, and the run
-    resumes from its latest checkpoint or from the start, so losses are those of a run that began with the smaller one.
+    ``team``: of this process alone. All ranks end with the failed attempt, and its memory with them. The global batch
+    stays the same, and the run resumes from its latest checkpoint or from the start, so losses are those of a run that
+    began with the smaller one.
     """
     for _ in range(RETRIES):
         try:

@@ -26,20 +26,27 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
     handle = handle_of(run)
     if handle is not None:
         return jobs.stop(handle, timeout)
-    deadline, name = time.monotonic() + timeout, run.read().id
+    deadline = time.monotonic() + timeout
+    name = run.read().id
     while (status := run.status()) in LIVE:
         beat = run.progress()
         if beat is not None and not beat.handing_over:
             break
         if time.monotonic() >= deadline:
-            why, fix = "no process of it handles a stop yet", "wait longer (--timeout)"
-            raise RunFolderError(f"run {name} is still starting after {timeout:g} s", why=why, fix=fix)
+            raise RunFolderError(
+                f"run {name} is still starting after {timeout:g} s",
+                why="no process of it handles a stop yet",
+                fix="wait longer (--timeout)",
+            )
         time.sleep(0.1)
     else:
         raise RunFolderError(f"run {name} is {status}, not running", fix="`lockstep runs` lists the runs")
     if beat.host != socket.gethostname():
-        why, fix = "a signal reaches only this host", "run `lockstep stop` there"
-        raise RunFolderError(f"run {name} runs on {beat.host}", why=why, fix=fix)
+        raise RunFolderError(
+            f"run {name} runs on {beat.host}",
+            why="a signal reaches only this host",
+            fix="run `lockstep stop` there",
+        )
     try:
         if not works_on(beat.pid, run.path):
             os.kill(beat.pid, 0)  # it may have ended, or be another user's
@@ -52,8 +59,11 @@ def stop(run: RunDir, timeout: float = 60.0) -> str:
     except (ProcessLookupError, OverflowError):
         pass  # it has just ended
     except PermissionError as error:
-        why, fix = f"process {beat.pid}: {error.strerror}", "ask the user who started it, or become that user"
-        raise RunFolderError(f"you may not stop run {name}", why=why, fix=fix) from None
+        raise RunFolderError(
+            f"you may not stop run {name}",
+            why=f"process {beat.pid}: {error.strerror}",
+            fix="ask the user who started it, or become that user",
+        ) from None
     while time.monotonic() < deadline:
         status = run.status()
         if status not in LIVE:

@@ -183,15 +183,3 @@ def test_only_ranks_ask_the_gpu(run_cli: RunCli, tmp_path: Path) -> None:
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked
     assert all(line.startswith("rank-") for line in asked), asked
-
-
-def test_ranks_are_new_processes_where_the_gpu_was_asked(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
-    for name, value in {**with_site(run_dir.path, site), "PYTHONHASHSEED": "2"}.items():
-        monkeypatch.setenv(name, value)
-    (found,) = run_on_ranks(command, folder=run_dir, ranks=1)
-    assert "lockstep.launch.local.worker" in found
-
-
-def command(rank: Rank) -> list[str]:
-    return psutil.Process().cmdline()

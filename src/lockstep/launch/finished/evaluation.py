@@ -1,6 +1,6 @@
 """The metrics of a checkpoint: on one device in this process, on several on a rank for each.
 
-The ranks are started in a temporary folder: the run's own is only read.
+The ranks are started in a temporary folder: that of the run is only read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.tasks.registry import load_task, pack_task
 #: How long a rank may take to end after a stop: it has nothing to save.
 STOP_GRACE_S = 5.0
 
-#: What each rank computes: the same on all of them.
+#: The computation of each rank; its result is the same on all of them.
 Compute = Callable[[Reopened], dict[str, Any]]
 
 
@@ -50,19 +50,19 @@ def evaluate(
     """
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
-    found = compute(_measured, wanted_on(run, devices, split, step, data), built)
-    where = {"split": split} if data is None else {"data": str(data)}
-    return {"run": run.read().id, **where, "step": step, **found}
+    metrics = compute(_measured, evaluation_on(run, devices, split, step, data), built)
+    samples = {"split": split} if data is None else {"data": str(data)}
+    return {"run": run.read().id, **samples, "step": step, **metrics}
 
 
 def _measured(reopened: Reopened) -> dict[str, Any]:
     return runner_of(reopened.task).evaluate(reopened)
 
 
-def wanted_on(
+def evaluation_on(
     run: RunDir, devices: str | None, split: str, step: int, data: Path | None, *, whole: bool = False
 ) -> Evaluation:
-    """What to evaluate, with the run's configuration and plan on ``devices``.
+    """Describe an evaluation, with the run's configuration and plan on ``devices``.
 
     ``whole``: every rank has the whole model, also of a run with ``strategy: fsdp``.
     """
@@ -74,51 +74,55 @@ def wanted_on(
         placement = place(config, World())
     for note in placement.notes:
         warn(note.text)
-    cores, loader = usable_cores() // placement.world_size, plan.loader
-    most = {"num_workers": min(loader.num_workers, cores), "most_workers": min(loader.most_workers, cores)}
-    loader = loader.model_copy(update=most)
+    cores = usable_cores() // placement.world_size
+    workers = {name: min(getattr(plan.loader, name), cores) for name in ("num_workers", "most_workers")}
     threads = replace(plan.decisions["threads"], value=min(plan.threads, max(1, cores)))
-    changed = {"decisions": {**plan.decisions, "threads": threads}, "placement": placement.as_dict(), "loader": loader}
-    return Evaluation(run, config, plan.model_copy(update=changed), split, step, data)
+    changes = {
+        "decisions": {**plan.decisions, "threads": threads},
+        "placement": placement.as_dict(),
+        "loader": plan.loader.model_copy(update=workers),
+    }
+    return Evaluation(run, config, plan.model_copy(update=changes), split, step, data)
 
 
 def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
     """The run's configuration on other devices, with the backend that they need."""
-    chosen: Any = devices
-    if chosen is None and config.hardware.selected_devices not in (None, ("all",)):
-        chosen = config.hardware.selected_devices[:1]
-    hardware = {"selected_devices": chosen, "strategy": strategy}
+    selected: Any = devices
+    if selected is None and config.hardware.selected_devices not in (None, ("all",)):
+        selected = config.hardware.selected_devices[:1]
+    hardware = {"selected_devices": selected, "strategy": strategy}
     return resolve(config.model_dump(mode="json"), {"hardware": hardware, "distributed": {"backend": "auto"}})
 
 
-def compute(function: Compute, wanted: Evaluation, task: Task) -> dict[str, Any]:
-    """``function`` on a rank for each device: on one device in this process.
+def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, Any]:
+    """Call ``function`` on a rank for each device: on one device in this process.
 
     Raises:
         LockstepError: that of the rank that failed. KeyboardInterrupt: a stop was requested.
     """
-    config, plan = wanted.config, wanted.plan
+    config, plan = evaluation.config, evaluation.plan
     ranks = int(plan.placement["world_size"])
     if ranks == 1:
-        with group(World(), config, plan.placement, wanted.run.logs) as team:
-            return function(reopen(wanted, task, team.world, team.collectives))
+        with group(World(), config, plan.placement, evaluation.run.logs) as team:
+            return function(reopen(evaluation, task, team.world, team.collectives))
     runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
-        folder = RunDir.create(Path(path, "ranks"), config, run_id=wanted.run.read().id, command=sys.argv)
+        folder = RunDir.create(Path(path, "ranks"), config, run_id=evaluation.run.read().id, command=sys.argv)
         pack_task(folder, task, config)
         settings = LaunchConfig(stop_grace_s=STOP_GRACE_S, hang_timeout_s=config.launch.hang_timeout_s)
-        how: dict[str, Any] = {"folder": folder, "ranks": ranks, "settings": settings, "threads": plan.threads}
-        found: list[dict[str, Any]] = run_on_ranks(_on_rank, function, wanted, **how)
-        return found[0]
+        results: list[dict[str, Any]] = run_on_ranks(
+            _on_rank, function, evaluation, folder=folder, ranks=ranks, settings=settings, threads=plan.threads
+        )
+        return results[0]
 
 
-def _on_rank(rank: Rank, function: Compute, wanted: Evaluation) -> dict[str, Any]:
+def _on_rank(rank: Rank, function: Compute, evaluation: Evaluation) -> dict[str, Any]:
     """Evaluate as one of the ranks; the result is the same on all of them."""
-    config, plan, world = wanted.config, wanted.plan, rank.world
+    config, plan, world = evaluation.config, evaluation.plan, rank.world
     task = load_task(rank.folder, config)
     device = rank_device(tuple(plan.placement["devices"]), world)
     with (
         group(world, config, plan.placement, rank.folder.logs) as team,
         runtime(plan, device, detect_anomaly=False, ranks=world.size),
     ):
-        return function(reopen(wanted, task, world, team.collectives))
+        return function(reopen(evaluation, task, world, team.collectives))

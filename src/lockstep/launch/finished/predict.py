@@ -1,7 +1,7 @@
 """``lockstep predict``: the predictions of a checkpoint for a data set, in a file, in the order of the data.
 
-Rows are collected as JSON lines in ``OUT.partial``; ``OUT.partial.json`` says what they belong to and how many are
-complete, so that an interrupted prediction resumes after them.
+Rows are collected as JSON lines in ``OUT.partial``; ``OUT.partial.json`` has their origin and the number of complete
+ones, so that an interrupted prediction resumes after them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
-from lockstep.launch.finished.evaluation import compute, wanted_on
+from lockstep.launch.finished.evaluation import compute, evaluation_on
 from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.run_claim import task_again
 from lockstep.rundir.files import plain, read_json, write_json
@@ -58,17 +58,17 @@ def predict(
     built = task_again(run, run.config(), task)
     runner_of(built).check_prediction(run.path)
     split, step = "test" if path else str(data), find_step(run, checkpoint)
-    wanted = replace(wanted_on(run, devices, split, step, path, whole=True), out=out)
-    plan = wanted.plan
+    evaluation = replace(evaluation_on(run, devices, split, step, path, whole=True), out=out)
+    plan = evaluation.plan
     if plan.placement["accelerator"] == "cpu":  # sums depend on the number of threads
-        one = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
-        plan = plan.model_copy(update={"decisions": {**plan.decisions, "threads": one}})
-        wanted = replace(wanted, plan=plan)
-    rows = compute(_write, wanted, built)["rows"]
+        threads = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
+        plan = plan.model_copy(update={"decisions": {**plan.decisions, "threads": threads}})
+        evaluation = replace(evaluation, plan=plan)
+    rows = compute(_write, evaluation, built)["rows"]
     _convert(_partial(out), out, kind)
     for part in (_partial(out), _progress(out)):
         part.unlink(missing_ok=True)
-    return {"run": run.read().id, "data": str(data), "step": wanted.step, "rows": rows, "out": str(out)}
+    return {"run": run.read().id, "data": str(data), "step": step, "rows": rows, "out": str(out)}
 
 
 def _format_of(out: Path) -> Format:
@@ -91,14 +91,20 @@ def _progress(out: Path) -> Path:
 
 
 def _write(reopened: Reopened) -> dict[str, Any]:
-    """Write what is missing in ``OUT.partial``, on rank 0. Collective."""
-    wanted, collectives = reopened.wanted, reopened.collectives
-    out = wanted.out
+    """Write the missing rows to ``OUT.partial``, on rank 0. Collective."""
+    evaluation, collectives = reopened.wanted, reopened.collectives
+    out = evaluation.out
     assert out is not None
     subject = opened(reopened, reopened.task.prediction_data)
     samples = len(subject.dataset)
-    key = {"run": wanted.run.read().id, "step": wanted.step, "split": wanted.split, "data": str(wanted.data)}
-    key |= {"samples": samples, "batch_size": wanted.plan.eval_batch_size}
+    key = {
+        "run": evaluation.run.read().id,
+        "step": evaluation.step,
+        "split": evaluation.split,
+        "data": str(evaluation.data),
+        "samples": samples,
+        "batch_size": evaluation.plan.eval_batch_size,
+    }
     done, length = collectives.broadcast(_resumed(out, key) if collectives.is_main else (0, 0))
     chunks = predictions(subject.evaluator, reopened.task, subject.model, subject.dataset, first=done)
     if not collectives.is_main:
@@ -108,10 +114,10 @@ def _write(reopened: Reopened) -> dict[str, Any]:
     with _partial(out).open("r+b" if done else "wb") as file:
         file.truncate(length)
         file.seek(length)
-        for found in chunks:
-            for rows in found:
+        for chunk in chunks:
+            for rows in chunk:
                 file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-            done += len(found)
+            done += len(chunk)
             file.flush()
             os.fsync(file.fileno())
             write_json(_progress(out), {"key": key, "chunks": done, "bytes": file.tell()})

@@ -1,4 +1,4 @@
-"""The launcher process: it starts the ranks of one launch on this node, and watches how and when each ends.
+"""The launcher process: starts the ranks of one launch on this node, and watches them until each has ended.
 
 It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it, which passes it on. Its
 exit code is that of all ranks together. It is a fork that shares its modules (see :mod:`.fork_server`), and so are the
@@ -24,8 +24,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -45,14 +43,12 @@ from lockstep.launch.failure.hang import HangReport, HangWatch
 from lockstep.launch.failure.records import MemoryWatch, RankEnd
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
-from lockstep.launch.local.fork_server import Forked, asked_gpu, fork
+from lockstep.launch.local.fork_server import Forked, fork
 from lockstep.launch.process import environment, signals
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import PULSES, PulseBoard, announce
 
 Phase = Literal["running", "stopping", "failing"]
-#: A rank: a fork of its launcher, or a new interpreter.
-RankProcess = Forked | subprocess.Popen[bytes]
 
 #: How often the launcher checks its ranks.
 MONITOR_INTERVAL_S = 0.1
@@ -69,26 +65,26 @@ _ORDERLY = (0, *signals.STOPPED, -signal.SIGINT, -signal.SIGTERM)
 class Supervisor:
     """One start of all ranks of this node, from their start to their last end.
 
-    ``processes``: by rank; each leads a process group. ``forced``: ranks had to be killed because they did not follow a
-    stop in time. ``hang``: why the ranks were killed, when they hung.
+    ``processes``: by rank; each leads a process group. ``forced``: ranks were killed because they did not follow a
+    stop in time. ``hang``: the report of a hang, after which the ranks were killed.
     """
 
-    processes: Mapping[int, RankProcess]
+    processes: Mapping[int, Forked]
     stop_requested: Callable[[], int | None]
     stop_grace_s: float
     failure_grace_s: float = FAILURE_GRACE_S
     watch: HangWatch | None = None
-    #: Seconds of the time-out at which ranks that failed gave up waiting for others, if that is why they failed.
+    #: Time-out in seconds of the collective call in which the failed ranks waited for others; ``None``: other reasons.
     waited_s: Callable[[], float | None] = lambda: None
     memory: MemoryWatch | None = None
     phase: Phase = field(default="running", init=False)
     exits: dict[int, RankEnd] = field(default_factory=dict, init=False)
     forced: bool = field(default=False, init=False)
     hang: HangReport | None = field(default=None, init=False)
-    _seen_at: float = field(default_factory=time.time, init=False)
+    _checked_at: float = field(default_factory=time.time, init=False)
     _deadline: float | None = field(default=None, init=False)
     _killed: bool = field(default=False, init=False)
-    _asked: bool = field(default=False, init=False)
+    _stop_requested: bool = field(default=False, init=False)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -101,7 +97,7 @@ class Supervisor:
     @property
     def failed(self) -> list[RankEnd]:
         """The ranks that failed, without those that the launcher ended."""
-        orderly = _ORDERLY if self._asked else (0, *signals.STOPPED)
+        orderly = _ORDERLY if self._stop_requested else (0, *signals.STOPPED)
         return [end for end in self.exits.values() if not end.ended_by_launcher and end.code not in orderly]
 
     @property
@@ -123,8 +119,8 @@ class Supervisor:
         return signals.exit_code(requested) if any(stopped) and requested is not None else max(stopped, default=0)
 
     def check(self) -> bool:
-        """Look once, and do what is due. Returns whether all ranks have ended; raises if one cannot be killed."""
-        self._asked = self._asked or self.stop_requested() is not None
+        """Check all ranks once, and act. Returns whether they have ended; raises if one cannot be killed."""
+        self._stop_requested = self._stop_requested or self.stop_requested() is not None
         self._observe()
         if not self.alive:
             return True
@@ -136,7 +132,7 @@ class Supervisor:
                     self.hang = self.watch.places_after(waited_s, self.alive)
                 for rank in self.alive:
                     _signal_group(self.processes[rank].pid, signal.SIGTERM)
-        elif self._asked:
+        elif self._stop_requested:
             if self._begin("stopping", now + self.stop_grace_s):
                 self.ask_to_stop()
         elif any(end.code in signals.STOPPED for end in self.exits.values()):
@@ -203,25 +199,25 @@ class Supervisor:
             if code is None:
                 continue
             if code != 0:
-                _signal_group(pid, signal.SIGKILL)  # what it left behind: loader workers, for example
+                _signal_group(pid, signal.SIGKILL)  # its loader workers, for example
             # An exit code other than a signal's is the rank's own verdict, however late it comes.
             ended = ending and -code in (signal.SIGTERM, signal.SIGKILL)
-            times = {"alive_at": self._seen_at, "seen_at": now}
+            times = {"alive_at": self._checked_at, "seen_at": now}
             self.exits[rank] = RankEnd(rank=rank, pid=pid, code=code, ended_by_launcher=ended, **times)
-        self._seen_at = now
+        self._checked_at = now
 
 
-def _peek(process: RankProcess) -> int | None:
-    """The return code of a process that has ended, which stays a zombie so that its number stays taken."""
+def _peek(process: Forked) -> int | None:
+    """The return code of a process that has ended; it stays a zombie, so that no other process gets its number."""
     if process.returncode is not None:
         return process.returncode
     try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        state = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return process.poll()
-    if found is None:
+    if state is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
 
 def _signal_group(pid: int, signum: int) -> None:
@@ -234,10 +230,10 @@ def _signal_group(pid: int, signum: int) -> None:
 
 @dataclass
 class Launch:
-    """One launch, all its starts: its settings, and what is written to ``logs/launcher.json``.
+    """One launch with all its starts: its settings, and the content of ``logs/launcher.json``.
 
     Attributes:
-        rank_main: what every rank runs, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
+        rank_main: the function of every rank, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
     """
 
     run_dir: RunDir
@@ -254,12 +250,13 @@ class Launch:
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Before the ranks are started, or started again: what they read and write next is as for the first start."""
-        if self.starts:  # keep what ended the start before this one, for rank 0 to report
+        """Prepare a start of the ranks: remove the records of an earlier one."""
+        if self.starts:  # keep the reason of its end, for rank 0 to report
             self.write()
             report = read_failure(self.run_dir)
-            why = {"reason": report.what.splitlines()[0] if report else "", "of": self.settings.max_restarts}
-            self.restarts.append({"at": time.time(), "step": self.step, **why})
+            reason = report.what.splitlines()[0] if report else ""
+            restart = {"at": time.time(), "step": self.step, "reason": reason, "of": self.settings.max_restarts}
+            self.restarts.append(restart)
             self.error = ""
             with contextlib.suppress(OSError):
                 records.clear(self.run_dir.logs)
@@ -269,7 +266,7 @@ class Launch:
         self.write()
         self.announce()
 
-    def supervise(self, processes: Mapping[int, RankProcess]) -> Supervisor:
+    def supervise(self, processes: Mapping[int, Forked]) -> Supervisor:
         """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
         logs, settings = self.run_dir.logs, self.settings
@@ -287,8 +284,8 @@ class Launch:
     def announce(self) -> None:
         """Write the run's heartbeat until rank 0 does: readers of the folder see that the run is training."""
         with contextlib.suppress(StorageError):
-            before = self.run_dir.progress()
-            announce(self.run_dir.heartbeat_file, self.step or (before.step if before else 0))
+            beat = self.run_dir.progress()
+            announce(self.run_dir.heartbeat_file, self.step or (beat.step if beat else 0))
 
     @property
     def step(self) -> int:
@@ -302,7 +299,7 @@ class Launch:
         return self.stop.requested
 
     def note_forced(self) -> None:
-        """Keep why the ranks of the latest start were killed, if they did not follow a stop."""
+        """Record that the ranks of the latest start were killed, if they did not follow a stop."""
         if self.supervisor is not None and self.supervisor.forced:
             grace_s = self.settings.stop_grace_s
             self.error = f"the ranks were killed, since they had not ended {grace_s:g} s after the stop"
@@ -310,7 +307,8 @@ class Launch:
     def write(self, exit_code: int | None = None) -> None:
         """Keep ``launcher.json`` up to date; a full disk must not end the ranks."""
         supervisor = self.supervisor or Supervisor({}, self.stop_requested, 0.0)
-        memory, doing = supervisor.memory, [int(sign.activity) for sign in self.board.read()]
+        memory = supervisor.memory
+        activities = [int(sign.activity) for sign in self.board.read()]
         content: dict[str, Any] = {
             "pid": os.getpid(),
             "created": psutil.Process().create_time(),
@@ -321,9 +319,9 @@ class Launch:
             "pids": supervisor.pids,
             "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
             "hang": supervisor.hang.model_dump() if supervisor.hang else None,
-            "memory": {rank: held.model_dump() for rank, held in memory.ranks.items()} if memory else {},
+            "memory": {rank: usage.model_dump() for rank, usage in memory.ranks.items()} if memory else {},
             "machine": memory.machine().model_dump() if memory else {},
-            "doing": dict(zip(supervisor.pids, doing, strict=False)),
+            "doing": dict(zip(supervisor.pids, activities, strict=False)),
             "restarts": self.restarts,
             "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
             "error": self.error,
@@ -341,18 +339,21 @@ def main() -> int:
     Returns its exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
     """
     stop = signals.StopRequest().install()
-    with open(0, encoding="ascii", closefd=False) as given:
-        content = given.read()
-    if not content:  # the caller has ended
-        return 1
-    request = json.loads(content)
+    with open(0, encoding="ascii", closefd=False) as request_file:
+        request = json.load(request_file)
     os.environ.clear()
     os.environ.update(request["environ"])
     with contextlib.suppress(KeyError, OSError):  # the folder was removed
         os.chdir(request["cwd"])
     signals.accept()
-    wanted = {**request["launch"], "settings": LaunchConfig(**request["launch"]["settings"])}
-    launch = Launch(RunDir(Path(request["folder"])), **wanted, stop=stop, board=PulseBoard(wanted["ranks"]))
+    launch = Launch(
+        run_dir=RunDir(Path(request["folder"])),
+        ranks=request["ranks"],
+        rank_main=request["rank_main"],
+        settings=LaunchConfig(**request["settings"]),
+        stop=stop,
+        board=PulseBoard(request["ranks"]),
+    )
     code = 1
     try:
         signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
@@ -400,7 +401,7 @@ def _run_here(launch: Launch) -> int:
         supervisor.end()
 
 
-def start_ranks(launch: Launch, group: Mapping[str, str], server: int) -> dict[int, RankProcess]:
+def start_ranks(launch: Launch, group: Mapping[str, str], server: int) -> dict[int, Forked]:
     """Start the ranks; the processes by rank.
 
     ``group``: variables that describe the store. ``server``: its listening socket, for rank 0.
@@ -415,18 +416,13 @@ def start_ranks(launch: Launch, group: Mapping[str, str], server: int) -> dict[i
         "TORCHELASTIC_MAX_RESTARTS": str(launch.settings.max_restarts),
         **group,
     }
-    processes: dict[int, RankProcess] = {}
+    processes: dict[int, Forked] = {}
     for rank in range(launch.ranks):
         environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank)}
-        kept = (server,) if rank == 0 else ()
-        if kept:
+        if rank == 0:
             environ[STORE_FD] = str(server)
-        if asked_gpu():
-            # -P: files in the working folder do not shadow a module.
-            command = [sys.executable, "-P", "-m", worker.__name__, launch.rank_main, str(launch.run_dir.path)]
-            processes[rank] = subprocess.Popen(command, env=environ, pass_fds=kept, start_new_session=True)
-        else:
-            processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}", kept=kept)
+        kept = (server,) if rank == 0 else ()
+        processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}", kept=kept)
     return processes
 
 

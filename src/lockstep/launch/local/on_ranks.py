@@ -1,4 +1,4 @@
-"""New ranks on this machine: what a launcher starts for a run, and a function on ranks for what is not a run.
+"""New ranks on this machine: those of a run, and a function on ranks for anything else.
 
 The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks (:mod:`lockstep.launch.local.worker`).
 No rank runs in the caller, which may be a script without a main guard, a notebook, a thread or a server's child.
@@ -33,7 +33,7 @@ from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 
 _CALL_FILE = "call.pkl"
 _MAIN = "lockstep.launch.local.launcher:main"
-#: What takes seconds to import: where the caller has it, all its ranks share one import of it.
+#: Slow imports: if the caller has one, all its ranks share one import of it.
 _SHARED = ("lightning.pytorch",)
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
@@ -61,7 +61,7 @@ def run_on_ranks(
     Args:
         folder: where the ranks keep their logs.
         settings, threads: as for :func:`launch`.
-        redirect: print what ranks print to standard error: standard output may be wanted as JSON.
+        redirect: ranks print to standard error; the caller's standard output may have to be JSON.
 
     Raises:
         LockstepError: a rank failed; which one and why. RanksStopped: a stop was requested.
@@ -123,7 +123,7 @@ def launch(
     process ends. A second SIGINT kills them. :func:`lockstep.launch.failure.report.read_failure` reports a failure.
 
     Args:
-        rank_main: what every rank runs, as ``module:function``; it takes a :class:`Rank` and returns an exit code.
+        rank_main: each rank's function, as ``module:function``; it takes a :class:`Rank` and returns an exit code.
         settings: of which restarts and time limits count; ``None``: the defaults.
         threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
 
@@ -136,10 +136,10 @@ def launch(
         fix = "change its permissions, or choose another --save-dir"
         raise RunFolderError(f"cannot write in {run_dir.logs}", why=str(error), fix=fix) from error
     limits = (settings or LaunchConfig()).model_dump()
-    wanted = {"ranks": ranks, "rank_main": rank_main, "settings": limits}
+    request = {"folder": str(run_dir.path.resolve()), "ranks": ranks, "rank_main": rank_main, "settings": limits}
     environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
     with StopRequest() as stop:
-        code = _run_launcher(str(run_dir.path.resolve()), wanted, environ, stop)
+        code = _run_launcher(request, environ, stop)
     if code >= 0:
         return code
     if -code in (signal.SIGINT, signal.SIGTERM):
@@ -153,28 +153,23 @@ def launch(
     return 1
 
 
-def _run_launcher(folder: str, wanted: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
-    """The launcher's return code. No process is left, however this ends; the first signal of ``stop`` is passed on."""
+def _run_launcher(request: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
+    """Run the launcher and pass on the first signal of ``stop``; its return code. No process is left at the end."""
     launch_id = uuid.uuid4().hex
     variables = for_launcher(environ, launch_id, sys.path)
-    content = {"folder": folder, "environ": variables, "launch": wanted}
+    content = {**request, "environ": variables}
     with contextlib.suppress(FileNotFoundError):  # it was removed
         content["cwd"] = str(Path.cwd())  # the server has that of its start
     process: RemoteChild | None = None
-    with contextlib.ExitStack() as ending:
-        output = ending.enter_context(_Output())
+    with open(os.memfd_create("lockstep-request"), "w+b") as request_file, _Output() as output:
+        request_file.write(json.dumps(content).encode())
+        request_file.seek(0)
         try:
-            reading, writing = os.pipe()
-            # A launcher that has ended already has an exit code.
-            with contextlib.suppress(BrokenPipeError), open(writing, "wb") as request:
-                try:
-                    shared = [name for name in _SHARED if name in sys.modules]
-                    process = server_for(variables).launch(_MAIN, shared, (reading, *output.files))
-                finally:
-                    os.close(reading)
-                    output.close_files()
-                request.write(json.dumps(content).encode())
-            assert process is not None
+            try:
+                shared = [name for name in _SHARED if name in sys.modules]
+                process = server_for(variables).launch(_MAIN, shared, (request_file.fileno(), *output.files))
+            finally:
+                output.close_files()
             stop.notify(process.send_signal)
             return output.wait(process)
         except KeyboardInterrupt:
@@ -192,11 +187,11 @@ def _run_launcher(folder: str, wanted: Mapping[str, Any], environ: Mapping[str, 
 
 
 class _Output:
-    """Passes what a child process prints to this process's ``sys.stdout`` and ``sys.stderr``.
+    """Passes the output of a child process to this process's ``sys.stdout`` and ``sys.stderr``.
 
-    Where they are the process's own files the child inherits them, so a progress bar finds its terminal. Where they are
-    something else (a notebook, a test's capture, a redirection) the child writes to pipes, and :meth:`wait` passes on
-    what comes. ``files``: standard output and error of the child.
+    If they are the process's files, the child inherits them, so a progress bar finds its terminal. Otherwise (a
+    notebook, a test's capture, a redirection) the child writes to pipes, and :meth:`wait` passes on its output.
+    ``files``: standard output and error of the child.
     """
 
     def __init__(self) -> None:
@@ -225,12 +220,12 @@ class _Output:
         return writing
 
     def close_files(self) -> None:
-        """Close what only the child needs, once it has it."""
+        """Close the child's files here, once it has them."""
         for fd in self.files:
             os.close(fd)
 
     def wait(self, process: RemoteChild) -> int:
-        """Wait for the child's end while passing on what it writes; its return code."""
+        """Wait for the child's end, and pass on its output; its return code."""
         # A process that outlives the child may keep the pipes open, so their end is not awaited.
         while self._selector.get_map() and process.wait(0.0) is None:
             self._pass_on(0.1)

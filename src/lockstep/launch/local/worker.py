@@ -1,10 +1,10 @@
-"""What every rank that the launcher starts has in common, whatever it runs (:mod:`.start`, :mod:`.on_ranks`).
+"""The frame of every rank that Lockstep's launcher starts, whatever its function (:mod:`.start`, :mod:`.on_ranks`).
 
 ::
 
     python -m lockstep.launch.local.worker MODULE:FUNCTION RUN
 
-It ends with the launcher, writes to its own log, answers stop requests, and records its failure in a file.
+It ends with the launcher, writes to its log, answers stop requests, and records its failure in a file.
 """
 
 from __future__ import annotations

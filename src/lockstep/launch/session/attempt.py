@@ -57,15 +57,15 @@ def begin_attempt(
     beside: Beside,
     ending: ExitStack,
 ) -> tuple[SessionTraining, Datasets]:
-    """Make the plan and join the ranks; what trains, and the data of ``task``, opened. Collective.
+    """Make the plan and join the ranks; returns the training, and the open data of ``task``. Collective.
 
-    The weights that are ``resumed`` are restored already; ``ending`` ends the attempt.
+    The ``resumed`` weights are restored already; ``ending`` ends the attempt.
     """
     run, datasets = joined.run_dir, open_datasets(task, config)
-    several = joined.world.size > 1 and task.samples is not None
-    own = ""
-    if several and not joined.world.is_main:  # rank 0 does it for the plan
-        own = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")[0]
+    compares = joined.world.size > 1 and task.samples is not None
+    local_fingerprint = ""
+    if compares and not joined.world.is_main:  # rank 0 does it for the plan
+        local_fingerprint = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")[0]
     plan, number, *_ = plan_together(
         joined.team,
         run,
@@ -73,22 +73,25 @@ def begin_attempt(
         partial(record_attempt, run, config),
         partial(of_session, schedule=prepared.schedule()),
     )
-    if several:
-        check_alike(own or plan.task.fingerprint, joined.collectives)
+    if compares:
+        check_alike(local_fingerprint or plan.task.fingerprint, joined.collectives)
     snapshot = resumed.snapshot
     if snapshot is not None:
         remedy = "; if the loop makes its data in each epoch, as rollouts, make them with session.once(make, ...)"
         check_fits(snapshot.manifest, plan, makes_data=resumed.made.replaces_data, remedy=remedy)
     sink: Sink = standard_sinks(run, config, sys.stdout) if joined.world.is_main else Fanout()
     ending.callback(sink.close)
-    where = run, joined.world, config, plan, number, sink
-    rank = ending.enter_context(joined_ranks(*where, lambda: joined.stop.requested, ending))
+    rank = ending.enter_context(
+        joined_ranks(run, joined.world, config, plan, number, sink, lambda: joined.stop.requested, ending)
+    )
     ending.callback(end_data, datasets)
-    training, saved = SessionTraining(rank, prepared, resumed, beside), None
+    training = SessionTraining(rank, prepared, resumed, beside)
+    stream_state = None
     if snapshot is not None:
         training.restore(snapshot.trainer)
-        saved = snapshot.trainer["session"].get("stream")
-    place = training.items, plan.batch.global_batch, saved
-    training.stream = begin_stream(datasets, run.path, rank.attempt, rank.world, *place)
+        stream_state = snapshot.trainer["session"].get("stream")
+    training.stream = begin_stream(
+        datasets, run.path, rank.attempt, rank.world, training.items, plan.batch.global_batch, stream_state
+    )
     training.check()
     return training, datasets

@@ -31,7 +31,7 @@ from lockstep.telemetry.sinks import check_sinks
 
 #: Set by launchers that Lockstep does not know; each process would think that it is alone.
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-#: Settings that a loop has no use for, and what it does instead.
+#: Settings that a loop has no use for, each with its replacement.
 _FOR_TASKS = {
     "hardware.strategy": "leave it at auto",
     "training.compile": "compile in the script with torch.compile(model)",
@@ -75,7 +75,7 @@ class Started:
     on_session: Callable[[], None] = lambda: None
 
 
-#: What the sessions of this process run on, if Lockstep's launcher has started it.
+#: The rank of this process, if Lockstep's launcher has started it for a session.
 started: list[Started] = []
 
 
@@ -180,7 +180,7 @@ def _refuse_unknown_launcher(world: World) -> None:
 def _refuse_for_tasks_only(config: RunConfig) -> None:
     for key, instead in _FOR_TASKS.items():
         section, name = key.split(".")
-        value, default = (getattr(getattr(one, section), name) for one in (config, RunConfig()))
+        value, default = (getattr(getattr(settings, section), name) for settings in (config, RunConfig()))
         if value not in (default, *(_STRATEGIES if name == "strategy" else ())):
             raise UnsupportedError(
                 f"{key} = {value} is not for a session",

@@ -56,15 +56,15 @@ class Loop:
         self.resumed = Resumed(joined)
         self.state, self._made = self.resumed.state, self.resumed.made
         self.training: SessionTraining | None = None
-        #: What the plan was made with, as given and as opened.
+        #: The data of the plan, as given and as opened.
         self._task: LoopTask
         self._datasets: Datasets
-        #: By their number in the epoch: the batches of a loop, and what they were asked for with.
+        #: By number in the epoch: the batches of a loop, and the arguments of ``batches()``.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
         self._by_row = ByRow()
         self._epochs, self._number = 1, 0
         self._in_epochs, self.is_done = False, False
-        #: Why a resumed run has nothing to train.
+        #: The reason why a resumed run has nothing to train.
         self._over = ""
         self._logged: dict[str, Any] = {}
         #: Of an epoch that a break has ended after its batches.
@@ -76,7 +76,7 @@ class Loop:
         return self.joined.collectives if self.training is None else self.training.ranks
 
     def running(self, call: str) -> SessionTraining:
-        """What trains. Raises :class:`TaskError`: no loop over batches has begun."""
+        """The training. Raises :class:`TaskError`: no loop over batches has begun."""
         if self.training is None:
             raise outside_batches(call)
         return self.training
@@ -92,7 +92,7 @@ class Loop:
             )
 
     def look(self, call: str, tensor: Tensor, first: int) -> Callable[[], None]:
-        """What finds out where the other ranks are while ``call`` waits.
+        """A function that reports the positions of the other ranks while ``call`` waits.
 
         Type and shape, from the dimension ``first`` on, are compared now, but not in steps that take what the first
         steps took.
@@ -103,8 +103,8 @@ class Loop:
             call = f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"
             ranks.check(call)
         ranks.begin(call)
-        found: Callable[[], None] = ranks.look if training is None else training.look_around
-        return found
+        report: Callable[[], None] = ranks.look if training is None else training.look_around
+        return report
 
     def _begin(self) -> None:
         """Restore what the run has saved, if it is resumed. Collective."""
@@ -218,7 +218,7 @@ class Loop:
         number, self._number = self._number, self._number + 1
         return self._walk(number, dataset, accumulate, collate, weights)
 
-    def _walk(self, number: int, dataset: Any, *how: Any) -> Iterator[Any]:
+    def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> Iterator[Any]:
         training = self.running("batches")
         if number < training.stage:  # an earlier attempt has finished it
             return
@@ -231,7 +231,7 @@ class Loop:
                 why="a step belongs to one batch of one loop",
                 fix="make one data set whose samples have both parts, or run the loops one after the other",
             )
-        feed = self._feed(training, number, dataset, *how)
+        feed = self._feed(training, number, dataset, accumulate, collate, weights)
         training.loops += 1
         try:
             yield from feed.walk(self.state.epoch, self.state.position)
@@ -260,26 +260,29 @@ class Loop:
                 why="the plan of the run has been made with those",
                 fix="give the same object in every epoch; weights that change are a function of the epoch, from 0",
             )
-        known, asked = self._feeds.get(number), [id(dataset), samples, accumulate, collate]
-        if known is not None:
-            if known[1] == asked:
-                return known[0]
-            known[0].close()
+        request = [id(dataset), samples, accumulate, collate]
+        if number in self._feeds:
+            feed, previous_request = self._feeds[number]
+            if previous_request == request:
+                return feed
+            feed.close()
         task = LoopTask(self.prepared.container(), dataset, collate)
         datasets = self._datasets if planned else task.datasets()
         feed = DataFeed(training, task, datasets, accumulate, number, planned=planned)
-        self._feeds[number] = feed, asked
+        self._feeds[number] = feed, request
         if training.rank.config.training.max_steps is None:
-            more = sum(other.steps_per_epoch for place, (other, _) in self._feeds.items() if place > 0)
+            more = sum(feed.steps_per_epoch for index, (feed, _) in self._feeds.items() if index > 0)
             training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
         return feed
 
     def _start(self, task: LoopTask, accumulate: int | None) -> None:
         """Make the plan and begin the attempt: the data are known now. Collective."""
         self._begin()
-        first, joined = next(iter(self.prepared.optimizers.values())), self.joined
+        joined = self.joined
+        optimizer = next(iter(self.prepared.optimizers.values()))
         has_size = "batch_size" in self._given.get("training", {})
-        rates = (float(group.get("initial_lr", group["lr"])) for group in first.param_groups)  # a warm-up is at 0 now
+        # A warm-up is at 0 now.
+        rates = (float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
         lr = next(filter(None, rates), 0.0)
         config = sized(self.config, has_batch_size=has_size, ranks=joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
@@ -297,16 +300,17 @@ class Loop:
                 "what it makes of them and of the weights, such as rollouts, differs from what the epoch began with. "
                 "session.once(make, ...) keeps it in checkpoints.",
             )
-        kept = self.resumed.registered
-        for name in self.prepared.unkept_schedules(kept.values()):
+        registered = self.resumed.registered
+        for name in self.prepared.unkept_schedules(registered.values()):
             joined.note(
                 "scheduler",
                 f"a scheduler of {name} is in no checkpoint: a resume would begin its schedule again. Give it to "
                 "session.checkpoint(scheduler=...), or to prepare() if it steps after every optimizer step",
             )
-        beside = Beside(sys._getframe(3), [task.model(), *kept.values()])  # the caller of session.batches()
-        how = self.prepared, self.resumed, beside, self._ending
-        self.training, self._datasets = begin_attempt(joined, config, task, *how)
+        beside = Beside(sys._getframe(3), [task.model(), *registered.values()])  # the caller of session.batches()
+        self.training, self._datasets = begin_attempt(
+            joined, config, task, self.prepared, self.resumed, beside, self._ending
+        )
         self._task = task
         pulse.at(Activity.STEP, self.state.step)
         self.training.log.start()
@@ -334,7 +338,7 @@ class Loop:
         check_data(dataset, streams=None)
         training, config, ranks = self.training, self.config, self.joined.collectives
         plan = None if training is None else training.rank.plan
-        size = batch_size or config.validation.batch_size or self._evaluated_together()
+        size = batch_size or config.validation.batch_size or self._evaluation_batch_size()
         evaluator = self.prepared.evaluator(ranks, plan, size, seed=config.training.seed, step=self.state.step)
         with contextlib.ExitStack() as around:
             if training is not None:
@@ -347,12 +351,12 @@ class Loop:
             data = dataset, collate or cast(Any, default_collate)
             yield from predicted_rows(evaluator, self.prepared.container(), data, predict)
 
-    def _evaluated_together(self) -> int:
+    def _evaluation_batch_size(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
         training = self.config.training
         if training.global_batch_size is None or "batch_size" in self._given.get("training", {}):
             return training.batch_size
-        parts = max((asked[2] or 1 for _, asked in self._feeds.values()), default=training.accumulate)
+        parts = max((request[2] or 1 for _, request in self._feeds.values()), default=training.accumulate)
         return -(-training.global_batch_size // parts)
 
     # The end.

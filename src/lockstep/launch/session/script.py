@@ -42,13 +42,13 @@ def run_script(
     return run, code
 
 
-def several_devices(given: Mapping[str, Any], what: str) -> list[str]:
-    """The devices that ``given`` names. Raises :class:`ConfigError`: fewer than two; ``what`` follows from it."""
+def several_devices(given: Mapping[str, Any], consequence: str) -> list[str]:
+    """The devices that ``given`` names. Raises :class:`ConfigError`: fewer than two; ``consequence`` is its text."""
     devices = given.get("hardware", {}).get("selected_devices") or ()
     names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else list(devices)
     if len(names) < 2:
-        why = f"the devices are {', '.join(names) or 'not given'}"
-        raise ConfigError(what, why=why, fix="name several: --devices cpu,cpu")
+        reason = f"the devices are {', '.join(names) or 'not given'}"
+        raise ConfigError(consequence, why=reason, fix="name several: --devices cpu,cpu")
     return names
 
 
@@ -84,7 +84,7 @@ def _start(
     resume: bool,
     needs_session: bool = False,
 ) -> tuple[RunDir, int, list[Any]]:
-    """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and what they returned."""
+    """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and their results."""
     given = merge({"task": {"name": name}}, given)
     config = resolve(given)
     for key in ("max_restarts", "nodes", "rdzv"):
@@ -104,13 +104,18 @@ def _start(
                     fix=f"choose another --save-dir, or `lockstep resume {run.path}`",
                 )
             claim.enter_context(claimed(run))
-        found, run = run is not None, run or create_folder(config)
+        is_resume = run is not None
+        run = run or create_folder(config)
         if script is not None:
             script.keep(run)
         try:
             results = run_on_ranks(
                 _as_rank,
-                (function, tuple(arguments), dict(given), found, needs_session),
+                function,
+                tuple(arguments),
+                dict(given),
+                is_resume,
+                needs_session,
                 folder=run,
                 ranks=placement.world_size,
                 settings=config.launch,
@@ -129,8 +134,8 @@ def _start(
     return run, 0, results
 
 
-#: Variables of the script, kept to the end of the process as those of ``python path`` are: DDP's reducer, destroyed
-#: before, may wait for ever for a thread of its process group, which waits for the interpreter.
+#: Variables of the script, until the end of the process as those of ``python path``: DDP's reducer, destroyed before,
+#: may wait for ever for a thread of its process group, which waits for the interpreter.
 _variables: list[dict[str, Any]] = []
 
 _NO_SESSION = (
@@ -141,15 +146,21 @@ _NO_SESSION = (
 # --- in a rank -----------------------------------------------------------------------------------
 
 
-def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, bool]) -> Any:
+def _as_rank(
+    rank: Rank,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    given: dict[str, Any],
+    is_resume: bool,
+    needs_session: bool,
+) -> Any:
     """Call ``function(*arguments)`` with its sessions on ``rank``.
 
-    A script that makes a process group itself, as for DDP, needs no session, unless ``call`` says so at last.
+    Without ``needs_session``, a script that makes a process group itself, as for DDP, needs no session.
     """
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    function, arguments, given, found, needs_session = call
     has_group = False
 
     def at_first_step(*_: Any) -> None:
@@ -169,7 +180,7 @@ def _as_rank(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...], dict[s
             )
 
     watch = register_optimizer_step_pre_hook(at_first_step)  # removed by a session: it would slow down every step
-    started[:] = [Started(rank, given, found, on_session=watch.remove)]
+    started[:] = [Started(rank, given, is_resume, on_session=watch.remove)]
     try:
         result = function(*arguments)
     except Stopped:
