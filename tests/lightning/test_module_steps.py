@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,36 @@ def test_verify_measures_what_a_mean_of_other_than_samples_changes(modules: Path
     plan = lockstep.plan(f"{modules}:Classes", devices="cpu,cpu")
     assert "module_means" in [note.key for note in plan.notes]
     assert "module_means" not in [note.key for note in lockstep.plan(f"{modules}:Classes", devices="cpu").notes]
+
+
+def test_the_plan_names_settings_and_decisions_of_the_module(modules: Path) -> None:
+    used = {"optimizer": {"lr": 0.5}, "scheduler": {"warmup_epochs": 0}, "training": {"batch_size": 7, "epochs": 3}}
+    data = {"data": {"num_workers": 2}, "validation": {"batch_size": 9, "every_epochs": 2}}
+    plan = lockstep.plan(f"{modules}:Net", {**used, **data}, devices="cpu")
+    unused = [note.text.split(" has no effect")[0] for note in plan.notes if note.key == "settings_unused"]
+    assert unused == [
+        "optimizer.lr, scheduler.warmup_epochs",
+        "training.batch_size, data.num_workers, validation.batch_size",
+    ]
+    decisions = plan.decisions
+    assert [decisions[key].value for key in ("batch_size", "order", "monitor")] == [8, "shuffled", "val_loss"]
+    assert [decisions[key].value for key in ("lr", "schedule", "workers")] == [None] * 3
+    assert not decisions.keys() & {"warmup", "channels_last", "data_device", "one_message", "weight_decay"}
+    assert not [note.key for note in lockstep.plan(f"{modules}:Net", devices="cpu").notes]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hardware": {"strategy": "fsdp", "selected_devices": ["cpu", "cpu"]}},
+        {"training": {"reproducibility": "exact"}},
+        {"training": {"compile": True}},
+        {"debug": {"trace": "on"}},
+    ],
+)
+def test_settings_of_lockstep_s_loop_are_refused(modules: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="LightningModule"):
+        lockstep.plan(f"{modules}:Net", settings)
 
 
 def test_a_module_whose_steps_return_mappings_and_log_nothing_is_trained(modules: Path, tmp_path: Path) -> None:

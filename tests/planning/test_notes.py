@@ -11,7 +11,7 @@ from lockstep.config import resolve
 from lockstep.hardware.resolve import Placement
 from lockstep.planning import TaskFacts
 from lockstep.planning.batch import BatchPlan
-from lockstep.planning.notes import module_notes, optimizer_notes, strategy_notes
+from lockstep.planning.notes import optimizer_notes, strategy_notes
 
 PLACEMENT = Placement("cpu", ("cpu", "cpu"), "ddp", "gloo", 2, 1, "32", {})
 
@@ -49,18 +49,6 @@ def test_a_pipeline_tells_how_long_its_devices_wait() -> None:
     assert "With 1 micro-batch a step, the 2 devices of a pipeline wait 50% of the time" in notes("pipeline", {})
     assert "3 micro-batches a step, the 2 devices of a pipeline wait 25%" in notes("pipeline", {}, 3)
     assert notes("pipeline", {}, 8) == ""
-
-
-def test_settings_that_a_lightning_module_decides_itself_are_named() -> None:
-    def told(settings: dict[str, Any]) -> str:
-        return " ".join(map(str, module_notes(resolve(settings), PLACEMENT)))
-
-    assert "no effect" not in told({"training": {"epochs": 3}, "validation": {"every_epochs": 2}})
-    assert "optimizer.lr, scheduler.warmup_epochs has no effect" in told(
-        {"optimizer": {"lr": 0.5}, "scheduler": {"warmup_epochs": 0}}
-    )
-    sizes = {"training": {"batch_size": 7}, "data": {"num_workers": 2}, "validation": {"batch_size": 9}}
-    assert "training.batch_size, data.num_workers, validation.batch_size has no effect" in told(sizes)
 
 
 def test_settings_beside_a_tasks_own_optimizer_are_named() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,11 +27,14 @@ from lockstep.engine.resume import load_latest
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import end_data, open_data, open_datasets
 from lockstep.engine.trial_optimizer import check_configured_optimizer
-from lockstep.planning import TaskFacts
+from lockstep.planning import Plan, TaskFacts
 
 
 class TaskRunner:
     """Runs a task with Lockstep's own loop; a subclass runs the tasks of another class with another loop."""
+
+    #: Whether a strategy may divide the model among ranks.
+    can_divide: ClassVar[bool] = True
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -55,6 +58,14 @@ class TaskRunner:
         if facts.optimizer_lr is None:
             check_configured_optimizer(self.task, config)
         return facts
+
+    def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
+        """Return ``config`` with the sizes of batches that the task sets; ``global_batch_size``: where it is fixed."""
+        return config
+
+    def revised(self, plan: Plan, config: RunConfig) -> Plan:
+        """Return ``plan`` with the decisions that the task makes; raise where it cannot follow the plan."""
+        return plan
 
     def fitting(self, rank: RankContext, datasets: Datasets | None, ending: ExitStack) -> Fitting:
         """Build what trains on a rank, from the latest checkpoint or from the start. Collective.

@@ -136,16 +136,20 @@ def plan_for(
 ) -> RunInputs:
     """Make the plan for open data. ``devices``: those of the machine; ``None``: detect them."""
     config = with_precision(config, placement)
-    facts = runner_of(task).inspect(datasets, config)
+    runner = runner_of(task)
+    facts = runner.inspect(datasets, config)
     if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
         datasets = open_datasets(task, config)
-    if _may_divide(config, placement, facts):
+    if runner.can_divide and _may_divide(config, placement):
         # Of each parameter: itself, its gradient and the optimizer's moments, all in one format.
         each = (2 if config.hardware.precision == "bf16-true" else 4) * (2 + moments_of(config.optimizer))
         placement = divide_if_needed(placement, facts.parameters * each, devices or detect_devices())
     cores = usable_cores()
     preset = _preset_threads(placement, cores)
-    plan = make_plan(config, placement, facts, cores=cores, preset=preset, resume=resume)
+    global_batch_size = resume.global_batch if resume and resume.hold else config.training.global_batch_size
+    sized = runner.sized(config, global_batch_size=global_batch_size, devices=placement.world_size)
+    plan = make_plan(sized, placement, facts, cores=cores, preset=preset, resume=resume)
+    plan = runner.revised(plan, config)
     if plan.pipelined:
         tried = trial_of(task)
         stages_of(tried, on_meta(tried), max(placement.world_size, len(placement.devices)))
@@ -167,8 +171,8 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
     return None
 
 
-def _may_divide(config: RunConfig, placement: Placement, facts: TaskFacts) -> bool:
+def _may_divide(config: RunConfig, placement: Placement) -> bool:
     """Whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
     training = config.training
     several = placement.world_size > 1 and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
-    return several and facts.loader is None and training.reproducibility == "fast" and not training.compile
+    return several and training.reproducibility == "fast" and not training.compile

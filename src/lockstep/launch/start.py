@@ -116,7 +116,7 @@ def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
     size, policy = plan.batch.batch_size, config.training.on_oom
     if policy == "fail" or (policy == "start" and not at_start):
         return None
-    if size < 2 or plan.reproducibility == "exact" or plan.task.loader is not None:
+    if size < 2 or plan.reproducibility == "exact" or plan.task.sets_batch_size:
         return None
     training = {"batch_size": -(-size // 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
     # The learning rate is scaled against the batch size that the run was started with.

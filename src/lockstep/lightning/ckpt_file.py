@@ -132,8 +132,7 @@ def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainS
         content = snapshot.trainer["lightning"]
         loops = content.pop("loops")["fit_loop"]
         callbacks = content.get("callbacks") or {}
-        # The latter: written by `lockstep lightning fit` until it had checkpoints as other runs have.
-        order = callbacks.pop("RunLogCallback", None) or callbacks.pop("TrainingOrder", None)
+        order = callbacks.pop("RunLogCallback", None)
         if order:
             epoch, position, global_batch = (int(order[name]) for name in ("epoch", "position", "global_batch"))
             if position and global_batch != batch.global_batch:

@@ -23,7 +23,7 @@ from lockstep.engine.resume import (
 )
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.errors import DataError, TaskError, UnsupportedError
+from lockstep.errors import DataError, TaskError
 from lockstep.hardware.world import World
 from lockstep.lightning.callbacks import Upload
 from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
@@ -55,12 +55,6 @@ class ModuleFit:
 
     def __init__(self, rank: RankContext, task: ModuleTask) -> None:
         snapshot = load_latest(rank)
-        if rank.plan.strategy.scatters:
-            raise UnsupportedError(
-                "strategy dp is not available for a LightningModule",
-                why="Lightning 2.0 removed it",
-                fix="use --strategy auto: it selects ddp on several devices",
-            )
         if rank.config.telemetry.profile is not None:
             text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
             rank.note("profile_unused", text, "warning")

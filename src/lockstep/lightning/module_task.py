@@ -33,7 +33,7 @@ from lockstep.lightning.dataloaders import (
     own_batches,
     samples_of_batch,
 )
-from lockstep.planning.plan import LoaderFacts
+from lockstep.lightning.module_plan import LoaderFacts
 from lockstep.tasks.registry import find_class
 
 #: Arguments of the Trainer that the plan and the run's settings decide.
@@ -161,7 +161,7 @@ class ModuleTask(Task):
         _check_given(self.trainer_arguments)
 
     def check_config(self, config: RunConfig) -> None:
-        """Raises :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
+        """Raise :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
         self.planned = config
         given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
         if given and config.validation.every_steps is not None:

@@ -20,8 +20,9 @@ from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import TaskRunner
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, UnsupportedError
+from lockstep.lightning.module_plan import refuse_settings, refuse_strategy, revised_plan
 from lockstep.lightning.module_task import ModuleTask
-from lockstep.planning import TaskFacts
+from lockstep.planning import Plan, TaskFacts
 
 if TYPE_CHECKING:
     from lockstep.lightning.module_fit import ModuleFit
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 class ModuleRunner(TaskRunner):
     """Runs a :class:`.ModuleTask`."""
 
+    can_divide = False
     task: ModuleTask
 
     @classmethod
@@ -60,7 +62,17 @@ class ModuleRunner(TaskRunner):
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts of the module and of its training loader; the module makes its optimizers."""
         facts = inspect_task(self.task, datasets, config.task.name)
-        return facts.model_copy(update={"loader": self.task.loader_facts})
+        return facts.model_copy(update=self.task.loader_facts.as_facts())
+
+    def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
+        """Return ``config`` with the sizes of the training loader; raise for settings of Lockstep's loop."""
+        refuse_settings(config)
+        return self.task.loader_facts.sized(config, global_batch_size=global_batch_size, devices=devices)
+
+    def revised(self, plan: Plan, config: RunConfig) -> Plan:
+        """Return ``plan`` with the decisions of the module; raise where Lightning's Trainer cannot follow it."""
+        refuse_strategy(plan)
+        return revised_plan(plan, config, self.task.loader_facts)
 
     def fitting(self, rank: RankContext, datasets: Datasets | None, ending: ExitStack) -> ModuleFit:
         """Build what trains on a rank. Lightning's Trainer opens the data. Collective."""

@@ -1,4 +1,4 @@
-"""Decisions on data loading: worker processes of a rank, and sizes set by a user's loader or loop."""
+"""Decisions on data loading: worker processes of a rank, and sizes set by a user's loop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from lockstep.config import DataConfig, OptimizerConfig, RunConfig
 from lockstep.config.sections import TrainingConfig
-from lockstep.errors import ConfigError, many
+from lockstep.errors import many
 from lockstep.planning.decision import Decision, decide
-from lockstep.planning.notes import refuse
-from lockstep.planning.plan import LoaderFacts, LoaderPlan, Plan, TaskFacts
+from lockstep.planning.plan import LoaderPlan, Plan, TaskFacts
 
 #: Minimum ratio of the loading rate to the rate of the step, so that a slow batch does not stop the step.
 HEADROOM = 1.2
@@ -117,66 +116,6 @@ def worth_trying(load_s: float, step_s: float, batch_bytes: int, max_workers: in
     if fastest_s > 0.8 * step_s:
         return 0
     return next(workers for workers, seconds in expected.items() if seconds <= fastest_s / CLOSE)
-
-
-def of_loader(decision: Decision, loader: LoaderFacts) -> Decision:
-    """Return ``decision``, replaced if the module and its ``loader`` decide instead of the plan."""
-    reasons = {
-        "lr": "the module's configure_optimizers() sets it",
-        "schedule": "the module's configure_optimizers() sets it",
-        "workers": "the module's DataLoader sets its workers",
-    }
-    if loader.batches is not None:
-        reasons["order"] = "the loader's order, which only one device can keep"
-    if decision.key in reasons:
-        return replace(decision, value=None, shown="its own", reason=reasons[decision.key])
-    if decision.key == "batch_size" and decision.value == loader.batch_size:
-        return replace(decision, reason="set by the module's DataLoader")
-    if decision.key == "order" and loader.shuffle:
-        return replace(decision, reason="the DataLoader shuffles: Lockstep shuffles again in each epoch")
-    if decision.key == "order":
-        return decide("order", (True, "index", "the DataLoader does not shuffle: index order"))
-    return decision
-
-
-def training_of_loader(
-    config: RunConfig, loader: LoaderFacts, *, fixed_global_batch: int | None, devices: int
-) -> TrainingConfig:
-    """Return the training section with the sizes of ``loader``.
-
-    Raises:
-        ConfigError, UnsupportedError: settings that a ``LightningModule`` cannot have.
-    """
-    training = config.training
-    is_set = {
-        "reproducibility: exact": training.reproducibility == "exact",
-        "training.compile": training.compile,
-        "debug.overfit_batches": config.debug.overfit_batches is not None,
-        "debug.trace": config.debug.trace != "off",
-        "debug.switch_off": bool(config.debug.switch_off),
-        "telemetry.record_samples": config.telemetry.record_samples,
-        "data.bucketing on": config.data.bucketing == "on",
-    }
-    reason = "its steps belong to the module and Lightning's Trainer"
-    refused = {name: (applies, reason) for name, applies in is_set.items()}
-    refuse("a LightningModule", refused, "remove it, or write a lockstep.Task")
-    if loader.whole_steps and training.accumulate > 1:
-        raise ConfigError(
-            "training.accumulate is set, but the module optimizes manually",
-            why="with automatic_optimization = False it takes its steps itself",
-            fix="leave it out",
-        )
-    if loader.batches is not None and loader.batches % training.accumulate:
-        raise ConfigError(
-            f"training.accumulate={training.accumulate} does not divide the {loader.batches} batches of an epoch",
-            why="the training loader keeps its order, so its batches are not divided again",
-            fix="set it to a divisor",
-        )
-    batch_size = loader.batch_size
-    if loader.whole_steps and fixed_global_batch is not None:
-        batch_size = -(-fixed_global_batch // devices)
-    tail = "drop" if loader.drop_last else training.tail
-    return training.model_copy(update={"batch_size": batch_size, "tail": tail})
 
 
 def of_session(plan: Plan, schedule: str) -> Plan:

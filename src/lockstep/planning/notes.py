@@ -96,15 +96,13 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
     spec = placement.spec
     is_exact = config.training.reproducibility == "exact"
     for owner in strategies().values():
-        names = [name for setting in owner.settings for name in _changed(config, *setting.split("."))]
+        names = [name for setting in owner.settings for name in changed_keys(config, *setting.split("."))]
         if owner is not spec:
-            yield from _unused(names, f"the strategy is {spec.name}, not {owner.name}")
+            yield from unused(names, f"the strategy is {spec.name}, not {owner.name}")
         elif is_exact:
-            yield from _unused(names, "exact mode sums gradients in a fixed tree")
+            yield from unused(names, "exact mode sums gradients in a fixed tree")
     if spec.scatters and config.training.compile:
-        yield from _unused(
-            ["training.compile"], f"{spec.name} copies the model to its GPUs in every step, not compiled"
-        )
+        yield from unused(["training.compile"], f"{spec.name} copies the model to its GPUs in every step, not compiled")
     devices = len(placement.devices) if placement.nodes == 1 else placement.world_size
     micro_batches = batch.accumulate
     if spec.state == "staged" and micro_batches < BUSY_MICRO_BATCHES * devices:
@@ -116,43 +114,23 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
         )
 
 
-def module_notes(config: RunConfig, placement: Placement) -> Iterator[Note]:
-    """Yield notes on settings that a ``LightningModule`` decides."""
-    if placement.accelerator == "cpu" and placement.precision == "16-mixed":
-        yield Note("precision_changed", "On a CPU, Lightning's Trainer uses bf16-mixed instead of 16-mixed.")
-    if placement.world_size > 1:
-        yield Note(
-            "module_means",
-            "A module's loss is a mean over the samples of a rank, and DDP weights all ranks equally. If the loss "
-            "divides by something else (class weights, ignored targets, tokens), the result depends on the number of "
-            "devices; `lockstep verify FILE.py:MODULE` measures by how much.",
-        )
-    optimizer_keys = [*_changed(config, "optimizer"), *_changed(config, "scheduler")]
-    yield from _unused(optimizer_keys, "the module's configure_optimizers() decides", " on a LightningModule")
-    data_keys = _changed(config, "training", "batch_size")
-    if config.training.on_oom == "retry":
-        data_keys.append("training.on_oom")
-    data_keys += [*_changed(config, "data"), *_changed(config, "validation", "batch_size")]
-    yield from _unused(data_keys, "its DataLoaders and data module decide", " on a LightningModule")
-
-
 def optimizer_notes(config: RunConfig, facts: TaskFacts) -> Iterator[Note]:
     """Yield notes on settings without effect for a task that makes its optimizer or scheduler."""
     if facts.optimizer_lr is not None:
         used = {"optimizer.lr_scaling", "optimizer.base_batch_size"}
-        yield from _unused(sorted({*_changed(config, "optimizer")} - used), "the task makes its optimizer")
+        yield from unused(sorted({*changed_keys(config, "optimizer")} - used), "the task makes its optimizer")
     if facts.own_schedule:
-        yield from _unused(sorted(_changed(config, "scheduler")), "the task makes its scheduler")
+        yield from unused(sorted(changed_keys(config, "scheduler")), "the task makes its scheduler")
 
 
-def _changed(config: RunConfig, section: str, *names: str) -> list[str]:
+def changed_keys(config: RunConfig, section: str, *names: str) -> list[str]:
     """Return the keys of a section, or of its settings ``names``, that differ from their default."""
     settings: BaseModel = getattr(config, section)
     fields = type(settings).model_fields
     return [f"{section}.{name}" for name in names or fields if getattr(settings, name) != fields[name].default]
 
 
-def _unused(keys: list[str], reason: str, scope: str = "") -> Iterator[Note]:
+def unused(keys: list[str], reason: str, scope: str = "") -> Iterator[Note]:
     if keys:
         yield Note("settings_unused", f"{', '.join(keys)} has no effect{scope}: {reason}.")
 
@@ -167,7 +145,7 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
     averaging = f"averaging.name={config.averaging.name}"
     if training.reproducibility == "exact":
         _check_exact(config, placement, facts)
-    if config.scheduler.name == "plateau" and not (facts.val_samples or facts.loader or facts.own_schedule):
+    if config.scheduler.name == "plateau" and not (facts.val_samples or facts.validates_itself or facts.own_schedule):
         raise ConfigError(
             "scheduler.name=plateau needs validation data",
             why="it lowers the learning rate when the monitored metric of evaluations does not improve",
@@ -202,7 +180,6 @@ def _check_divided(config: RunConfig, placement: Placement, facts: TaskFacts) ->
     refused = {
         "training.compile": (training.compile and not is_sharded, "its stages are called one by one, not as the model"),
         "training.compile_loss": (training.compile_loss, blocks),
-        "a LightningModule": (facts.loader is not None, "its Trainer would divide the model itself"),
         "fsdp.cpu_offload on the CPU": (offloads_on_cpu, "there is no other memory to move anything to"),
         f"optimizer.name={optimizer}": (needs_matrices, "it needs whole matrices, and each rank has rows of them"),
     }

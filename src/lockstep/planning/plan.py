@@ -17,21 +17,6 @@ from lockstep.strategies import StrategySpec, find_strategy
 Mode = Literal["min", "max"]
 
 
-class LoaderFacts(Frozen):
-    """The user's ``DataLoader``.
-
-    Attributes:
-        whole_steps: the module optimizes manually, so every batch is a step.
-        batches: batches of an epoch, for a loader on one device that keeps its order.
-    """
-
-    batch_size: int
-    shuffle: bool
-    drop_last: bool = False
-    whole_steps: bool = False
-    batches: int | None = None
-
-
 class TaskFacts(Frozen):
     """Facts about a task for the plan: sizes of its data and traits of its model.
 
@@ -46,7 +31,10 @@ class TaskFacts(Frozen):
         sampling: sampling of the training samples, if not all of them once an epoch.
         remarks: remarks of the data sets about themselves.
         array_bytes: size of training data that are arrays in memory.
-        loader: the ``DataLoader`` of a ``LightningModule``.
+        sets_batch_size: the task's ``DataLoader`` sets the size of a micro-batch.
+        keeps_batches: the batches are those of the task's ``DataLoader``, undivided.
+        even_steps: every rank must have the same number of micro-batches in every step.
+        validates_itself: the task opens its validation data during training, so ``val_samples`` is 0.
         vectors: parameters of norms and biases.
         joint_bytes: size of the gradients if one message can carry all of them, else 0.
         multiply_adds: of the forward pass of a sample; 0 if unknown.
@@ -72,7 +60,10 @@ class TaskFacts(Frozen):
     lengths: str | None = None
     sampling: SamplingFacts | None = None
     remarks: tuple[str, ...] = ()
-    loader: LoaderFacts | None = None
+    sets_batch_size: bool = False
+    keeps_batches: bool = False
+    even_steps: bool = False
+    validates_itself: bool = False
     optimizer_lr: float | None = None
     own_schedule: bool = False
     unrecorded: tuple[str, ...] = ()

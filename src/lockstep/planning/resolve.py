@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
 from lockstep.errors import ConfigError, many
-from lockstep.events import Note
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, order_notes, resolve_batch, resolve_order
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
-from lockstep.planning.loader import of_loader, resolve_loader, training_of_loader
-from lockstep.planning.notes import module_notes, refuse_contradictions, run_notes
+from lockstep.planning.loader import resolve_loader
+from lockstep.planning.notes import refuse_contradictions, run_notes
 from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
 from lockstep.planning.schedule import resolve_course
 from lockstep.strategies import StrategySpec
@@ -80,20 +79,10 @@ def make_plan(
     """
     refuse_contradictions(config, placement, facts)
     fixed_global_batch = resume.global_batch if resume and resume.hold else config.training.global_batch_size
-    data_config = config.data
-    notes_on_module: list[Note] = []
-    module_loader = facts.loader
-    if module_loader is not None:
-        notes_on_module += module_notes(config, placement)
-        training = training_of_loader(
-            config, module_loader, fixed_global_batch=fixed_global_batch, devices=placement.world_size
-        )
-        config = config.model_copy(update={"training": training})
-        data_config = data_config.model_copy(update={"epoch_samples": None})
     inputs = PlanInputs(config, placement, facts, cores, preset)
     batchnorm_decision = _sync_batchnorm(inputs)
     order, order_decision = resolve_order(
-        data_config,
+        config.data,
         samples=facts.train_samples,
         lengths=facts.lengths is not None,
         lanes=config.training.lanes,
@@ -116,7 +105,7 @@ def make_plan(
         config.checkpoint,
         facts.monitor,
         facts.metric_modes,
-        judged=facts.val_samples > 0 or module_loader is not None,  # a module has its validation data
+        judged=facts.val_samples > 0 or facts.validates_itself,
     )
     layout_decisions = _memory_layout(inputs)
     # choose_form counts 32 bits for each parameter.
@@ -141,14 +130,11 @@ def make_plan(
         choose_form(config.checkpoint.sharded, placement.spec, float32_parameters, config.optimizer),
         monitor_decision,
     ]
-    if module_loader is not None:
-        decisions = [of_loader(decision, module_loader) for decision in decisions if decision.key != "warmup"]
     notes = [
         *placement.notes,
-        *(course.notes if module_loader is None else ()),
+        *course.notes,
         *order_notes(config.data, order, batch.global_batch),
         *run_notes(config, placement, facts, batch, resume, loader.num_workers),
-        *notes_on_module,
     ]
     return Plan(
         task=facts,
@@ -213,7 +199,7 @@ def _memory_layout(inputs: PlanInputs) -> list[Decision]:
     """Decide whether weights of 2-D convolutions are channels_last; no decision for a model without them."""
     config = inputs.config
     placement = inputs.placement
-    if not inputs.facts.convolutions or inputs.facts.loader is not None:  # the user lays out a LightningModule
+    if not inputs.facts.convolutions:
         return []
     setting = config.hardware.channels_last
     return [
@@ -237,7 +223,7 @@ def _memory_layout(inputs: PlanInputs) -> list[Decision]:
 
 def _data_device(inputs: PlanInputs) -> list[Decision]:
     """Decide the device of arrays in memory during training; no decision for other data or on a CPU."""
-    if not inputs.on_gpu or not inputs.facts.array_bytes or inputs.facts.loader is not None:
+    if not inputs.on_gpu or not inputs.facts.array_bytes:
         return []
     setting = inputs.config.data.device
     return [
@@ -280,9 +266,9 @@ def _batch(
         global_batch_size=global_batch_size,
         tail=training.tail,
         lanes=training.lanes if inputs.exact else None,
-        has_batchnorm=facts.has_batchnorm and not (facts.loader and facts.loader.batches),
+        has_batchnorm=facts.has_batchnorm and not facts.keeps_batches,
         sync_batchnorm=sync_batchnorm,
-        even=facts.loader is not None,
+        even=facts.even_steps,
     )
     if inputs.config.debug.overfit_batches:
         overfit_samples = min(samples, inputs.config.debug.overfit_batches * batch.global_batch)
@@ -313,7 +299,7 @@ def _reduction(inputs: PlanInputs, *, by_rows: bool) -> list[Decision]:
     """
     facts = inputs.facts
     placement = inputs.placement
-    if not placement.spec.has_buckets or inputs.exact or facts.loader is not None:
+    if not placement.spec.has_buckets or inputs.exact:
         return []
     joint_bytes = 0 if placement.precision == "bf16-true" or not by_rows else facts.joint_bytes
     return [resolve_reduction(inputs.config.distributed, joint_bytes, on_cpu=not inputs.on_gpu)]
@@ -351,7 +337,7 @@ def _parameters(facts: TaskFacts) -> Decision:
 def _rates_and_decay(inputs: PlanInputs) -> list[Decision]:
     """Decide which parameters the configured optimizer decays, and learning rates by depth."""
     config = inputs.config.optimizer
-    if inputs.facts.optimizer_lr is not None or inputs.facts.loader is not None:
+    if inputs.facts.optimizer_lr is not None:
         return []
     decisions = []
     if config.weight_decay:

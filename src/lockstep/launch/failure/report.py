@@ -251,7 +251,7 @@ def _with_memory(
     smaller = ""
     with contextlib.suppress(LockstepError, ValidationError, LookupError, TypeError, ValueError):
         batch, run = BatchPlan.model_validate(plan["batch"]), run_dir.read().id
-        if plan["task"].get("loader") is not None:
+        if plan["task"].get("sets_batch_size"):
             smaller = f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
         else:
             smaller = _evaluation_advice(int(plan["eval_batch_size"]), run) if evaluating else advice(batch, run)
