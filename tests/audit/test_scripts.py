@@ -1,4 +1,7 @@
-"""`lockstep audit` on small scripts of five kinds: some have one fault, in the line that ends with ``# fault``."""
+"""`lockstep audit` on small scripts of five kinds: some have one fault, in the line that ends with ``# fault``.
+
+The first line of a script names the code of its fault, or of all notes about it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ SCRIPTS = sorted(path for path in Path(__file__).with_name("scripts").glob("*.py
 #: What `make test` runs; `make drills` runs all.
 QUICK = (
     *("ddp_no_set_epoch", "ddp_clip_local", "ddp_token_means", "ddp_right_tokens"),
-    *("accelerate_eval_padded", "fabric_not_reduced", "lightning_no_sync_dist", "hf_right"),
+    *("ddp_notes", "accelerate_eval_padded", "fabric_not_reduced", "lightning_no_sync_dist", "hf_right"),
 )
 #: Scripts whose fault shows only beside a run on one rank.
-COMPARED = ("ddp_schedule", "accelerate_schedule", "accelerate_right_schedule", "ddp_right")
+COMPARED = ("ddp_schedule", "accelerate_schedule", "accelerate_right_schedule", "ddp_right", "ddp_notes")
 
 
 def cases() -> list[object]:
@@ -31,6 +34,7 @@ def cases() -> list[object]:
 def test_script(path: Path, run_cli: RunCli, tmp_path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     expected = re.match(r"# expect: (\w+)", source)
+    notes = re.match(r"# notes: (.+)", source)
     ranks = "1,2" if path.stem in COMPARED else "2"
     result = run_cli("audit", "--ranks", ranks, "--json", tmp_path / "report.json", path, fresh=True, timeout_s=280)
     assert result.code == (1 if expected else 0), result.out + result.err
@@ -40,11 +44,13 @@ def test_script(path: Path, run_cli: RunCli, tmp_path: Path) -> None:
         for finding in report["findings"]
         if finding["severity"] != "note"
     ]
+    if notes:
+        assert sorted({finding["code"] for finding in report["findings"]}) == notes[1].split(), result.out
     lines = [number for number, line in enumerate(source.splitlines(), 1) if line.endswith("# fault")]
     assert alarms == ([(expected[1], path, lines[0])] if expected else []), result.out
 
 
 def test_scripts_are_of_five_kinds() -> None:
     faulty = [path for path in SCRIPTS if path.read_text(encoding="utf-8").startswith("# expect: ")]
-    assert (len(faulty), len(SCRIPTS) - len(faulty)) == (33, 15)
+    assert (len(faulty), len(SCRIPTS) - len(faulty)) == (33, 16)
     assert {path.stem.split("_")[0] for path in SCRIPTS} == {"ddp", "accelerate", "fabric", "lightning", "hf"}

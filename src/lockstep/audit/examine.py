@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.audit.checks.data import data_findings
 from lockstep.audit.checks.metrics import metric_findings
-from lockstep.audit.checks.ranks import file_findings, module_notes, parting, unmatched_calls
+from lockstep.audit.checks.ranks import PARTING, file_findings, module_notes, parting, unmatched_calls
 from lockstep.audit.checks.steps import rate_findings, step_findings
 from lockstep.audit.findings import SEVERITIES, Finding
 from lockstep.audit.launcher import Outcome, Script, read_records, run_ranks, script_failure
@@ -55,28 +55,32 @@ def audit(
             raise _no_step(script)
         runs[size] = run
         findings += [*_findings(run), *filter(None, [unmatched])]
-    single, largest = runs.get(1), runs[max(runs)]
-    if single is not None and largest.size > 1:
-        findings += rate_findings(single, largest)
+    largest = max(runs)
+    if 1 in runs and largest > 1:
+        findings += rate_findings(runs[1], runs[largest])
     unique = {(finding.code, finding.line): finding for finding in findings}
     ordered = sorted(unique.values(), key=lambda finding: -SEVERITIES.index(finding.severity))
     rows = {size: step_rows(run) for size, run in runs.items()}
-    return AuditReport(script.name, tuple(runs), tuple(ordered), rows, tuple(limits(runs, steps)))
+    return AuditReport(script.name, tuple(runs), tuple(ordered), rows, tuple(dict.fromkeys(limits(runs, steps))))
 
 
 def _findings(run: RunTrace) -> Iterator[Finding]:
-    data = list(data_findings(run))
-    yield from data
-    apart = parting(run)
-    yield from filter(None, [apart])
-    # Ranks that part have other gradients and losses: one cause is enough.
-    if apart is None and not any(finding.code == "AUDIT_NO_SAMPLER" for finding in data):
-        yield from step_findings(run)
-    elif apart is not None:
-        yield from (f for f in step_findings(run) if f.code in ("AUDIT_ZERO_GRAD", "AUDIT_CLIP_SCALED"))
-    yield from metric_findings(run)
-    yield from module_notes(run)
-    yield from file_findings(run)
+    """Yield the findings of a run: of each code and phase the first one."""
+    found_codes: set[tuple[str, object]] = set()
+    for check in (data_findings, parting, step_findings, metric_findings, module_notes, file_findings):
+        for finding in check(run):
+            if check is step_findings and _is_consequence(finding.code, {code for code, _ in found_codes}):
+                continue
+            key = finding.code, finding.evidence.get("phase")
+            if key not in found_codes:
+                found_codes.add(key)
+                yield finding
+
+
+def _is_consequence(code: str, causes: set[str]) -> bool:
+    """Whether ranks that part, or read the same samples, explain the finding of a step: one cause is enough."""
+    is_apart = bool(causes & PARTING)
+    return code not in ("AUDIT_ZERO_GRAD", "AUDIT_CLIP_SCALED") if is_apart else "AUDIT_NO_SAMPLER" in causes
 
 
 def _refuse_spawn(run: RunTrace) -> None:
@@ -106,38 +110,43 @@ def _no_step(script: Script) -> LockstepError:
 
 
 def limits(runs: dict[int, RunTrace], steps: int) -> Iterator[str]:
-    """What could not be seen, one sentence each."""
-    texts: dict[str, None] = {}
+    """Yield sentences about everything that was not seen."""
     for size, run in runs.items():
-        for rank in run.ranks:
-            for record in rank.of("limit"):
-                texts[f"{record['text']}: not everything was observed"] = None
-        for walk in run.first.passes:
-            if walk.trains and walk.about["size"] is None:
-                texts["the training data set is not a map-style Dataset: its samples cannot be counted"] = None
-            if walk.trains and not walk.is_whole:
-                texts[f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen"] = None
-        if not run.first.passes:
-            texts["the script reads no torch DataLoader: samples, their order and random numbers are not seen"] = None
-        for number in run.aborted:
-            texts[f"rank {number} of {size} was aborted while its interpreter ended, after the script"] = None
-        if run.first.of("ended"):
-            texts["the script was ended in its third epoch: what it does at its end is not seen"] = None
-        if any(call.get("group") for call in run.first.of("call")):
-            texts["calls within groups of ranks: weights and gradients of the ranks are not compared"] = None
-        if any(walk.evaluates and not walk.losses for walk in run.first.passes):
-            texts["an evaluation calls no loss of torch.nn.functional: its metrics are not judged"] = None
-        if run.first.steps and not run.has_one_optimizer:
-            texts["several optimizers: denominators and learning rates are not judged"] = None
-        looked = [b for step in run.first.steps for b, _ in step.micro_batches if "graph" in b]
-        unread = sorted({b["graph"] for b in looked if b["count"] is None and b["graph"]})
-        if unread and size == max(runs):
-            texts[f"the loss is not one mean or sum ({', '.join(unread)}): its denominator is not judged"] = None
+        yield from _limits_of(run, steps, is_largest=size == max(runs))
     if 1 not in runs:
-        texts["no run on one rank: learning rates are not compared"] = None
+        yield "no run on one rank: learning rates are not compared"
     if max(runs) == 1:
-        texts["no run on several ranks: only faults of one rank can be found"] = None
-    yield from texts
+        yield "no run on several ranks: only faults of one rank can be found"
+
+
+def _limits_of(run: RunTrace, steps: int, *, is_largest: bool) -> Iterator[str]:
+    first = run.first
+    for rank in run.ranks:
+        yield from (f"{record['text']}: not everything was observed" for record in rank.of("limit"))
+    yield from (
+        f"rank {rank} of {run.size} was aborted while its interpreter ended, after the script" for rank in run.aborted
+    )
+    training = [walk for walk in first.passes if walk.trains]
+    has_unjudged_evaluation = any(walk.evaluates and not walk.losses for walk in first.passes)
+    has_other_data = any(walk.about["size"] is None for walk in training)
+    is_cut = not all(walk.is_whole for walk in training)
+    backwards = [backward for step in first.steps for backward, _ in step.micro_batches]
+    unread = sorted({b["graph"] for b in backwards if b.get("graph") and b["count"] is None})
+    terms = ", ".join(unread)
+    conditions = (
+        (has_other_data, "the training data set is not a map-style Dataset: its samples cannot be counted"),
+        (is_cut, f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen"),
+        (
+            not first.passes,
+            "the script reads no torch DataLoader: samples, their order and random numbers are not seen",
+        ),
+        (first.of("ended"), "the script was ended in its third epoch: its end is not seen"),
+        (run.has_groups, "calls within groups of ranks: weights and gradients of the ranks are not compared"),
+        (has_unjudged_evaluation, "an evaluation calls no loss of torch.nn.functional: its metrics are not judged"),
+        (not run.has_one_optimizer, "several optimizers: denominators and learning rates are not judged"),
+        (unread and is_largest, f"the loss is not one mean or sum ({terms}): its denominator is not judged"),
+    )
+    yield from (text for applies, text in conditions if applies)
 
 
 def write_report(report: AuditReport, path: Path) -> None:

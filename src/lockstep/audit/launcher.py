@@ -70,7 +70,7 @@ def read_command(script: str, arguments: Sequence[str], *, is_module: bool) -> S
 
 
 def _inner_command(launcher: str, words: list[str]) -> list[str]:
-    """The command line of each rank: the launcher's options are read by its parser and left out."""
+    """Return the command line of each rank: the launcher's options are read by its parser and left out."""
     if launcher == "torchrun":
         from torch.distributed.run import get_args_parser
 
@@ -90,7 +90,7 @@ def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s
     """Run ``script`` on ``ranks`` new processes until they end.
 
     Args:
-        script: what each process runs.
+        script: words of the command line of each process.
         ranks: processes, with torchrun's variables.
         folder: where records and output are written.
         steps: optimizer steps of a pass after which it is ended.
@@ -149,27 +149,20 @@ def _last_record(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _environment(rank: int, ranks: int, port: int, folder: Path, steps: int) -> dict[str, str]:
-    environ = {**os.environ, "LOCKSTEP_AUDIT": str(folder), "LOCKSTEP_AUDIT_STEPS": str(steps)}
-    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"):
-        environ[name] = "0" if name == "GROUP_RANK" else str(rank)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
-        environ[name] = str(ranks)
-    environ |= {"GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "audit"}
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    environ.setdefault("OMP_NUM_THREADS", "1")
-    environ.setdefault("PYTHONUNBUFFERED", "1")
-    if not _has_gpu():
-        environ.setdefault("ACCELERATE_USE_CPU", "1")
-    path = [str(_BOOTSTRAP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environ["PYTHONPATH"] = os.pathsep.join(path)
-    return environ
-
-
-def _has_gpu() -> bool:
     from lockstep.hardware.detect import get_available_gpus
 
-    return bool(get_available_gpus())
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if not get_available_gpus():
+        environ["ACCELERATE_USE_CPU"] = "1"
+    environ |= os.environ
+    environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+    environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
+    environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "audit"}
+    environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = [str(_BOOTSTRAP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environ["PYTHONPATH"] = os.pathsep.join(path)
+    return environ | {"LOCKSTEP_AUDIT": str(folder), "LOCKSTEP_AUDIT_STEPS": str(steps)}
 
 
 def _free_port() -> int:
@@ -180,7 +173,7 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a rank and what it has started; its session is its process group."""
+    """End a rank and its descendants; its session is its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -190,7 +183,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
-    """The error for a script that fails on its own, with the end of its output."""
+    """Return the error for a script that fails without Lockstep too, with the end of its output."""
     failed = next((rank for rank, code in enumerate(outcome.codes) if code), 0)
     lines = outcome.outputs[failed].rstrip().splitlines()[-30:]
     if outcome.is_late:
@@ -206,7 +199,7 @@ def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
 
 
 def read_records(folder: Path, kind: str, rank: int) -> list[dict[str, object]]:
-    """The records of a rank's own process (``rank``) or of its loaders' workers (``worker``)."""
+    """Read the records of the process of a rank (``rank``) or of the workers of its loaders (``worker``)."""
     records = []
     for file in sorted(folder.glob(f"{kind}-{rank}-*.jsonl"), key=lambda file: file.stat().st_mtime):
         lines = file.read_text("utf-8").splitlines()

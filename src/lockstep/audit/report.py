@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +23,7 @@ _MOST_ROWS = 12
 
 @dataclass(frozen=True)
 class AuditReport:
-    """Findings of a script, its steps for each number of ranks, and what was not seen."""
+    """Findings of a script, its steps for each number of ranks, and limits of the observation."""
 
     script: str
     ranks: tuple[int, ...]
@@ -49,52 +50,35 @@ class AuditReport:
         }
 
     def as_markdown(self) -> str:
-        """The report as a Markdown page."""
+        """Return the report as a Markdown page."""
         lines = [f"# Audit of {self.script} on {', '.join(map(str, self.ranks))} ranks", "", self.summary(), ""]
         for finding in self.findings:
-            location = f" ({_location(finding.line)})" if finding.line else ""
-            lines += [
-                f"- **{finding.severity} {finding.code}**{location}: {finding.message}",
-                f"  Fix: {CODES[finding.code].fix}.",
-            ]
+            title, message, fix = finding_texts(finding)
+            lines += [f"- **{title}**: {message}", f"  Fix: {fix}."]
         header, rows = self.table()
-        lines += ["", f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        lines += [
-            "",
-            self.comparison(),
-            *([""] if self.limits else []),
-            *(f"- not seen: {limit}" for limit in self.limits),
-        ]
+        table = [header, ["---"] * len(header), *rows]
+        lines += ["", *(f"| {' | '.join(row)} |" for row in table), "", self.comparison()]
+        lines += ["", *(f"- not seen: {limit}" for limit in self.limits)] if self.limits else []
         return "\n".join(lines) + "\n"
 
     def summary(self) -> str:
-        counts = [
-            many(number, severity)
-            for severity in reversed(SEVERITIES)
-            if (number := sum(finding.severity == severity for finding in self.findings))
-        ]
-        return ", ".join(counts) if counts else "no findings"
+        """Return the number of findings of each severity."""
+        counts = Counter(finding.severity for finding in self.findings)
+        texts = [many(counts[severity], severity) for severity in reversed(SEVERITIES) if counts[severity]]
+        return ", ".join(texts) or "no findings"
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Loss, gradient norm, samples and learning rate of each step, for each number of ranks."""
-        header = (
-            "step",
-            *(f"{name} ({size})" for size in self.ranks for name in ("loss", "grad norm", "samples", "lr")),
-        )
-        by_step = [{row["step"]: row for row in self.steps[size]} for size in self.ranks]
-        numbers = sorted(set().union(*by_step))
-        rows = []
-        for number in numbers[:_MOST_ROWS]:
-            cells = [str(number)]
-            for of_size in by_step:
-                row = of_size.get(number, {})
-                cells += [_number(row.get(name)) for name in ("loss", "grad_norm", "samples", "lr")]
-            rows.append(tuple(cells))
-        return header, rows
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return header and rows: loss, gradient norm, samples and learning rate of each step and number of ranks."""
+        columns = [(size, name) for size in self.ranks for name in ("loss", "grad_norm", "samples", "lr")]
+        header = ["step", *(f"{name.replace('_', ' ')} ({size})" for size, name in columns)]
+        by_step = {size: {row["step"]: row for row in self.steps[size]} for size in self.ranks}
+        numbers = sorted(set().union(*by_step.values()))[:_MOST_ROWS]
+        values = [[by_step[size].get(number, {}).get(name) for size, name in columns] for number in numbers]
+        cells = [["" if value is None else f"{value:.6g}" for value in row] for row in values]
+        return header, [[str(number), *row] for number, row in zip(numbers, cells, strict=True)]
 
     def comparison(self) -> str:
-        """Whether the steps on one rank and on several agree, where they have the same samples."""
+        """Return whether the steps on one rank and on several agree, if they have the same samples."""
         part = first_parting(self.steps)
         if part is None:
             return "The global batch depends on the number of ranks: steps are not compared."
@@ -102,55 +86,58 @@ class AuditReport:
 
 
 def step_rows(run: RunTrace) -> list[Row]:
-    """A row for each step: means over ranks, and the samples of all of them; ``None`` where it was not looked at."""
+    """Return a row for each step: means over ranks, and the samples of all of them; ``None`` if not recorded."""
     rows = []
     for steps in run.aligned_steps():
+        first = steps[0]
         backwards = [backward for step in steps for backward, _ in step.micro_batches if "loss" in backward]
         losses = [(b["loss"] / (b["factor"] or 1), b["count"] or 1) for b in backwards if math.isfinite(b["loss"])]
         total = sum(count for _, count in losses)
-        look = steps[0].look
-        samples = [index for step in steps for index in step.samples or ()]
-        is_known = bool(samples) and all(step.samples is not None for step in steps)
+        samples = None
+        if all(step.samples is not None for step in steps):
+            samples = sorted(index for step in steps for index in step.samples or ()) or None
         rows.append(
             {
-                "step": steps[0].number,
+                "step": first.number,
                 "loss": math.fsum(loss * count for loss, count in losses) / total if total else None,
-                "grad_norm": math.sqrt(math.fsum(g * g for g in look["gradients"])) if look else None,
-                "samples": len(samples) if is_known else None,
-                "lr": (steps[0].record["lr"] or [None])[0],
-                "indices": sorted(samples) if is_known else None,
+                "grad_norm": math.hypot(*first.look["gradients"]) if first.look else None,
+                "samples": len(samples) if samples else None,
+                "lr": (first.record["lr"] or [None])[0],
+                "indices": samples,
             }
         )
     return rows
 
 
 def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
-    """The first step at which one rank and several differ by more than rounding; 0: none; ``None``: not comparable."""
+    """Return the first step at which one rank and several differ by more than rounding.
+
+    0: none. ``None``: they are not comparable.
+    """
     from lockstep.verification.trajectory import FACTOR, ROUNDING
 
     if len(steps) < 2 or 1 not in steps:
         return None
     pairs = list(zip(steps[1], steps[max(steps)], strict=False))
-    if not pairs or any(
-        single["indices"] is None or single["indices"] != several["indices"] for single, several in pairs[:1]
-    ):
+    if not pairs or pairs[0][0]["indices"] is None or pairs[0][0]["indices"] != pairs[0][1]["indices"]:
         return None
     for single, several in pairs:
-        if single["indices"] != several["indices"]:
-            return int(single["step"])
-        for name in ("loss", "grad_norm"):
-            if single[name] is not None and several[name] is not None:
-                scale = max(abs(single[name]), abs(several[name]))
-                # Rounding grows with the steps before.
-                if abs(single[name] - several[name]) > FACTOR * ROUNDING * scale * single["step"]:
-                    return int(single["step"])
+        number: int = single["step"]
+        # Rounding grows with the steps before.
+        tolerance = FACTOR * ROUNDING * number
+        values = [(single[name], several[name]) for name in ("loss", "grad_norm")]
+        is_far = any(not math.isclose(a, b, rel_tol=tolerance) for a, b in values if a is not None and b is not None)
+        if is_far or single["indices"] != several["indices"]:
+            return number
     return 0
 
 
 def print_report(report: AuditReport, stream: TextIO) -> None:
     """Print the findings, the table and the limits."""
-    for line in _lines(report):
-        say(line, stream)
+    for finding in report.findings:
+        title, message, fix = finding_texts(finding)
+        say(f"{title}{':' if finding.line else ''} {message}", stream)
+        say(f"  fix: {fix}", stream)
     header, rows = report.table()
     print_table(header, rows, stream)
     say(report.comparison(), stream)
@@ -159,21 +146,11 @@ def print_report(report: AuditReport, stream: TextIO) -> None:
     say(report.summary(), stream)
 
 
-def _lines(report: AuditReport) -> Iterator[str]:
-    for finding in report.findings:
-        location = f" {_location(finding.line)}:" if finding.line else ""
-        yield f"{finding.severity} {finding.code}{location} {finding.message}"
-        yield f"  fix: {CODES[finding.code].fix}"
-
-
-def _location(line: str | None) -> str:
-    path, _, number = (line or "").rpartition(":")
-    try:
+def finding_texts(finding: Finding) -> tuple[str, str, str]:
+    """Return title (severity, code, file and line), message and fix."""
+    title = f"{finding.severity} {finding.code}"
+    if finding.line:
+        path, _, number = finding.line.rpartition(":")
         shown = os.path.relpath(path)
-    except ValueError:
-        shown = path
-    return f"{shown if not shown.startswith('..') else Path(path).name}:{number}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+        title += f" {Path(path).name if shown.startswith('..') else shown}:{number}"
+    return title, finding.message, CODES[finding.code].fix

@@ -47,12 +47,12 @@ class Pass:
 class Step:
     """One optimizer step: its record, its micro-batches (backward, local gradients), and events before it."""
 
-    record: Record
-    micro_batches: list[tuple[Record, Record | None]]
-    forwards: list[Record]
-    bare: list[Record]
-    clips: list[Record]
-    look: Record | None
+    record: Record = field(default_factory=dict)
+    micro_batches: list[tuple[Record, Record | None]] = field(default_factory=list)
+    forwards: list[Record] = field(default_factory=list)
+    bare: list[Record] = field(default_factory=list)
+    clips: list[Record] = field(default_factory=list)
+    look: Record | None = None
     samples: list[int] | None = field(default_factory=list)
 
     @property
@@ -95,8 +95,12 @@ class RunTrace:
 
     @property
     def has_one_optimizer(self) -> bool:
-        numbers = {step.record["optimizer"] for step in self.first.steps}
-        return len(numbers) == 1
+        return len({step.record["optimizer"] for step in self.first.steps}) < 2
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a rank calls collectives within a smaller group."""
+        return any(call.get("group") for rank in self.ranks for call in rank.of("call"))
 
     def passes(self, *, training: bool) -> list[list[Pass]]:
         """Passes that train, or evaluate, in order: one of each rank."""
@@ -112,8 +116,7 @@ class RunTrace:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks may have different parameters by design: shards, or calls within smaller groups."""
-        has_shards = any(record["code"] == "sharded" for rank in self.ranks for record in rank.of("limit"))
-        return has_shards or any(call.get("group") for rank in self.ranks for call in rank.of("call"))
+        return self.has_groups or any(record["code"] == "sharded" for rank in self.ranks for record in rank.of("limit"))
 
 
 def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> RankTrace:
@@ -122,8 +125,7 @@ def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> Ra
     trace = RankTrace(records, draws)
     passes: dict[int, Pass] = {}
     current: Pass | None = None
-    evaluated: Pass | None = None
-    window = Step({}, [], [], [], [], None)
+    window = Step()
     for record in records:
         match record["t"]:
             case "pass":
@@ -132,7 +134,6 @@ def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> Ra
                 current = passes[record["pass"]]
                 current.batches.append(record["i"])
                 current.evaluates = current.evaluates or not record["grad"]
-                evaluated = current
             case "done":
                 passes[record["pass"]].is_done = True
             case "inference":
@@ -140,8 +141,8 @@ def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> Ra
             case "eval" if current is not None:
                 current.evaluates = True
                 current.losses.append(record)
-            case "call" if evaluated is not None:
-                evaluated.calls.append(record)
+            case "call" if current is not None:
+                current.calls.append(record)
             case "forward":
                 window.forwards.append(record)
             case "bare":
@@ -163,7 +164,7 @@ def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> Ra
             case "step":
                 window.record = record
                 trace.steps.append(window)
-                window = Step({}, [], [], [], [], None)
+                window = Step()
     for walk in passes.values():
         walk.evaluates = walk.evaluates and not walk.trains
     trace.passes = list(passes.values())
@@ -171,11 +172,6 @@ def read_rank(records: Sequence[Record], worker_records: Iterable[Record]) -> Ra
 
 
 def counts_of(passes: Iterable[Pass]) -> Counter[int] | None:
-    """How often each sample was read by all ranks; ``None``: unknown."""
-    total: Counter[int] = Counter()
-    for walk in passes:
-        indices = walk.indices
-        if indices is None:
-            return None
-        total.update(indices)
-    return total
+    """Count how often each sample was read by all ranks; ``None``: unknown."""
+    indices = [walk.indices for walk in passes]
+    return None if None in indices else Counter(index for of_pass in indices for index in of_pass or ())

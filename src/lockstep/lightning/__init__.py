@@ -1,4 +1,4 @@
-"""Training a ``LightningModule`` with Lockstep, and parts for your own ``Trainer``. Lightning is imported when used."""
+"""Train a ``LightningModule`` with Lockstep; parts for any ``Trainer``. Lightning is imported when used."""
 
 from __future__ import annotations
 

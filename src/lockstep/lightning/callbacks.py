@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class FitCallback(Callback):
-    """Base of callbacks that end what they started when ``fit`` fails: subclasses define :meth:`fit_failed`."""
+    """Base of callbacks that clean up when ``fit`` fails: subclasses define :meth:`fit_failed`."""
 
     def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
         """Clean up on every rank after ``exception``. An error in here is logged, so that it does not hide that one."""
@@ -70,13 +70,13 @@ class FitCallback(Callback):
 class CompleteRows(Callback):
     """Base of callbacks that want one row an epoch: subclasses define :meth:`take_row`, called on rank 0.
 
-    Lightning calls a callback's ``on_train_epoch_end`` before the module's own, and steps the schedulers later still.
+    Lightning calls a callback's ``on_train_epoch_end`` before that of the module, and steps the schedulers later.
     So a row is put together when the next epoch starts or training ends.
 
     A row: ``epoch`` (from 1), ``step`` (optimizer steps so far), every scalar of ``trainer.callback_metrics`` that
     was logged *in this epoch* (``val/loss`` as ``val_loss``), ``lr`` (of the epoch's last optimizer step; the first
     parameter group's) and ``duration_s``. An epoch that a stop request cut short makes no row. Values that a module
-    logs without ``sync_dist`` are rank 0's own.
+    logs without ``sync_dist`` are those of rank 0.
     """
 
     def __init__(self) -> None:
@@ -121,8 +121,8 @@ class CompleteRows(Callback):
 def scalars(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """The scalars of ``metrics`` as numbers, by the names of rows; without ``x_step`` and ``x_epoch`` beside ``x``."""
     variants = {f"{name}{end}" for name in metrics for end in ("_step", "_epoch")}
-    kept = {name: value for name, value in metrics.items() if value.numel() == 1 and name not in variants}
-    return as_row({name: float(value) for name, value in kept.items()})
+    numbers = {name: value for name, value in metrics.items() if value.numel() == 1 and name not in variants}
+    return as_row({name: float(value) for name, value in numbers.items()})
 
 
 class JSONMetricsLogger(CompleteRows):
@@ -193,13 +193,13 @@ class RunStatus(CompleteRows, FitCallback):
             self._heartbeat.beat(trainer.global_step, _total_steps(trainer))
 
     def take_row(self, trainer: Trainer, row: Row) -> None:
-        found = monitored(row, self._monitor)
-        if found is None or self._run is None:
+        value = monitored(row, self._monitor)
+        if value is None or self._run is None:
             return
-        if self._best is None or self._sign * found[1] < self._best:
-            self._best = self._sign * found[1]
-            own = {self._monitor, row_name(self._monitor)}
-            best = {name: number for name, number in row.items() if name in own or name.startswith("val_")}
+        if self._best is None or self._sign * value[1] < self._best:
+            self._best = self._sign * value[1]
+            monitors = {self._monitor, row_name(self._monitor)}
+            best = {name: number for name, number in row.items() if name in monitors or name.startswith("val_")}
             self._run.update(best_epoch=row["epoch"], best_metric=best)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -288,7 +288,7 @@ class StopOnSignal(FitCallback):
         self._request.request(signum)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not earlier: Lightning puts its own handlers in place just before.
+        # Not earlier: Lightning installs its handlers just before.
         self._request.install()
 
     def on_train_batch_end(
@@ -350,11 +350,12 @@ class LearningRate(Callback):
         self._logged_step = -1
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        places = [getattr(wrapped, "optimizer", wrapped) for wrapped in trainer.optimizers]
-        name = "lr" if len(places) == 1 else f"lr-{next(i for i, place in enumerate(places) if place is optimizer)}"
-        several = len(optimizer.param_groups) > 1
-        for place, group in enumerate(optimizer.param_groups):
-            self.values[f"{name}-{place}" if several else name] = float(group["lr"])
+        optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in trainer.optimizers]
+        number = next(position for position, each in enumerate(optimizers) if each is optimizer)
+        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
+        groups = optimizer.param_groups
+        for position, group in enumerate(groups):
+            self.values[f"{name}-{position}" if len(groups) > 1 else name] = float(group["lr"])
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -397,11 +398,11 @@ class Upload(FitCallback):
     """Mirrors ``local_dir`` at ``target`` every N epochs and at the end; only rank 0, in a background thread.
 
     Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is reported once and
-    tried again; it never ends the training. A setting of Lockstep's own runs does the same: ``storage.mirror``.
+    tried again; it never ends the training. The setting ``storage.mirror`` of a run does the same.
 
     Args:
-        local_dir: for instance the folder of checkpoints and logs; ``None``: the run folder, or in a Trainer of your
-            own its ``default_root_dir``.
+        local_dir: for instance the folder of checkpoints and logs; ``None``: the run folder, or ``default_root_dir`` of
+            another Trainer.
         target: any path or URL that fsspec knows, such as ``s3://bucket/run``.
         every_n_epochs: how often, besides the end.
         wait_s: how long the end waits for the last copy.

@@ -1,4 +1,4 @@
-"""Lightning's state in the run's checkpoints, and Lightning's own files: read, written, one error for broken ones."""
+"""Lightning's state in the checkpoints of a run, and checkpoint files of Lightning; one error for broken ones."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lockstep.engine.resume import restoring
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.lightning.dataloaders import used_batches
-from lockstep.lightning.run_callback import KEPT, OWN
+from lockstep.lightning.run_callback import KEPT_STATE, RUN_CHECKPOINTS
 from lockstep.planning import BatchPlan
 
-#: What is of no use without the run: ``load_from_checkpoint`` wants the rest, the module's own entries included.
+#: Entries of no use without the run: ``load_from_checkpoint`` reads the rest, and entries of the module.
 _OF_THE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 _FIX = "--ckpt_path takes a run's folder, one of its checkpoints, or a file; without it `fit` starts a new training"
 #: Where errors about a file's content are raised: never in the user's code.
 _LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), "<")
 _CONNECTOR, _RESTORING = "trainer/connectors/checkpoint_connector.py", ("resume", "restore", "_restore")
-#: The loops are made again from the run's own state; the types of hyper-parameters would need pickle.
+#: The loops are made again from the state of the run; the types of hyper-parameters would need pickle.
 _NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type", "state_dict")
 #: Without them a resumed training would be another one: an error, if they cannot be saved.
 _OPTIMIZERS = ("optimizer_states", "lr_schedulers")
@@ -42,7 +42,7 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class StoreIO(TorchCheckpointIO):
-    """Saves under :data:`OWN` to the run's checkpoints, and loads that of the run; other paths are files, as ever.
+    """Saves under :data:`RUN_CHECKPOINTS` to the run's checkpoints, and loads that of the run; other paths are files.
 
     ``write`` takes weights and the rest of Lightning's state; called on rank 0.
     """
@@ -61,10 +61,10 @@ class StoreIO(TorchCheckpointIO):
         self._kept: dict[str, Any] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if path == KEPT:
+        if path == KEPT_STATE:
             self._kept = HostBuffers().copy(checkpoint)
             return
-        if path != OWN:
+        if path != RUN_CHECKPOINTS:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         checkpoint = self._kept or checkpoint
@@ -72,19 +72,19 @@ class StoreIO(TorchCheckpointIO):
         # What module and callbacks add may be any object. The module has its hyper-parameters already: no warning.
         parts = {key: rest.pop(key) for key in (*_HYPER_PARAMETERS, "callbacks") if key in rest}
         needed = {key: rest.pop(key) for key in _OPTIMIZERS if key in rest}
-        own, dropped = saveable(rest)
+        saved, dropped = saveable(rest)
         for key, part in parts.items():
-            own[key], within = saveable(part)
+            saved[key], within = saveable(part)
             dropped += within if key == "callbacks" else []
         if dropped and not self._warned:
             self._warned = True
             text = "Not in the checkpoints, since only unpickling code could read it again"
             rest_of_text = "A resume calls on_load_checkpoint without it."
             self._rank.note("not_saved", f"{text}: {', '.join(dropped)}. {rest_of_text}", "warning")
-        self._write(checkpoint["state_dict"], {**own, **needed})
+        self._write(checkpoint["state_dict"], {**saved, **needed})
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if path != OWN:
+        if path != RUN_CHECKPOINTS:
             return super().load_checkpoint(path, *args, **kwargs)
         assert self._snapshot is not None and self.trainer is not None
         rest = deepcopy(self._snapshot.trainer["lightning"])
@@ -95,8 +95,14 @@ class StoreIO(TorchCheckpointIO):
         """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
         state, batch = self._state, self._rank.plan.batch
         loops = deepcopy(trainer.fit_loop.state_dict())
-        begun = state.epoch + (state.position > 0)
-        set_progress(loops["epoch_progress"], ready=begun, started=begun, processed=state.epoch, completed=state.epoch)
+        started_epochs = state.epoch + (state.position > 0)
+        set_progress(
+            loops["epoch_progress"],
+            ready=started_epochs,
+            started=started_epochs,
+            processed=state.epoch,
+            completed=state.epoch,
+        )
         done, progress = used_batches(state, batch), loops["epoch_loop.batch_progress"]
         total = dict.fromkeys(("ready", "started", "processed", "completed"), state.step * batch.accumulate)
         set_progress(progress, **total)
@@ -155,8 +161,8 @@ def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainS
 def as_file(snapshot: Snapshot) -> dict[str, Any]:
     """A checkpoint of a module's run as ``LightningModule.load_from_checkpoint`` reads one."""
     state = snapshot.trainer["lightning"]
-    kept = {key: value for key, value in state.items() if key not in _OF_THE_RUN}
-    return {**kept, "state_dict": dict(snapshot.model)}
+    entries = {key: value for key, value in state.items() if key not in _OF_THE_RUN}
+    return {**entries, "state_dict": dict(snapshot.model)}
 
 
 def check_file(path: object, config: Any) -> None:
@@ -173,10 +179,10 @@ def check_file(path: object, config: Any) -> None:
         return
     content = torch.load(path, weights_only=True, map_location="cpu")
     named = set(_classes(content.get("hyper_parameters") if isinstance(content, dict) else None))
-    others = named - set(_classes(config))
-    if others:
+    unnamed = named - set(_classes(config))
+    if unnamed:
         raise CheckpointError(
-            f"{path} names a class that the configuration does not name: {min(others)[:200]}",
+            f"{path} names a class that the configuration does not name: {min(unnamed)[:200]}",
             why="its hyperparameters would have it imported, and code of others run",
             fix="if you trust it, name the class as model.class_path, or add --weights_only false",
         )
@@ -202,19 +208,19 @@ def cannot_load(path: object) -> Iterator[None]:
         if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
             lines = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines
             fix = "if you trust whoever made it, add --weights_only false: it may then run code; else " + _FIX
-        why = ": ".join([type(error).__name__, *(line.strip()[:300] for line in lines[:1])])
-        raise CheckpointError(f"cannot load {path}", why=why, fix=fix) from error
+        reason = ": ".join([type(error).__name__, *(line.strip()[:300] for line in lines[:1])])
+        raise CheckpointError(f"cannot load {path}", why=reason, fix=fix) from error
 
 
 @contextmanager
 def trainer_loads(path: object) -> Iterator[None]:
-    """As :func:`cannot_load`, where a Trainer restores ``path`` in the body; other errors stay what they are."""
+    """As :func:`cannot_load` for a Trainer that restores ``path`` in the body; other errors are raised unchanged."""
     try:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         restores = any(at.filename.endswith(_CONNECTOR) and at.name.startswith(_RESTORING) for at in frames)
         if path is None or not restores or not frames[-1].filename.startswith(_LIBRARIES):
-            raise  # of the training, or of the user's own hooks
+            raise  # of the training, or of the user's hooks
         with cannot_load(path):
             raise

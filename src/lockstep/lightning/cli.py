@@ -1,6 +1,6 @@
 """LightningCLI with Lockstep's hardware section, runs and launcher: ``lockstep lightning fit -c FILE``.
 
-From Python, :func:`run` does the same, with a script's own classes if it gives them.
+From Python, :func:`run` does the same, with the classes of a script if it gives them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import find_class
 
 _NONE = object()
-#: Of a parsed ``fit``, what is not kept with the run's task.
+#: Sections of a parsed ``fit`` that are not saved with the task of the run.
 _NOT_KEPT = ("config", "ckpt_path", "weights_only", "run_dir", "hardware")
 
 
@@ -64,12 +64,13 @@ class WritePredictions(Callback):
         loop = trainer.predict_loop
         ranks: list[Any] = [loop.predictions if loop.num_dataloaders > 1 else [loop.predictions]]
         if trainer.world_size > 1:
-            own, ranks = ranks[0], [None] * trainer.world_size
-            distributed.all_gather_object(ranks, own)
+            predictions = ranks[0]
+            ranks = [None] * trainer.world_size
+            distributed.all_gather_object(ranks, predictions)
         if trainer.is_global_zero:
             # Batches are dealt to the ranks in turn.
             rounds = [zip_longest(*of_loader, fillvalue=_NONE) for of_loader in zip(*ranks, strict=True)]
-            whole = [[batch for dealt in found for batch in dealt if batch is not _NONE] for found in rounds]
+            whole = [[batch for dealt in of_loader for batch in dealt if batch is not _NONE] for of_loader in rounds]
             self._file.parent.mkdir(parents=True, exist_ok=True)
             torch.save(whole[0] if len(whole) == 1 else whole, self._file)
             print(f"predictions: {self._file}")
@@ -79,7 +80,7 @@ class LockstepCLI(HardwareCLI):
     """Sections ``model``, ``data``, ``trainer``, ``optimizer``, ``lr_scheduler`` and ``hardware``.
 
     Subclass it as a ``LightningCLI``. Use :func:`run` rather than the class itself, which raises :class:`Elsewhere`
-    where a run is to train what it has parsed, or several processes are to run it.
+    if a run trains the parsed parts, or several processes run them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,14 +154,14 @@ class LockstepCLI(HardwareCLI):
             warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         owners = [self.datamodule, self.model]
         path = self.setting("ckpt_path")
-        loaders = replaced_loaders(owners, lambda own: own, evaluation, seed=seed)
+        loaders = replaced_loaders(owners, lambda loader: loader, evaluation, seed=seed)
         with trainer_loads(path), loaders, agreed_logging(self.trainer):
             super().run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.subcommand is None:
             return super().instantiate_trainer(**kwargs)
-        # Lightning's own sampler pads: some samples would count twice.
+        # The sampler of Lightning pads: some samples would count twice.
         arguments: dict[str, Any] = {**self._resolved.trainer, "use_distributed_sampler": False}
         strategy = arguments.get("strategy", self.setting("trainer", instantiated=True).strategy)
         arguments["strategy"] = shared_ddp(strategy, read_world(os.environ).size)
@@ -170,7 +171,7 @@ class LockstepCLI(HardwareCLI):
             raise ConfigError(
                 "Lightning refuses the trainer section",
                 why=str(error)[:500],
-                fix="change the trainer or hardware settings that it names; `lockstep devices` lists what is here",
+                fix="change the trainer or hardware settings that it names; `lockstep devices` lists devices",
             ) from error
 
 
@@ -192,7 +193,7 @@ def run(
         args: as on the command line (``["fit", "-c", "cli_config.yaml"]``); ``None`` takes this process's.
         model_class: the model, so that the configuration has its arguments; ``None``: named by ``class_path``.
         datamodule_class: the data, likewise.
-        cli_class: a subclass of :class:`LockstepCLI`, with its own arguments.
+        cli_class: a subclass of :class:`LockstepCLI`, which may have more arguments.
         options: further arguments of ``LightningCLI``.
 
     Raises:
@@ -200,8 +201,11 @@ def run(
         LockstepError: wrong hardware or settings; or a rank failed.
     """
     if LockstepCLI not in cli_class.__mro__:
-        why, fix = "it lacks options such as --run_dir", "inherit from lockstep.lightning.cli.LockstepCLI"
-        raise ConfigError(f"cli_class={cli_class.__name__} is not a LockstepCLI", why=why, fix=fix)
+        raise ConfigError(
+            f"cli_class={cli_class.__name__} is not a LockstepCLI",
+            why="it lacks options such as --run_dir",
+            fix="inherit from lockstep.lightning.cli.LockstepCLI",
+        )
     options |= {"args": sys.argv[1:] if args is None else args}
     options |= {"model_class": model_class, "datamodule_class": datamodule_class}
     here = str(Path.cwd())
@@ -238,13 +242,13 @@ def _fit(
 ) -> int:
     """Train what ``cli`` has parsed, or resume ``stored``; the exit code. Raises as :func:`run`."""
     settings = cli.config["fit"].as_dict()
-    given = settings_of(settings["trainer"], hardware)
-    given["training"]["seed"] = int(settings.get("seed_everything") or 0)
-    given["save_dir"] = _save_dir(settings["run_dir"], stored)
-    kept = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))
-    trainer = {name: value for name, value in changed(kept["trainer"]).items() if name not in {*DECIDED, *SETTINGS}}
-    kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT and value is not None}
-    section: dict[str, Any] = {"cli": {**kept, "trainer": trainer, "seed_everything": False}}
+    run_settings = settings_of(settings["trainer"], hardware)
+    run_settings["training"]["seed"] = int(settings.get("seed_everything") or 0)
+    run_settings["save_dir"] = _save_dir(settings["run_dir"], stored)
+    sections = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))
+    trainer = {name: value for name, value in changed(sections["trainer"]).items() if name not in {*DECIDED, *SETTINGS}}
+    sections = {name: value for name, value in sections.items() if name not in _NOT_KEPT and value is not None}
+    section: dict[str, Any] = {"cli": {**sections, "trainer": trainer, "seed_everything": False}}
     file = settings.get("ckpt_path") if stored is None else None
     if file is not None:
         if not Path(file).is_file():
@@ -253,9 +257,9 @@ def _fit(
         section |= {"ckpt_path": str(Path(file).absolute()), "weights_only": settings["weights_only"]}
     task = _task(cli, section, cli_class, options)
     if isinstance(task, str):
-        given["task"] = section
+        run_settings["task"] = section
     try:
-        return train(task, given, resume=stored is not None).exit_code
+        return train(task, run_settings, resume=stored is not None).exit_code
     except RunFolderError as error:
         raise RunFolderError(error.what, why=error.why, fix=error.fix.replace("--save-dir", "--run_dir")) from None
 
@@ -277,10 +281,11 @@ def _task(
             section["datamodule"] = f"{data.__module__}:{data.__qualname__}"
         return name
     model = model if isinstance(model, type) else find_class(name)
-    where = {"__module__": model.__module__, "__qualname__": model.__qualname__}
-    kind: type[ModuleTask] = type(model.__name__, (ModuleTask,), {"module_class": model, **where})
-    own = {} if cli_class is LockstepCLI else {"cli_class": cli_class}
-    return kind(ModuleConfig(**section), cli={**options, **own})
+    attributes = {"module_class": model, "__module__": model.__module__, "__qualname__": model.__qualname__}
+    kind: type[ModuleTask] = type(model.__name__, (ModuleTask,), attributes)
+    if cli_class is not LockstepCLI:
+        options["cli_class"] = cli_class
+    return kind(ModuleConfig(**section), cli=options)
 
 
 def _importable(kind: Any) -> bool:
@@ -288,18 +293,18 @@ def _importable(kind: Any) -> bool:
     return kind.__module__ != "__main__" and getattr(module, kind.__qualname__, None) is kind
 
 
-def _save_dir(given: str | None, stored: Stored | None) -> str | None:
-    """The folder of the run: that of the checkpoint, or the given one with a number where another run is in it."""
+def _save_dir(run_dir: str | None, stored: Stored | None) -> str | None:
+    """The folder of the run: that of the checkpoint, or ``run_dir``, with a number if another run is in it."""
     if stored is not None:
-        if given is not None and Path(given).absolute() != stored.run.path:
+        if run_dir is not None and Path(run_dir).absolute() != stored.run.path:
             raise ConfigError(
-                f"--run_dir {given} is not the folder of the checkpoint",
-                why=f"a run resumes in its own folder, {stored.run.path}",
+                f"--run_dir {run_dir} is not the folder of the checkpoint",
+                why=f"a run resumes in its folder, {stored.run.path}",
                 fix="leave --run_dir out; or export the checkpoint (`lockstep export`) and give its module.ckpt",
             )
         return str(stored.run.path)
-    if given is None or not (Path(given) / "run.json").exists() or read_world(os.environ).from_outside:
-        return given
-    free = next(name for name in (f"{Path(given)}-{number}" for number in count(2)) if not Path(name).exists())
-    warn(f"{given} has a run already, so this one is in {free}; --ckpt_path {given} resumes it")
+    if run_dir is None or not (Path(run_dir) / "run.json").exists() or read_world(os.environ).from_outside:
+        return run_dir
+    free = next(name for name in (f"{Path(run_dir)}-{number}" for number in count(2)) if not Path(name).exists())
+    warn(f"{run_dir} has a run already, so this one is in {free}; --ckpt_path {run_dir} resumes it")
     return free

@@ -47,7 +47,7 @@ class SharedDDPStrategy(DDPStrategy):
             distributed.broadcast(buffer, 0)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """As Lightning's. Ranks agree on what they have logged before they exchange gradients."""
+        """As Lightning's. Ranks agree on the logged names before they exchange gradients."""
         assert self.lightning_module is not None
         end_names(self.lightning_module.trainer)
         super().pre_backward(closure_loss)
@@ -113,10 +113,10 @@ def ddp_arguments(name: Any) -> dict[str, Any] | None:
 
     ``None`` for other strategies, objects, and DDP that starts processes itself (``ddp_spawn``).
     """
-    known = StrategyRegistry[name] if isinstance(name, str) and name in StrategyRegistry else None
-    if known is None or known["strategy"] is not DDPStrategy or known["init_params"]["start_method"] != "popen":
+    entry = StrategyRegistry[name] if isinstance(name, str) and name in StrategyRegistry else None
+    if entry is None or entry["strategy"] is not DDPStrategy or entry["init_params"]["start_method"] != "popen":
         return None
-    return dict(known["init_params"])
+    return dict(entry["init_params"])
 
 
 def shared_ddp(strategy: Strategy | str, ranks: int) -> Strategy | str:

@@ -1,4 +1,4 @@
-"""``lockstep lightning``: LightningCLI, whose own parser takes what follows the subcommand."""
+"""``lockstep lightning``: LightningCLI, whose parser takes the words after the subcommand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Examples:
 Sections of the configuration: model, data, trainer, optimizer, lr_scheduler, and hardware with selected_devices and
 precision."""
 
-#: Subcommand → what it does.
+#: Help texts of the subcommands.
 SUBCOMMANDS = {
     "fit": "Train a LightningModule.",
     "validate": "Run it on its validation data.",
@@ -48,7 +48,7 @@ def run(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=Fal
         ) from None
     try:
         return run_lightning(arguments, parser_kwargs={"prog": "lockstep lightning"})
-    except SystemExit as end:  # its parser has said what is wrong, or what was asked for
+    except SystemExit as end:  # after an error or the help of its parser
         return end.code if isinstance(end.code, int) else 1
 
 

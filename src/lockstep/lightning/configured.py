@@ -37,7 +37,7 @@ class HardwareCLI(OpenCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_core_arguments_to_parser(parser)
-        parser.usage = "%(prog)s [options]"  # an error would print a page of them before what is wrong
+        parser.usage = "%(prog)s [options]"  # an error would print a page of them before its message
         parser.add_class_arguments(Hardware, "hardware")
         parser.add_argument(
             "--run_dir", type=str | None, default=None, help="Run folder of a fit. Default: a new one in runs/."

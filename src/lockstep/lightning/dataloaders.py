@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
-    """The steps of what is left of an epoch; every rank has ``accumulate`` micro-batches in each."""
+    """Yield the remaining steps of an epoch; every rank has ``accumulate`` micro-batches in each."""
     while (span := batch.window(position)) is not None:
         start, position = span
         shares = parts(position - start, batch.ranks, batch.least_part)
@@ -82,8 +82,8 @@ class OrderedBatches:
         return (self._order.slice(epoch, *span).tolist() for step in steps for span in step.mine)
 
 
-class OwnOrder:
-    """A training loader in its own order, on one device: an epoch's batches from the position of ``state`` on.
+class KeptOrder:
+    """A training loader that keeps its order, on one device: the batches of an epoch from the position of ``state``.
 
     A loader that has fewer batches is read again. A resumed epoch skips the batches that were used.
     """
@@ -113,8 +113,8 @@ _NOTHING = object()
 _TRIED_BATCHES = 8
 
 
-def own_batches(loader: Any, unsized: int | None) -> int:
-    """How many batches an epoch of ``loader`` has; ``unsized``: where it does not say so. ``None``: it must."""
+def batches_of_epoch(loader: Any, unsized: int | None) -> int:
+    """Return the batches of an epoch of ``loader``; ``unsized``: for a loader without a length, ``None``: refuse it."""
     _restart_workers(loader)
     combined = _combined(loader)
     with loader_processes():
@@ -132,7 +132,7 @@ def own_batches(loader: Any, unsized: int | None) -> int:
 
 
 def samples_of_batch(loader: Any) -> int:
-    """How many samples a batch of a loader in its own order has, summed over several loaders; 1 where it is unknown."""
+    """Return the samples of a batch of a loader that keeps its order, summed over several loaders; 1 if unknown."""
     return sum(map(_batch_size, _combined(loader).flattened))
 
 
@@ -153,7 +153,7 @@ def _combined(loaders: Any) -> Any:
 
 
 class SharedBatches:
-    """Batch sampler of one rank for evaluation: the loader's own batches in index order, dealt whole to ranks in turn.
+    """Batch sampler of one rank for evaluation: the batches of the loader in index order, whole, for ranks in turn.
 
     The last ranks may have one batch less. Fewer batches than ranks are cut into smaller ones, one for each rank, since
     a rank without a batch would leave the evaluation before the others.
@@ -201,7 +201,7 @@ _KEPT = (
 class SeededLoader(DataLoader[Any]):
     """The user's DataLoader with another batch sampler; its generator and workers are seeded again in each epoch.
 
-    The user's own generator or ``worker_init_fn`` is kept. To predict, Lightning makes the loader again, with a
+    A generator or ``worker_init_fn`` of the user is kept. To predict, Lightning makes the loader again, with a
     ``batch_sampler`` around this one that notes the indices, and with ``defaults`` of a ``DataLoader``.
     """
 
@@ -216,31 +216,31 @@ class SeededLoader(DataLoader[Any]):
         **defaults: Any,
     ) -> None:
         self._seeding = (seed, rank, epoch)
-        self._own_generator, self._own_init = loader.generator is None, loader.worker_init_fn is None
-        generator = torch.Generator() if self._own_generator else loader.generator
-        kept = {name: getattr(loader, name) for name in _KEPT}
-        kept["collate_fn"] = HandingCollate(loader.collate_fn)
-        super().__init__(loader.dataset, batch_sampler=batch_sampler, generator=generator, **kept, **defaults)
+        self._seeds_generator, self._seeds_workers = loader.generator is None, loader.worker_init_fn is None
+        generator = torch.Generator() if self._seeds_generator else loader.generator
+        arguments = {name: getattr(loader, name) for name in _KEPT}
+        arguments["collate_fn"] = HandingCollate(loader.collate_fn)
+        super().__init__(loader.dataset, batch_sampler=batch_sampler, generator=generator, **arguments, **defaults)
 
     def __iter__(self) -> Any:
         # A generator: workers start with the first batch, after the hooks that may change the data set of the epoch.
         seed, rank, epoch = self._seeding
-        if self._own_generator:
+        if self._seeds_generator:
             self.generator.manual_seed(derive_key("loader", seed, epoch(), rank))
-        if self._own_init:
+        if self._seeds_workers:
             self.worker_init_fn = WorkerInit(seed, rank, epoch())
         yield from map(received, super().__iter__())
 
 
 def training_loader(
     loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
-) -> SeededLoader | OwnOrder:
-    """The user's training loader in Lockstep's order, or on one device in its own, from the position of ``state``."""
-    own_order = not orders(loader, world.size)
-    length = batch.samples // batch.batch_size if own_order else batch.samples
+) -> SeededLoader | KeptOrder:
+    """Return the training loader from the position of ``state``: in Lockstep's order, or on one device unchanged."""
+    keeps_order = not orders(loader, world.size)
+    length = batch.samples // batch.batch_size if keeps_order else batch.samples
     check_length(loader, length, world.size, length, state.epoch)
-    if own_order:
-        return OwnOrder(loader, batch, seed, state)
+    if keeps_order:
+        return KeptOrder(loader, batch, seed, state)
     samples = batch.samples
     order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
     if is_weighted(loader) and (sampling := resolve_sampling(loader.dataset, loader.sampler, DataConfig())):
@@ -264,8 +264,8 @@ def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
 
 
 def epoch_length(loader: Any, ranks: int, unsized: int | None) -> int:
-    """Samples of an epoch; of a loader in its own order batches, ``unsized`` where it does not say how many."""
-    return len(loader.sampler) if orders(loader, ranks) else own_batches(loader, unsized)
+    """Return the samples of an epoch; of a loader that keeps its order the batches, ``unsized`` if it has no length."""
+    return len(loader.sampler) if orders(loader, ranks) else batches_of_epoch(loader, unsized)
 
 
 def check_length(loader: Any, planned: int, ranks: int, unsized: int | None, epoch: int) -> None:
@@ -287,35 +287,35 @@ def is_weighted(loader: DataLoader[Any]) -> bool:
 
 def orders(loader: Any, ranks: int) -> bool:
     """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's."""
-    own = _own_order(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
-    if own is None:
+    reason = _reason_to_keep(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
+    if reason is None:
         from lockstep.engine.training_data import check_dataset
 
         check_dataset(loader.dataset, "train")
     elif ranks > 1:
         raise UnsupportedError(
-            f"several devices cannot share the samples of this training loader: it {own}",
+            f"several devices cannot share the samples of this training loader: it {reason}",
             why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
             fix="use one device; or one torch.utils.data.DataLoader of a map-style data set (ConcatDataset joins "
             "several) with batch_size and no sampler but torch's WeightedRandomSampler",
         )
-    return own is None
+    return reason is None
 
 
-def _own_order(loader: Any, *kinds: type) -> str | None:
-    """What decides the order of a loader's samples, where it is none of ``kinds`` of samplers."""
+def _reason_to_keep(loader: Any, *kinds: type) -> str | None:
+    """Return why a loader keeps its order; ``None``: its sampler is one of ``kinds``, whose order Lockstep makes."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return f"is a {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
         return "has an iterable data set"
     sampler: Any = loader.sampler
-    known = isinstance(sampler, kinds)
+    has_kind = isinstance(sampler, kinds)
     redrawn = isinstance(sampler, RandomSampler) and (
         sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
     )
-    if known and not redrawn and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
+    if has_kind and not redrawn and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
         return None
-    return f"has its own {type(sampler if not known or redrawn else loader.batch_sampler).__name__}"
+    return f"has its own {type(sampler if not has_kind or redrawn else loader.batch_sampler).__name__}"
 
 
 def evaluation_loader(loader: Any, world: World, seed: int, *, drops_last: bool = True) -> Any:
@@ -323,12 +323,12 @@ def evaluation_loader(loader: Any, world: World, seed: int, *, drops_last: bool 
 
     ``drops_last``: leave a last, short batch out where the loader says so (``drop_last``).
     """
-    own = _own_order(loader, RandomSampler, SequentialSampler)
-    if own is not None:
+    reason = _reason_to_keep(loader, RandomSampler, SequentialSampler)
+    if reason is not None:
         if world.size == 1:
             return loader
         raise UnsupportedError(
-            f"several devices cannot share the samples of an evaluation loader: it {own}",
+            f"several devices cannot share the samples of an evaluation loader: it {reason}",
             why="each sample must count once",
             fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
         )
@@ -338,7 +338,7 @@ def evaluation_loader(loader: Any, world: World, seed: int, *, drops_last: bool 
 
 
 def cut_batches(loader: Any) -> str | None:
-    """What to report where the batches of an evaluation loader are not the user's."""
+    """Return a report if the batches of an evaluation loader are not those of the user."""
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(batches, SharedBatches) or not batches.is_cut:
         return None
@@ -385,9 +385,9 @@ def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, se
 def _seeded(hook: Callable[..., Any], seed: int, change: Change | None) -> Callable[..., Any]:
     def from_seed(*args: Any, **kwargs: Any) -> Any:
         with seeded(seed):
-            found = hook(*args, **kwargs)
-        _restart_workers(found)
-        return found if change is None else change(found)
+            result = hook(*args, **kwargs)
+        _restart_workers(result)
+        return result if change is None else change(result)
 
     return from_seed
 

@@ -38,7 +38,7 @@ from lockstep.lightning.dataloaders import (
     training_loader,
 )
 from lockstep.lightning.module_task import ModuleTask, as_list
-from lockstep.lightning.run_callback import OWN, RunLogCallback
+from lockstep.lightning.run_callback import RUN_CHECKPOINTS, RunLogCallback
 from lockstep.telemetry.loggers import as_row
 
 _PROFILERS: dict[str, type[Profiler]] = {
@@ -104,7 +104,7 @@ class ModuleFit:
             store = StoreIO(rank, self._state, self._snapshot, self._write)
             store.trainer = trainer = pl.Trainer(**self._arguments(store))
             with agreed_logging(trainer):
-                trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else OWN)
+                trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else RUN_CHECKPOINTS)
 
     def _evaluation_loader(self, loader: Any) -> Any:
         shared = evaluation_loader(loader, self._rank.world, self._rank.plan.seed)
@@ -114,12 +114,12 @@ class ModuleFit:
         return shared
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
-        config, plan, given = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
+        config, plan, arguments = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
         batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
         if precision == "16-mixed" and self._rank.device.type == "cpu":
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
-        check_interval(given, batch)
-        callbacks = [self._callback, *as_list(given.pop("callbacks", None))]
+        check_interval(arguments, batch)
+        callbacks = [self._callback, *as_list(arguments.pop("callbacks", None))]
         uploads = [callback for callback in callbacks if isinstance(callback, Upload)]
         for upload in uploads:
             upload.is_closed_by_run = True
@@ -144,14 +144,14 @@ class ModuleFit:
         }
         if profiler is not None:
             settings["profiler"] = _PROFILERS[profiler](dirpath=self._rank.run_dir.logs, filename="profile")
-        given.pop("enable_checkpointing", None)  # RunLogCallback is a Checkpoint callback
+        arguments.pop("enable_checkpointing", None)  # RunLogCallback is a Checkpoint callback
         position = self._state.position
         if position and round(position / batch.global_batch) + batch.steps_left(position) != batch.steps_per_epoch:
             # An epoch that is resumed with another global batch has another number of batches than the next one.
-            given["reload_dataloaders_every_n_epochs"] = 1
+            arguments["reload_dataloaders_every_n_epochs"] = 1
         ranks = rank_arguments(plan, self._rank.world, config.distributed)
-        plugins = [*ranks.pop("plugins"), store, *as_list(given.pop("plugins", None))]
-        return {**settings, **given, **ranks, "callbacks": callbacks, "plugins": plugins}
+        plugins = [*ranks.pop("plugins"), store, *as_list(arguments.pop("plugins", None))]
+        return {**settings, **arguments, **ranks, "callbacks": callbacks, "plugins": plugins}
 
     def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
         """Start to write a checkpoint with this state of Lightning's; called on rank 0."""
@@ -164,10 +164,10 @@ class ModuleFit:
 
 def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
     """Return ``samples`` and ``metrics`` of a checkpoint."""
-    wanted = reopened.wanted
-    load_weights(task.module, reopened.snapshot.model, wanted.run.path)
-    precision, seed = wanted.plan.placement["precision"], wanted.config.training.seed
-    metrics, samples = evaluate_module(task, wanted.split, reopened.device, precision, seed)
+    request = reopened.wanted
+    load_weights(task.module, reopened.snapshot.model, request.run.path)
+    precision, seed = request.plan.placement["precision"], request.config.training.seed
+    metrics, samples = evaluate_module(task, request.split, reopened.device, precision, seed)
     return {"samples": samples, "metrics": metrics}
 
 

@@ -42,7 +42,7 @@ class LoaderFacts(NamedTuple):
         return facts | {"keeps_batches": self.batches is not None}
 
     def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
-        """Return ``config`` with the sizes of the loader; raise :class:`ConfigError` where it cannot accumulate."""
+        """Return ``config`` with the sizes of the loader; raise :class:`ConfigError` if it cannot accumulate."""
         training = config.training
         if self.whole_steps and training.accumulate > 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A user's ``LightningModule`` as a task of Lockstep's own loop, for measurements and comparisons.
+"""A user's ``LightningModule`` as a task of Lockstep's loop, for measurements and comparisons.
 
 ``lockstep verify`` and ``lockstep bench`` train it so. The loop calls ``training_step``, ``validation_step`` and
 ``configure_optimizers``; other hooks of the module and callbacks of the Trainer are not called.
@@ -60,13 +60,13 @@ class StepModule(ConvertedModule):
         try:
             batch = module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
             takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-            found = getattr(module, step)(*((batch, index) if takes_index else (batch,)))
+            output = getattr(module, step)(*((batch, index) if takes_index else (batch,)))
         finally:
             for name in shadows:
                 del vars(module)[name]
-        loss = found
-        if isinstance(found, Mapping):
-            loss = found.get("loss", next(iter(found.values()), None) if step == "validation_step" else None)
+        loss = output
+        if isinstance(output, Mapping):
+            loss = output.get("loss", next(iter(output.values()), None) if step == "validation_step" else None)
         samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
         numbers = {}
         if step == "validation_step":  # in training, reading a tensor would wait for the GPU
@@ -91,7 +91,7 @@ class _Means:
 
 
 class ModuleSteps(Task):
-    """A ``LightningModule`` with automatic optimisation and one optimizer, trained by Lockstep's own loop.
+    """A ``LightningModule`` with automatic optimisation and one optimizer, trained by Lockstep's loop.
 
     The loss of a batch is the module's mean times the number of samples, so several devices compute what one does.
     ``config.native_steps`` is the number of steps that its schedules count with.
@@ -122,14 +122,14 @@ class ModuleSteps(Task):
             val: Any = self._source.open_loader("val_dataloader") if validates else None
         if not orders(loader, 1):
             raise UnsupportedError(
-                f"{self._name} has a training loader in its own order",
+                f"{self._name} has a training loader that keeps its order",
                 why="a comparison or measurement trains in Lockstep's order",
                 fix="use one DataLoader of a map-style data set, with batch_size and without a sampler",
             )
         self._collate = loader.collate_fn
         # Several loaders, or batches made otherwise than in training, are not evaluated.
-        known = isinstance(val, DataLoader) and not isinstance(val.dataset, IterableDataset)
-        return Datasets(loader.dataset, val.dataset if known and val.collate_fn is self._collate else None)
+        is_map = isinstance(val, DataLoader) and not isinstance(val.dataset, IterableDataset)
+        return Datasets(loader.dataset, val.dataset if is_map and val.collate_fn is self._collate else None)
 
     def collate(self, samples: Any) -> Any:
         return self._collate(list(samples))
@@ -214,7 +214,7 @@ def native_settings(task: ModuleTask, given: Mapping[str, Any], config: RunConfi
     if task.module_class is None:
         raise UnsupportedError(
             "verify and bench cannot take a LightningModule that is an object",
-            why="each of their runs makes its own",
+            why="each of their runs makes a new one",
             fix="name its class, as FILE.py:MODULE",
         )
     samples = len(open_data(task, config).train)

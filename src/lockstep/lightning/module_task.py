@@ -25,12 +25,12 @@ from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import read_world
 from lockstep.lightning.dataloaders import (
+    batches_of_epoch,
     check_length,
     defines,
     epoch_length,
     is_weighted,
     orders,
-    own_batches,
     samples_of_batch,
 )
 from lockstep.lightning.module_plan import LoaderFacts
@@ -71,7 +71,7 @@ class ModuleConfig(TaskConfig):
 
     model: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningModule")
     datamodule: str | None = Field(
-        None, description="the LightningDataModule, as path/to/file.py:Class; unset: the module has its own loaders"
+        None, description="the LightningDataModule, as path/to/file.py:Class; unset: the module has loaders itself"
     )
     data: dict[str, Any] = Field(default_factory=dict, description="arguments of the LightningDataModule")
     trainer: dict[str, Any] = Field(default_factory=dict, description="more arguments of Lightning's Trainer")
@@ -83,14 +83,14 @@ class ModuleConfig(TaskConfig):
     )
     weights_only: bool | None = Field(None, description="false: code that ckpt_path may have is run to read it")
     native_steps: int | None = Field(
-        default=None, description="set by verify and bench: the optimizer steps that Lockstep's own loop takes"
+        default=None, description="set by verify and bench: the optimizer steps that Lockstep's loop takes"
     )
 
     @field_validator("datamodule")
     @classmethod
     def _found_from_any_folder(cls, value: str | None) -> str | None:
-        place, colon, attribute = (value or "").rpartition(":")
-        return f"{Path(place).resolve()}{colon}{attribute}" if place.endswith(".py") else value
+        file, colon, attribute = (value or "").rpartition(":")
+        return f"{Path(file).resolve()}{colon}{attribute}" if file.endswith(".py") else value
 
 
 class _NotPlanned(TaskError, AttributeError):
@@ -124,7 +124,7 @@ class PlannedTrainer:
 
 
 class ModuleTask(Task):
-    """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are its own means.
+    """A ``LightningModule`` with its data. It trains on Lightning's Trainer; its losses are the means that it computes.
 
     Module and data are given, or made from classes (:func:`module_task`) with ``config``.
 
@@ -137,12 +137,12 @@ class ModuleTask(Task):
     records_arguments = False
     _lockstep_runner = "lockstep.lightning.runner:ModuleRunner"
     _lockstep_samples_itself = True
-    #: The Trainer's own defaults, where the general ones differ.
+    #: Defaults of the Trainer that differ from the general ones.
     defaults: ClassVar[Any] = {"training": {"max_grad_norm": None, "early_stopping_patience": 0}}
     #: Who calls ``set_epoch()`` of training data.
     epoch_caller: ClassVar[str] = "Lightning's Trainer does not call it; call it in on_train_epoch_start()"
     module_class: ClassVar[type | None] = None
-    #: What the plan must know of the training loader; :meth:`datasets` has opened it.
+    #: Facts about the training loader, after :meth:`datasets` has opened it.
     loader_facts: LoaderFacts
 
     def __init__(
@@ -163,12 +163,12 @@ class ModuleTask(Task):
     def check_config(self, config: RunConfig) -> None:
         """Raise :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
         self.planned = config
-        given = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
-        if given and config.validation.every_steps is not None:
+        intervals = sorted({"val_check_interval", "check_val_every_n_epoch"} & self.trainer_arguments.keys())
+        if intervals and config.validation.every_steps is not None:
             raise ConfigError(
-                f"validation.every_steps and the Trainer's {given[0]} are both given",
+                f"validation.every_steps and the Trainer's {intervals[0]} are both given",
                 why="both say when to validate",
-                fix=f"leave {given[0]} out: validation.every_epochs says how often at the end of epochs",
+                fix=f"leave {intervals[0]} out: validation.every_epochs says how often at the end of epochs",
             )
 
     @property
@@ -188,7 +188,7 @@ class ModuleTask(Task):
         return self._datamodule
 
     def renew(self) -> None:
-        """Forget what was made from classes to plan with, so that training makes it again from the run's seed."""
+        """Forget objects that were made from classes for the plan; training makes them from the seed of the run."""
         if self.module_class is not None:
             self._module = self._datamodule = None
 
@@ -224,7 +224,7 @@ class ModuleTask(Task):
             raise TaskError(
                 "this run's sections of LightningCLI do not make its module and data",
                 why=str(error)[:500],
-                fix="if a program with its own LightningCLI or classes started the run, resume it there: "
+                fix="if a program with another LightningCLI or classes started the run, resume it there: "
                 "PROGRAM fit … --ckpt_path RUN; else give the class these arguments again",
             ) from None
         callbacks = trainer.get("callbacks", [])
@@ -239,7 +239,7 @@ class ModuleTask(Task):
                 owner.prepare_data()
 
     def datasets(self) -> Datasets:
-        """Only the training set: the module's own hooks see the others. Of a loader in its own order, indices."""
+        """Open the training set; hooks of the module see the others. Indices for a loader that keeps its order."""
         with self.planning() as ranks:
             loader = self.open_loader("train_dataloader")
             self._check_reloads(epoch_length(loader, ranks, self._unsized), ranks)
@@ -252,7 +252,7 @@ class ModuleTask(Task):
                     whole_steps=whole_steps,
                 )
                 return Datasets(loader.dataset, weights=loader.sampler if is_weighted(loader) else None)
-            size, batches = samples_of_batch(loader), own_batches(loader, self._unsized)
+            size, batches = samples_of_batch(loader), batches_of_epoch(loader, self._unsized)
             self.loader_facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
             return Datasets(range(batches * size))
 
@@ -345,7 +345,7 @@ def placement_of(config: RunConfig) -> Placement:
 
 
 def _check_given(arguments: dict[str, Any]) -> None:
-    """Raises :class:`ConfigError` on arguments and callbacks of the Trainer for what the run decides."""
+    """Raise :class:`ConfigError` on arguments and callbacks of the Trainer that the run decides."""
     for name in sorted(arguments.keys() & DECIDED.keys()):
         raise ConfigError(
             f"the Trainer's {name} is not to be given",
@@ -361,11 +361,11 @@ def _check_given(arguments: dict[str, Any]) -> None:
             )
 
 
-def as_list(given: Any) -> list[Any]:
+def as_list(argument: Any) -> list[Any]:
     """An argument of the Trainer that may be one object or several."""
-    if given is None:
+    if argument is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
 
 
 def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:

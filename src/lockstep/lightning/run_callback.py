@@ -29,23 +29,23 @@ from lockstep.lightning.dataloaders import Step, epoch_steps
 from lockstep.rundir.heartbeat import Activity, pulse
 from lockstep.telemetry.loggers import as_row, row_name
 
-#: What stands for the run's own checkpoints where Lightning wants a path.
-OWN = "lockstep"
+#: Stands for the checkpoints of the run as a path.
+RUN_CHECKPOINTS = "lockstep"
 #: Likewise, for a state in memory, which later checkpoints are.
-KEPT = "lockstep-kept"
+KEPT_STATE = "lockstep-kept"
 
 
 class RunLogCallback(Checkpoint):
     """Drives the run log from a Trainer: counts steps and samples, saves, and stops all ranks on the same step.
 
-    A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after the module's own, so rows are complete.
+    A ``Checkpoint`` in Lightning's sense: its epoch-end hook comes after that of the module, so rows are complete.
     State is saved at the start of the next batch or epoch, when the module's hooks and the schedulers have run. Of a
     run that ends within an epoch, the state before the hooks of the epoch's end is saved: a resumed run calls them.
 
     Attributes:
         averages: of the weights; in use while it validates and saves. Made when the module is on its device.
         saves_best: whether the checkpoint that is being saved is the best so far.
-        evaluated: what the latest evaluation logged, or where no name is a validation's, the latest epoch.
+        evaluated: values that the latest evaluation logged, or without names of a validation, the latest epoch.
     """
 
     averages: Averages | None = None
@@ -73,12 +73,12 @@ class RunLogCallback(Checkpoint):
         self._is_kept = False
 
     def state_dict(self) -> dict[str, Any]:
-        """In checkpoint files of the user's own callbacks: the progress of the training, in the order of the run."""
+        """Return the progress of the training in the order of the run, for checkpoint files of the user's callbacks."""
         state = self._state
         return {"epoch": state.epoch, "position": state.position, "global_batch": self._batch.global_batch}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if threading.current_thread() is threading.main_thread():  # the Trainer's own would stop without a checkpoint
+        if threading.current_thread() is threading.main_thread():  # that of the Trainer stops without a checkpoint
             signal.signal(signal.SIGTERM, self._on_sigterm)
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
@@ -155,7 +155,7 @@ class RunLogCallback(Checkpoint):
         pulse.at(Activity.EVALUATING)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pulse.at(Activity.COMPUTING_METRICS)  # of the module's own hook, which comes after this one
+        pulse.at(Activity.COMPUTING_METRICS)  # in the hook of the module, which comes next
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pulse.at(Activity.HOOKS)
@@ -185,7 +185,7 @@ class RunLogCallback(Checkpoint):
         row = logged = _numbers(fresh)
         self.evaluated = _of_validation(logged) or logged
         if self._returns_loss:
-            row = logged | {"train_loss": sums.loss}  # a module's own may be that of the last batch, on rank 0
+            row = logged | {"train_loss": sums.loss}  # that of a module may be of the last batch, on rank 0
         is_judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
         improved = self._log.end_epoch(
             row,
@@ -275,7 +275,7 @@ class RunLogCallback(Checkpoint):
         return False
 
     def _of_main(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return rank 0's ``row``: what a module logs without sync_dist differs between ranks. Collective."""
+        """Return the ``row`` of rank 0: values logged without sync_dist differ between ranks. Collective."""
         values: dict[str, float] = self._rank.collectives.broadcast(dict(row))
         return values
 
@@ -302,13 +302,13 @@ class RunLogCallback(Checkpoint):
         self._is_kept = keep
         assert self.averages is not None
         with pulse.during(Activity.SAVING), self.averages.in_use():
-            trainer.save_checkpoint(KEPT if keep else OWN, weights_only=False)
+            trainer.save_checkpoint(KEPT_STATE if keep else RUN_CHECKPOINTS, weights_only=False)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The scalars among ``metrics``, by the names of rows. The run's own mean of the loss keeps its name."""
-    found = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
-    return as_row(found, taken=("train_loss",))
+    """The scalars among ``metrics``, by the names of rows. The mean loss of the run keeps its name."""
+    scalars = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+    return as_row(scalars, taken=("train_loss",))
 
 
 def _of_validation(row: Mapping[str, float]) -> dict[str, float]:

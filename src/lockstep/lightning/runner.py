@@ -36,7 +36,7 @@ class ModuleRunner(TaskRunner):
 
     @classmethod
     def make(cls, kind: type[Task], arguments: Mapping[str, Any]) -> Task:
-        """Make a module's task, or where verify and bench have set the number of steps, one of Lockstep's own loop."""
+        """Make a module's task, or one of Lockstep's loop if verify and bench have set the number of steps."""
         task = kind(**arguments)
         assert isinstance(task, ModuleTask)
         if task.config.native_steps is None:
@@ -88,7 +88,7 @@ class ModuleRunner(TaskRunner):
         )
 
     def evaluate(self, reopened: Reopened) -> dict[str, Any]:
-        """Return what the module logs over a split; data of a file are refused as for any task without them."""
+        """Return the values that the module logs over a split; data of a file are refused."""
         if reopened.datasets is None:
             return super().evaluate(reopened)
         from lockstep.lightning.module_fit import evaluate_checkpoint

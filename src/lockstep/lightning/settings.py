@@ -19,7 +19,7 @@ from lockstep.lightning.module_task import DECIDED
 #: What the hardware section decides; each may be set in ``trainer`` instead, but not beside it.
 OF_HARDWARE = ("accelerator", "devices", "strategy", "precision")
 _SAME = "max_epochs max_steps max_time accumulate_grad_batches gradient_clip_val fast_dev_run sync_batchnorm"
-#: Arguments of the Trainer, and what they are in a run.
+#: Settings of a run for arguments of the Trainer.
 SETTINGS = {
     **{name: DECIDED[name] for name in _SAME.split()},
     "log_every_n_steps": "telemetry.log_interval",
@@ -45,7 +45,7 @@ def resolve(
     world: World,
     detected: Sequence[Device] | None = None,
 ) -> Resolved:
-    """Decide what a ``Trainer`` runs on.
+    """Decide the devices of a ``Trainer``.
 
     Args:
         trainer: the settings of the ``trainer`` section, and ``defaults``: their default values.
@@ -55,7 +55,7 @@ def resolve(
         LockstepError: both sections decide, a device is absent or unfit, or Lightning would start processes itself.
     """
     detected = detect_devices() if detected is None else detected
-    own = [name for name in OF_HARDWARE if trainer.get(name) != defaults.get(name)]
+    set_names = [name for name in OF_HARDWARE if trainer.get(name) != defaults.get(name)]
     if int(trainer.get("num_nodes") or 1) > 1 and not world.from_outside:
         raise ConfigError(
             f"trainer.num_nodes is {trainer['num_nodes']}, but this process is alone",
@@ -66,14 +66,14 @@ def resolve(
         raise UnsupportedError(
             "trainer.strategy=dp is not available", why="Lightning 2.0 removed it", fix="set it to ddp or auto"
         )
-    if own and hardware != Hardware():
-        settings = ", ".join(f"trainer.{name}={trainer[name]}" for name in own)
+    if set_names and hardware != Hardware():
+        settings = ", ".join(f"trainer.{name}={trainer[name]}" for name in set_names)
         raise ConfigError(
             f"the hardware section and {settings} both say what to train on",
             why="hardware resolves to the trainer's accelerator, devices, strategy and precision",
             fix="leave one of the two out",
         )
-    if own and own != ["precision"]:
+    if set_names and set_names != ["precision"]:
         return Resolved({}, len(named_devices(trainer, detected) or [""]))
     selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
     config = HardwareConfig(selected_devices=selected, precision=hardware.precision)
@@ -83,7 +83,7 @@ def resolve(
         raise UnsupportedError(
             f"a GPU is named twice ({', '.join(devices)})",
             why="a Lightning Trainer takes each GPU once",
-            fix="name each GPU once, or train with Lockstep's own engine, where a repeated GPU carries two ranks",
+            fix="name each GPU once, or train a lockstep.Task, for which a repeated GPU has two ranks",
         )
     arguments = {
         "accelerator": placement.accelerator,
@@ -91,27 +91,27 @@ def resolve(
         "strategy": "ddp" if placement.world_size > 1 else "auto",
         "num_nodes": placement.nodes,
     }
-    if not own:  # else the trainer sets the precision
+    if not set_names:  # else the trainer sets the precision
         arguments["precision"] = placement.precision
     return Resolved(arguments, len(devices), placement.notes)
 
 
 def named_devices(trainer: Mapping[str, Any], detected: Sequence[Device]) -> list[str] | None:
-    """The devices of this node that Lightning's own settings mean; ``None`` where only Lightning knows them."""
+    """Return the devices of this node that settings of the Trainer mean; ``None``: only Lightning resolves them."""
     strategy, accelerator, devices = (trainer.get(name) for name in ("strategy", "accelerator", "devices"))
     gpus = [device.id for device in detected if device.kind == "gpu"]
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
     if accelerator not in ("cpu", "gpu", "cuda"):
         return None
-    found = _chosen(devices, None if accelerator == "cpu" else gpus)
-    if len(found) > 1 and isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
+    named = _chosen(devices, None if accelerator == "cpu" else gpus)
+    if len(named) > 1 and isinstance(strategy, str) and strategy.startswith(("ddp_spawn", "ddp_fork", "ddp_notebook")):
         raise UnsupportedError(
             f"trainer.strategy={strategy} would start processes itself",
             why="samples are shared out among ranks that Lockstep's launcher starts; each of these would see them all",
             fix="set it to ddp: the launcher starts ranks from notebooks and scripts without a main guard, too",
         )
-    return found
+    return named
 
 
 def _chosen(devices: Any, gpus: Sequence[str] | None) -> list[str]:
@@ -132,22 +132,22 @@ def settings_of(
     trainer: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device] | None = None
 ) -> dict[str, Any]:
     """Settings of a run for the section ``trainer``: each argument has one, is left to the Trainer, or is refused."""
-    given, detected = changed(trainer), detect_devices() if detected is None else detected
+    arguments, detected = changed(trainer), detect_devices() if detected is None else detected
     settings: dict[str, Any] = {name: {} for name in ("telemetry", "debug", "distributed")}
     settings["training"] = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}
-    settings["hardware"] = _hardware(given, hardware, detected)
-    for name in given.keys() & DECIDED.keys() - {*OF_HARDWARE, *SETTINGS, "num_nodes", "use_distributed_sampler"}:
+    settings["hardware"] = _hardware(arguments, hardware, detected)
+    for name in arguments.keys() & DECIDED.keys() - {*OF_HARDWARE, *SETTINGS, "num_nodes", "use_distributed_sampler"}:
         raise ConfigError(
             f"trainer.{name} is not available",
             why="a run's plan decides it, so that every device count trains the same steps",
             fix=f"leave it out; see {DECIDED[name]}",
         )
-    if "max_epochs" not in given:  # as in Lightning: 1000, or as many as the steps or the time take
-        given["max_epochs"] = given.get("max_steps", _ENDLESS if "max_time" in given else 1000)
-    for name in SETTINGS.keys() & given.keys():
+    if "max_epochs" not in arguments:  # as in Lightning: 1000, or as many as the steps or the time take
+        arguments["max_epochs"] = arguments.get("max_steps", _ENDLESS if "max_time" in arguments else 1000)
+    for name in SETTINGS.keys() & arguments.keys():
         section, _, key = SETTINGS[name].rpartition(".")
-        (settings[section] if section else settings)[key] = _value(name, given[name])
-    if ddp := ddp_arguments(given.get("strategy", "auto")):
+        (settings[section] if section else settings)[key] = _value(name, arguments[name])
+    if ddp := ddp_arguments(arguments.get("strategy", "auto")):
         settings["distributed"]["find_unused_parameters"] = ddp.get("find_unused_parameters", False)
     return settings
 
@@ -167,16 +167,16 @@ def _value(name: str, value: Any) -> Any:
     return bool(value) if name == "fast_dev_run" else value
 
 
-def _hardware(given: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
+def _hardware(arguments: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device]) -> dict[str, Any]:
     chosen = dict.fromkeys(("accelerator", "devices", "strategy"), "auto")
-    own = [name for name in chosen if name in given]
-    selected = named_devices({**chosen, **given}, detected) if own else hardware.selected_devices
-    strategy = given.get("strategy", "auto")
-    if (own and selected is None) or (strategy != "auto" and ddp_arguments(strategy) is None):
+    set_names = [name for name in chosen if name in arguments]
+    selected = named_devices({**chosen, **arguments}, detected) if set_names else hardware.selected_devices
+    strategy = arguments.get("strategy", "auto")
+    if (set_names and selected is None) or (strategy != "auto" and ddp_arguments(strategy) is None):
         raise UnsupportedError(
-            f"{', '.join(f'trainer.{name}={given[name]}' for name in own)} is not available for a run",
+            f"{', '.join(f'trainer.{name}={arguments[name]}' for name in set_names)} is not available for a run",
             why="runs train on CPUs and NVIDIA GPUs, a LightningModule on one device or with DDP on several",
             fix="leave it out, and name devices with hardware.selected_devices",
         )
-    precision = str(given.get("precision", hardware.precision))
+    precision = str(arguments.get("precision", hardware.precision))
     return {"selected_devices": selected, "precision": _PRECISIONS.get(precision, precision)}

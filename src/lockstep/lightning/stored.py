@@ -29,20 +29,20 @@ class Stored(NamedTuple):
 def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored | None:
     """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it names a file, an address, or nothing.
 
-    ``best`` and ``last`` mean a checkpoint of ``run_dir`` where that is a run, else of the latest run.
+    ``best`` and ``last`` mean a checkpoint of ``run_dir`` if that is a run, else of the latest run.
 
     Raises:
         CheckpointError: it leads nowhere.
     """
     if path is None or "://" in str(path) or str(path).startswith(_OF_LIGHTNING):
         return None
-    place = Path(path).absolute()
+    location = Path(path).absolute()
     if path in ("best", "last"):
         if run_dir is not None and (Path(run_dir) / "run.json").exists():
             return Stored(RunDir.open(Path(run_dir)), path)
-    elif str(path) and place.exists() and not (place / "run.json").exists():
-        if place.is_dir() and (place.parent.parent / "run.json").exists():
-            return Stored(RunDir.open(place.parent.parent), place.name.removeprefix("step-"))
+    elif str(path) and location.exists() and not (location / "run.json").exists():
+        if location.is_dir() and (location.parent.parent / "run.json").exists():
+            return Stored(RunDir.open(location.parent.parent), location.name.removeprefix("step-"))
         return None
     try:
         return Stored(find_run("last" if path == "best" else str(path), runs_dir), "best")

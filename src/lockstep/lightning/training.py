@@ -38,11 +38,11 @@ def fit(
     """Train ``model`` on the devices of ``hardware``; returns when the run has ended. ``model`` then has its weights.
 
     The first arguments are those of ``Trainer.fit``. Model and data run unchanged on Lightning's Trainer. One device
-    trains in this process, several in processes of their own that share nothing with it, so this may be called from a
+    trains in this process, several in new processes that share nothing with it, so this may be called from a
     script without a main guard, a notebook, a thread or a server; callbacks then have what their ``state_dict`` saves.
     Promised are the order of training samples (Lockstep's: no ``DistributedSampler``, no padding, resumed anywhere on
-    any number of ranks), that each validation sample counts once, and the run folder. Losses are the module's own
-    means, so their denominators are too.
+    any number of ranks), that each validation sample counts once, and the run folder. Losses are the means that
+    the module computes, with its denominators.
 
     Args:
         model: its ``configure_optimizers`` decides optimizer and schedule.
@@ -57,14 +57,14 @@ def fit(
     Raises:
         UsageError: before anything starts. RunError: when the run fails.
     """
-    given = mapping_of(config, settings)
+    run_settings = mapping_of(config, settings)
     if hardware is not None:
-        if given.get("hardware"):
+        if run_settings.get("hardware"):
             raise ConfigError("hardware is given twice", fix="leave it out of config, and leave out devices=")
-        given = merge(given, {"hardware": dict(hardware)})
+        run_settings = merge(run_settings, {"hardware": dict(hardware)})
     data = _data_of(train_dataloaders, val_dataloaders, datamodule)
     task = ModuleTask(module=model, datamodule=data, trainer=dict(trainer or {}))
-    run = train(task, given, resume=resume)
+    run = train(task, run_settings, resume=resume)
     # Other processes may have trained it, or an earlier attempt, which left nothing to do.
     folder = RunDir.open(run.run_dir)
     store = CheckpointStore(folder.checkpoints)
@@ -93,8 +93,8 @@ def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> Li
 
     if isinstance(train, LightningDataModule):
         train, datamodule = datamodule, train
-    given = {"train_dataloader": train, "val_dataloader": val}
-    hooks = {name: (lambda _, found=found: found) for name, found in given.items() if found is not None}
+    loaders = {"train_dataloader": train, "val_dataloader": val}
+    hooks = {name: (lambda _, loader=loader: loader) for name, loader in loaders.items() if loader is not None}
     if not hooks:
         return datamodule
     if datamodule is not None:
@@ -131,8 +131,8 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
         selected = choose_default(detected).devices
     decided = {**resolve_hardware(list(selected), detected), "precision": hardware.precision}
     training = config.get("training") or {}
-    found = {name: training.get(DECIDED[name].removeprefix("training.")) for name in _OF_TRAINING}
-    arguments = {name: value for name, value in found.items() if value is not None} | (config.get("trainer") or {})
+    values = {name: training.get(DECIDED[name].removeprefix("training.")) for name in _OF_TRAINING}
+    arguments = {name: value for name, value in values.items() if value is not None} | (config.get("trainer") or {})
     both = sorted(arguments.keys() & {*decided, "default_root_dir"})
     if both:
         raise ConfigError(

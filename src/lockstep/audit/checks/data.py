@@ -16,7 +16,7 @@ _SHARDS = ("BatchSamplerShard",)
 
 
 def data_findings(run: RunTrace) -> Iterator[Finding]:
-    """Findings about the samples that ranks read; each code at most once in training and once in evaluation."""
+    """Yield findings about the samples that ranks read."""
     training = run.passes(training=True)
     is_divided = run.size > 1
     if run.size > 1:
@@ -90,45 +90,43 @@ def _equal_local_gradients(run: RunTrace) -> bool:
 
 
 def _uneven(groups: list[list[Pass]], *, evaluates: bool) -> Iterator[Finding]:
-    missing_of_passes = []
-    is_padded = False
+    phase = "evaluation" if evaluates else "training"
+    dropped_before: list[int] = []
     for group in groups:
         about = group[0].about
+        size = about["size"]
         counts = counts_of(group)
         is_shared = _is_comparable(group) and all(walk.about["subset"] == about["subset"] for walk in group)
-        if counts is None or not is_shared or not all(walk.is_whole for walk in group) or about["replaces"]:
+        is_whole = all(walk.is_whole and walk.batches for walk in group)
+        if counts is None or not is_shared or not is_whole or about["replaces"]:
             continue
-        is_alone = not all(walk.batches for walk in group)
-        each_reads_all = evaluates and all(len(set(walk.indices or ())) == about["size"] for walk in group)
-        if is_alone or each_reads_all:
-            continue
-        missing = sorted(set(range(about["size"])) - counts.keys())
+        if evaluates and all(len(set(walk.indices or ())) == size for walk in group):
+            continue  # each rank evaluates all of them
+        missing = sorted(set(range(size)) - counts.keys())
         repeated = sorted(index for index, count in counts.items() if count > 1)
         batch = len(group[0].batches[0] or ())
-        is_padding = _is_divided(group[0]) and counts.total() - about["size"] <= len(group) * max(batch, 1)
-        kind = "evaluation" if evaluates else "training"
-        evidence: dict[str, Any] = {"size": about["size"], "indices": (repeated or missing)[:20], "phase": kind}
-        if missing:
-            missing_of_passes.append(missing)
-            is_choice = about["drops"] and not (len(missing_of_passes) > 1 and missing == missing_of_passes[-2])
-            if evaluates or not is_choice:
-                evidence |= {"dropped": len(missing), "indices": missing[:20]}
-                message = f"{len(missing)} of {about['size']} samples of the {kind} are read by no rank"
-                yield Finding("AUDIT_DROPPED", group[0].line, message, evidence)
-                return
+        is_padding = _is_divided(group[0]) and counts.total() - size <= len(group) * max(batch, 1)
+        # Samples of the last batch are dropped by choice; the same ones in each epoch are not.
+        is_choice = not evaluates and about["drops"] and missing != dropped_before
+        dropped_before = missing or dropped_before
+        evidence: dict[str, Any] = {"size": size, "phase": phase}
+        if missing and not is_choice:
+            message = f"{len(missing)} of {size} samples of the {phase} are read by no rank"
+            evidence |= {"dropped": len(missing), "indices": missing[:20]}
+            yield Finding("AUDIT_DROPPED", group[0].line, message, evidence)
+            return
+        evidence |= {"repeated": len(repeated), "indices": repeated[:20]}
         if repeated and not is_padding:
-            evidence["repeated"] = len(repeated)
-            message = f"{len(repeated)} of {about['size']} samples of the {kind} are read more than once"
+            message = f"{len(repeated)} of {size} samples of the {phase} are read more than once"
             yield Finding("AUDIT_REPEATED", group[0].line, message, evidence)
             return
-        if repeated and not is_padded:
-            is_padded = True
-            evidence["repeated"] = len(repeated)
-            count = f"{len(repeated)} of {about['size']} samples"
-            if not evaluates:
-                yield Finding("AUDIT_PADDED", group[0].line, f"{count} are read twice in an epoch", evidence)
-            elif _counts_padding(group):
-                yield Finding("AUDIT_EVAL_PADDED", group[0].about["site"], f"{count} are evaluated twice", evidence)
+        message = (
+            f"{len(repeated)} of {size} samples are {'evaluated twice' if evaluates else 'read twice in an epoch'}"
+        )
+        if repeated and not evaluates:
+            yield Finding("AUDIT_PADDED", group[0].line, message, evidence)
+        elif repeated and _counts_padding(group):
+            yield Finding("AUDIT_EVAL_PADDED", about["site"], message, evidence)
 
 
 def _counts_padding(group: list[Pass]) -> bool:
@@ -148,7 +146,8 @@ def _counts_padding(group: list[Pass]) -> bool:
 
 def _same_order(groups: list[list[Pass]]) -> Iterator[Finding]:
     for before, after in pairwise(groups):
-        first, second = before[0], after[0]
+        first = before[0]
+        second = after[0]
         if (first.line, first.about["content"]) != (second.line, second.about["content"]):
             continue
         length = min(len(first.batches), len(second.batches))
@@ -160,7 +159,6 @@ def _same_order(groups: list[list[Pass]]) -> Iterator[Finding]:
             continue
         message = f"the shuffled order of two epochs is the same: {flat[:6]}…"
         yield Finding("AUDIT_SAME_ORDER", second.about["site"], message, {"first_indices": flat[:20]})
-        return
 
 
 Draws = dict[tuple[int | None, int], dict[str, str]]
@@ -199,10 +197,8 @@ def _workers_alike(rank: RankTrace) -> Iterator[Finding]:
         names = sorted(set.union(set(), *(_alike(first, of_worker) for of_worker in rest)))
         if names:
             message = f"workers of the data loader draw the same random numbers ({', '.join(names)})"
-            yield Finding(
-                "AUDIT_WORKERS_DRAW_ALIKE", walk.line, message, {"workers": len(by_worker), "generators": names}
-            )
-            return
+            evidence = {"workers": len(by_worker), "generators": names}
+            yield Finding("AUDIT_WORKERS_DRAW_ALIKE", walk.line, message, evidence)
 
 
 def _epochs_alike(rank: RankTrace) -> Iterator[Finding]:
@@ -212,4 +208,3 @@ def _epochs_alike(rank: RankTrace) -> Iterator[Finding]:
         if names:
             message = f"two epochs draw the same random numbers ({', '.join(names)})"
             yield Finding("AUDIT_EPOCHS_DRAW_ALIKE", second.line, message, {"generators": names})
-            return

@@ -1,4 +1,4 @@
-"""Findings about evaluations: what the ranks' results are put together from."""
+"""Findings about evaluations: parts and means from which results of ranks are joined."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SMALL = 1e-4
 
 
 def metric_findings(run: RunTrace) -> Iterator[Finding]:
-    """Findings about the evaluation passes of a run; each code at most once."""
+    """Yield findings about the evaluation passes of a run."""
     if run.size == 1:
         return
     groups = [group for group in run.passes(training=False) if all(walk.batches for walk in group)]
-    local = next(filter(None, map(_never_joined, groups)), None)
-    yield from filter(None, (local, next(filter(None, map(_mean_of_means, groups)), None)))
+    for group in groups:
+        yield from filter(None, (_never_joined(group), _mean_of_means(group)))
 
 
 def _never_joined(group: list[Pass]) -> Finding | None:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lockstep.audit.findings import Finding
 from lockstep.audit.trace import RunTrace, Step
 
@@ -16,23 +19,13 @@ _SCALE = 1e-2
 #: Within this, the reduced gradient is a multiple of the sum of the local ones.
 _EXPLAINED = 1e-3
 
-Vector = list[float]
-
 
 def step_findings(run: RunTrace) -> Iterator[Finding]:
-    """Findings about single steps; each code at most once."""
-    yield from _once(_uncleared(run))
-    yield from _once(_clips(run))
+    """Yield findings about single steps."""
+    yield from _uncleared(run)
+    yield from _clips(run)
     if run.has_one_optimizer and not run.is_sharded:
-        yield from _once(_denominators(run))
-
-
-def _once(findings: Iterator[Finding]) -> Iterator[Finding]:
-    codes = set()
-    for finding in findings:
-        if finding.code not in codes:
-            codes.add(finding.code)
-            yield finding
+        yield from _denominators(run)
 
 
 def _uncleared(run: RunTrace) -> Iterator[Finding]:
@@ -49,128 +42,129 @@ def _uncleared(run: RunTrace) -> Iterator[Finding]:
 
 def _clips(run: RunTrace) -> Iterator[Finding]:
     for steps in run.aligned_steps():
+        number = steps[0].number
         for clips in zip(*(step.clips for step in steps), strict=False):
-            evidence = {"step": steps[0].number, "call": clips[0]["call"]}
+            call = clips[0]["call"]
+            evidence = {"step": number, "call": call}
             if clips[0]["scaled"]:
-                message = f"{clips[0]['call']} before scaler.unscale_ in step {steps[0].number}"
+                message = f"{call} before scaler.unscale_ in step {number}"
                 yield Finding("AUDIT_CLIP_SCALED", clips[0]["site"], message, evidence)
-            at_clip = [flatten(clip["grad"]) for clip in clips]
-            at_step = [flatten(step.look["grad"]) for step in steps if step.look]
+            at_clip = [_vector(clip["grad"]) for clip in clips]
+            at_step = [_vector(step.look["grad"]) for step in steps if step.look]
             if len(at_step) == len(at_clip) > 1 and _differ(at_clip) and not _differ(at_step):
-                message = f"the ranks clip different gradients in step {steps[0].number}, and reduce them afterwards"
+                message = f"the ranks clip different gradients in step {number}, and reduce them afterwards"
                 yield Finding("AUDIT_CLIP_LOCAL", clips[0]["site"], message, evidence)
 
 
-def _differ(vectors: Sequence[Vector]) -> bool:
-    return any(_distance(vectors[0], vector) > 1e-5 * _length(vectors[0]) for vector in vectors[1:])
+def _vector(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Join the sampled entries of all parameters: float64, shape (entries,)."""
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
 
 
-def flatten(rows: Sequence[Sequence[float]]) -> Vector:
-    """Join the sampled entries of all parameters."""
-    return [value for row in rows for value in row]
+def _differ(vectors: Sequence[Tensor]) -> bool:
+    first = vectors[0]
+    return any(
+        vector.shape != first.shape or bool((first - vector).norm() > 1e-5 * first.norm()) for vector in vectors[1:]
+    )
 
 
-def _length(vector: Vector) -> float:
-    return math.sqrt(math.fsum(value * value for value in vector))
-
-
-def _distance(first: Vector, second: Vector) -> float:
-    return math.dist(first, second) if len(first) == len(second) else math.inf
-
-
-def _ratio(vector: Vector, base: Vector) -> tuple[float, float]:
+def _ratio(vector: Tensor, base: Tensor) -> tuple[float, float]:
     """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains."""
-    square = math.fsum(value * value for value in base)
-    factor = math.fsum(a * b for a, b in zip(vector, base, strict=True)) / square if square else 0.0
-    scaled = [factor * value for value in base]
-    length = _length(scaled)
-    return factor, _distance(vector, scaled) / length if length else math.inf
+    square = float(base @ base)
+    factor = float(vector @ base) / square if square else 0.0
+    length = abs(factor) * math.sqrt(square)
+    return factor, float((vector - factor * base).norm()) / length if length else math.inf
 
 
 def _denominators(run: RunTrace) -> Iterator[Finding]:
-    window_size = 0
+    longest_window = 0
     for steps in run.aligned_steps():
         micro_batches = [pair for step in steps for pair in step.micro_batches]
-        sizes = {len(step.micro_batches) for step in steps}
+        windows = {len(step.micro_batches) for step in steps}
         look = steps[0].look
         is_complete = look is not None and all(local and local["grad"] and b["count"] for b, local in micro_batches)
-        if not is_complete or not micro_batches or len(sizes) != 1 or look is None:
+        if not is_complete or not micro_batches or len(windows) != 1 or look is None:
             continue
-        finding = _denominator(steps, micro_batches, flatten(look["grad"]), window_size)
-        window_size = max(window_size, *sizes)
+        finding = _denominator(steps, micro_batches, _vector(look["grad"]), longest_window)
+        longest_window = max(longest_window, *windows)
         if finding is not None:
             yield finding
 
 
-def _denominator(steps: list[Step], micro_batches: list[Any], applied: Vector, window_size: int) -> Finding | None:
+def _denominator(steps: list[Step], micro_batches: list[Any], applied: Tensor, longest_window: int) -> Finding | None:
     """Compare the gradient of a step with Σ loss / Σ count over its ranks and micro-batches."""
-    ranks = len(steps)
-    window = len(steps[0].micro_batches)
     counts = [backward["count"] for backward, _ in micro_batches]
     factors = [backward["factor"] for backward, _ in micro_batches]
     kinds = {backward["kind"] for backward, _ in micro_batches}
-    locals_ = [flatten(local["grad"]) for _, local in micro_batches]
-    if len(kinds) != 1 or any(len(vector) != len(applied) for vector in locals_) or not _length(applied):
+    vectors = [_vector(local["grad"]) for _, local in micro_batches]
+    if len(kinds) != 1 or any(vector.shape != applied.shape for vector in vectors) or not applied.any():
         return None
     is_mean = kinds == {"mean"}
+    local_gradients = torch.stack(vectors)
     weights = [(count if is_mean else 1) / (factor or 1) for count, factor in zip(counts, factors, strict=True)]
-    total = sum(counts)
-    right = [
-        math.fsum(w * v for w, v in zip(weights, values, strict=True)) / total for values in zip(*locals_, strict=True)
-    ]
-    summed = [math.fsum(values) for values in zip(*locals_, strict=True)]
-    reduced, unexplained = _ratio(applied, summed)
+    right = torch.tensor(weights, dtype=torch.float64) @ local_gradients / sum(counts)
+    reduction, unexplained = _ratio(applied, local_gradients.sum(0))
     factor, deviation = _ratio(applied, right)
     clips = {clip["call"] for step in steps for clip in step.clips}
     if unexplained > _EXPLAINED or "clip_grad_value_" in clips:
         return None  # something else changes the gradients
     backward = micro_batches[0][0]
-    line = backward["line"] if backward["site"] == steps[0].record["site"] else backward["site"]
-    line = line or backward["site"]
-    evidence = {"step": steps[0].number, "counts": counts, "factor": factor, "deviation": deviation}
+    number = steps[0].number
+    evidence = {"step": number, "counts": counts, "factor": factor, "deviation": deviation}
     if deviation > _DIRECTION:
         if len(set(counts)) == 1:
             return None
-        off = _distance(applied, right) / _length(right) if not clips and None not in factors else deviation
-        message = f"counts of step {steps[0].number} are {_shown(counts)}: its gradient is off by {off:.1%}"
-        return Finding("AUDIT_MEAN_OF_MEANS", backward["line"] or line, message, {**evidence, "off": off})
+        is_scaled = bool(clips) or None in factors
+        off = deviation if is_scaled else float((applied - right).norm() / right.norm())
+        shown = ", ".join(f"{count:g}" for count in counts[:8]) + ", …" * (len(counts) > 8)
+        message = f"counts of step {number} are {shown}: its gradient is off by {off:.1%}"
+        line = backward["line"] or backward["site"]
+        return Finding("AUDIT_MEAN_OF_MEANS", line, message, {**evidence, "off": off})
     if None in factors or clips or not is_mean or abs(factor - 1) < _SCALE:
         return None
-    return _scale(evidence, line, (ranks, window, window_size), (reduced * ranks, window * sum(factors) / len(factors)))
+    window = len(steps[0].micro_batches)
+    cause = _cause_of_factor(
+        factor,
+        reduction=reduction * len(steps),
+        accumulation=window * sum(factors) / len(factors),
+        ranks=len(steps),
+        window=window,
+        longest_window=longest_window,
+    )
+    if cause is None:
+        return None
+    code, reason = cause
+    text = f"the gradient of step {number} is {factor:.4g} times the mean over its samples: {reason}"
+    # A closure or a Trainer calls backward within the step.
+    is_inside = backward["site"] == steps[0].record["site"]
+    return Finding(code, (is_inside and backward["line"]) or backward["site"], text, evidence)
 
 
-def _shown(counts: list[float]) -> str:
-    texts = [f"{count:g}" for count in counts[:8]]
-    return ", ".join(texts) + (", …" if len(counts) > 8 else "")
+def _cause_of_factor(
+    factor: float, *, reduction: float, accumulation: float, ranks: int, window: int, longest_window: int
+) -> tuple[str, str] | None:
+    """Return code and reason of a gradient that is ``factor`` times the right one, if ranks or windows explain it.
 
-
-def _scale(
-    evidence: dict[str, Any], line: str | None, sizes: tuple[int, int, int], ratios: tuple[float, float]
-) -> Finding | None:
-    """Explain a gradient that is a multiple of the right one.
-
-    ``sizes``: ranks, micro-batches of the window, of the longest window before. ``ratios``: 1 where the reduction
-    averages over ranks, and where the factors of the losses average over micro-batches.
+    Args:
+        factor: 1 for a right gradient.
+        reduction: 1 if the reduction averages over ranks.
+        accumulation: 1 if the factors of the losses average over micro-batches.
+        ranks: number of ranks.
+        window: micro-batches of the step.
+        longest_window: micro-batches of the longest step before.
     """
-    ranks, window, longest = sizes
-    reduction, accumulation = ratios
-    factor = evidence["factor"]
-    text = f"the gradient of step {evidence['step']} is {factor:.4g} times the mean over its samples"
-
-    def is_near(value: float, target: float) -> bool:
-        return abs(value / target - 1) < _SCALE
-
-    if ranks > 1 and is_near(reduction, ranks) and is_near(factor, ranks):
-        return Finding("AUDIT_NOT_DIVIDED", line, f"{text}: summed over {ranks} ranks", evidence)
-    if window < longest and is_near(accumulation, window / longest) and is_near(factor, window / longest):
-        message = f"{text}: {window} micro-batches are divided by {longest}"
-        return Finding("AUDIT_SHORT_WINDOW", line, message, evidence)
-    if window > 1 and is_near(accumulation, window) and is_near(factor, window):
-        return Finding("AUDIT_NOT_DIVIDED", line, f"{text}: summed over {window} micro-batches", evidence)
-    if window > 1 and is_near(accumulation, 1 / window) and is_near(factor, 1 / window):
-        return Finding("AUDIT_DIVIDED_TWICE", line, f"{text}: divided twice by {window} micro-batches", evidence)
-    if ranks > 1 and is_near(factor, 1 / ranks):
-        return Finding("AUDIT_DIVIDED_TWICE", line, f"{text}: divided twice by {ranks} ranks", evidence)
+    in_window = f"{window} micro-batches"
+    short = window / max(1, longest_window)
+    causes = (
+        (ranks > 1, reduction, ranks, "AUDIT_NOT_DIVIDED", f"summed over {ranks} ranks"),
+        (short < 1, accumulation, short, "AUDIT_SHORT_WINDOW", f"{in_window} are divided by {longest_window}"),
+        (window > 1, accumulation, window, "AUDIT_NOT_DIVIDED", f"summed over {in_window}"),
+        (window > 1, accumulation, 1 / window, "AUDIT_DIVIDED_TWICE", f"divided twice by {in_window}"),
+        (ranks > 1, factor, 1 / ranks, "AUDIT_DIVIDED_TWICE", f"divided twice by {ranks} ranks"),
+    )
+    for applies, measured, expected, code, reason in causes:
+        if applies and all(abs(value / expected - 1) < _SCALE for value in (measured, factor)):
+            return code, reason
     return None
 
 
@@ -178,43 +172,39 @@ def rate_findings(single_run: RunTrace, several_run: RunTrace) -> Iterator[Findi
     """Compare learning rates over the samples of a run on one rank with those on several."""
     runs = (single_run, several_run)
     ranks = several_run.size
-    curves = [[step.record["lr"][0] for step in run.first.steps if step.record["lr"]] for run in runs]
-    single, several = curves
+    single, several = ([step.record["lr"][0] for step in run.first.steps if step.record["lr"]] for run in runs)
     if len(single) < 2 or len(several) < 2 or not all(run.has_one_optimizer for run in runs):
         return
-    made = several_run.first.of("scheduler")
     tops = max(single), max(several)
-    if tops[0] <= 0 or tops[1] <= 0:
+    if min(tops) <= 0:
         return
-    made_optimizer = several_run.first.of("optimizer")
-    ratio = tops[1] / tops[0]
-    if not made and abs(ratio - 1) > 1e-6 and made_optimizer:
+    schedulers = several_run.first.of("scheduler")
+    optimizers = several_run.first.of("optimizer")
+    if not schedulers and optimizers and abs(tops[1] / tops[0] - 1) > 1e-6:
         message = f"the learning rate is {tops[0]:g} on one rank and {tops[1]:g} on {ranks}"
-        yield Finding("AUDIT_RATE_SCALED", made_optimizer[0]["site"], message, {"lr": list(tops)})
+        yield Finding("AUDIT_RATE_SCALED", optimizers[0]["site"], message, {"lr": list(tops)})
     has_ended = not any(rank.of("cut") or rank.of("ended") for run in runs for rank in run.ranks)
-    depends_on_metric = any(record["name"] == "ReduceLROnPlateau" for record in made)
-    if not made or depends_on_metric or not has_ended or len(single) == len(several):
+    depends_on_metric = any(record["name"] == "ReduceLROnPlateau" for record in schedulers)
+    if not schedulers or depends_on_metric or not has_ended or len(single) == len(several):
         return
-    relative = [[rate / top for rate in curve] for curve, top in zip(curves, tops, strict=True)]
+    relative_single = [rate / tops[0] for rate in single]
+    relative_several = [rate / tops[1] for rate in several]
     stretch = len(single) / len(several)
-    right = _mean_distance(relative[1], relative[0], stretch)
-    if right < 0.05:
+    if _mean_distance(relative_several, relative_single, stretch) < 0.05:
         return
-    message = ""
-    if _mean_distance(relative[1], relative[0], 1.0) < 0.01 and abs(relative[0][-1] - relative[1][-1]) > 0.1:
+    is_same_by_step = _mean_distance(relative_several, relative_single, 1.0) < 0.01
+    if is_same_by_step and abs(relative_single[-1] - relative_several[-1]) > 0.1:
         message = f"the schedule on {ranks} ranks has reached {1 / stretch:.0%} of its steps at the end"
-    elif _mean_distance(relative[1], relative[0], stretch * ranks) < 0.01:
+    elif _mean_distance(relative_several, relative_single, stretch * ranks) < 0.01:
         message = f"the schedule runs {ranks} times as fast over the samples on {ranks} ranks as on one"
-    if message:
-        evidence = {"lr_one": single[:: max(1, len(single) // 8)], "lr_many": several[:: max(1, len(several) // 8)]}
-        yield Finding("AUDIT_SCHEDULE", made[0]["site"], message, evidence)
+    else:
+        return
+    evidence = {"lr_one": single[:: max(1, len(single) // 8)], "lr_many": several[:: max(1, len(several) // 8)]}
+    yield Finding("AUDIT_SCHEDULE", schedulers[0]["site"], message, evidence)
 
 
-def _mean_distance(curve: Vector, reference: Vector, stretch: float) -> float:
+def _mean_distance(curve: Sequence[float], reference: Sequence[float], stretch: float) -> float:
     """Return the mean distance of ``curve[i]`` and ``reference[stretch · i]`` over common positions."""
-    pairs = [
-        (value, reference[round(position * stretch)])
-        for position, value in enumerate(curve)
-        if round(position * stretch) < len(reference)
-    ]
-    return math.inf if len(pairs) < 2 else sum(abs(a - b) for a, b in pairs) / len(pairs)
+    positions = [(value, round(index * stretch)) for index, value in enumerate(curve)]
+    distances = [abs(value - reference[position]) for value, position in positions if position < len(reference)]
+    return math.inf if len(distances) < 2 else sum(distances) / len(distances)

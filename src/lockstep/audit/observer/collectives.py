@@ -64,16 +64,13 @@ class CollectiveObserver:
         if any(group is not dist.group.WORLD for group in groups):
             record["group"] = True
         if position is not None:
-            content = next((kwargs[key] for key in _INPUTS if key in kwargs), None)
-            if content is None and len(args) > position:
-                content = args[position]
+            inputs = [*(kwargs[key] for key in _INPUTS if key in kwargs), *args[position : position + 1]]
+            content = next(iter(inputs), None)
             if isinstance(content, Tensor):
                 record |= {"numel": content.numel(), "rows": content.shape[0] if content.dim() else 1}
                 record |= {"dtype": str(content.dtype).removeprefix("torch.")}
                 if content.numel() <= MOST_VALUES:
                     record["values"] = content.detach().flatten().tolist()
-            op = kwargs.get("op", args[1] if name == "all_reduce" and len(args) > 1 else None)
-            record["op"] = str(op).rpartition(".")[2].lower() if op is not None else "sum"
         if _is_called_by("gather_for_metrics"):
             record["trims"] = True
         self.recorder.write(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,16 +31,11 @@ def install(folder: str, rank: int, most_steps: int) -> Patches:
 
     for name in ("spawn", "start_processes"):
         patches.replace(torch.multiprocessing, name, refused)
-    recorder.write({"t": "begin", "argv": sys.argv})
-    end = _ends(recorder)
-    atexit.register(end)
-    patches.on_undo(lambda: atexit.unregister(end))
-    return patches
 
-
-def _ends(recorder: Recorder) -> Callable[[], None]:
     def end() -> None:
         if not recorder.is_child:
             recorder.write({"t": "end"})
 
-    return end
+    atexit.register(end)
+    patches.on_undo(lambda: atexit.unregister(end))
+    return patches

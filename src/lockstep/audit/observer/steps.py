@@ -21,9 +21,12 @@ from lockstep.audit.observer.loaders import LoaderObserver
 from lockstep.audit.observer.record import Patches, Recorder, guarded, script_line
 
 #: Steps that are all looked at; after them one of ``EVERY``, and those near the end of a pass.
-FIRST_STEPS, EVERY, LAST_BATCHES = 16, 16, 4
+FIRST_STEPS = 16
+EVERY = 16
+LAST_BATCHES = 4
 #: Parameters whose gradients are sampled, and entries of each.
-MOST_PARAMETERS, ENTRIES = 16, 8
+MOST_PARAMETERS = 16
+ENTRIES = 8
 #: Training passes after which the script is ended.
 MOST_PASSES = 2
 LOSSES = (
@@ -66,12 +69,12 @@ class StepObserver:
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         patches.on_undo(register_optimizer_step_post_hook(self._after_step).remove)
 
-    # --- what is made ----------------------------------------------------------------------------
+    # --- new objects ------------------------------------------------------------------------------
 
     def _note_optimizer(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         if not any(reference() is optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-            self.recorder.write({"t": "optimizer", "number": len(self._optimizers), "site": script_line()})
+            self.recorder.write({"t": "optimizer", "site": script_line()})
 
     def _note_scheduler(self, _: None, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         self.recorder.write({"t": "scheduler", "name": type(scheduler).__name__, "site": script_line()})
@@ -150,8 +153,7 @@ class StepObserver:
             self.recorder.write(record)
             return None
         optimizers = [made for made in (reference() for reference in self._optimizers) if made is not None]
-        term = loss_term(loss)
-        factor, count, kind = term or (None, None, None)
+        factor, count, kind = loss_term(loss) or (None, None, None)
         record |= {"loss": loss.item(), "factor": factor, "count": count, "kind": kind, "line": self._loss_line}
         record |= {"graph": loss.grad_fn.name() if loss.grad_fn is not None else None}
         record |= {"clean": [self._is_clean(optimizer) for optimizer in optimizers]}
