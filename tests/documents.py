@@ -68,6 +68,10 @@ SHORTER = [
     (r"\bRUN RUN\b", "last run-5e6f7a8b"),
     (r"\bRUN\b", "last"),
     (r"--seed S\b", "--seed 1"),
+    (r"lockstep sweep (har|my_task.py:MyTask)", "lockstep sweep my_task.py:MyTask --set training.max_steps=2"),
+    (r"=(1e-4,3e-4,1e-3|3e-4,1e-3,3e-3)", "=1e-3"),
+    (r"--seeds 5", "--seeds 2"),
+    (r"--trials 30", "--trials 2"),
     (r"(evaluate|predict|export) last", r"\1 run-5e6f7a8b"),  # on cli.md the last run is a script's
     (r"evaluate run-5e6f7a8b --data", "evaluate speech-1 --data"),
     (r"generate last", "generate text-1"),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lockstep.engine.task import Callback, Datasets, Loss, Scheduler, Task, TaskConfig
     from lockstep.errors import LockstepError
     from lockstep.events import Sound
-    from lockstep.hardware.detect import detect_devices, get_available_gpus
-    from lockstep.hardware.resolve import resolve_hardware
+    from lockstep.hardware import detect_devices, get_available_gpus, resolve_hardware
+    from lockstep.lab.sweep.api import sweep
     from lockstep.strategies import StrategySpec, register_strategy
 
 __version__ = "0.2.0"
@@ -41,8 +41,8 @@ _EXPORTS = {
     "lockstep.engine.task": ["Callback", "Datasets", "Loss", "Scheduler", "Task", "TaskConfig"],
     "lockstep.errors": ["LockstepError"],
     "lockstep.events": ["Sound"],
-    "lockstep.hardware.detect": ["detect_devices", "get_available_gpus"],
-    "lockstep.hardware.resolve": ["resolve_hardware"],
+    "lockstep.hardware": ["detect_devices", "get_available_gpus", "resolve_hardware"],
+    "lockstep.lab.sweep.api": ["sweep"],
     "lockstep.strategies": ["StrategySpec", "register_strategy"],
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -73,6 +73,7 @@ __all__ = [
     "plan",
     "register_strategy",
     "resolve_hardware",
+    "sweep",
     "train",
     "verify",
 ]

@@ -6,34 +6,88 @@ import sys
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, RunsPlace, answer, find, print_values, verb
+from lockstep.cli.output import (
+    DEFAULT_RUNS_DIR,
+    AsJson,
+    RunRef,
+    RunsDir,
+    RunsPlace,
+    answer,
+    find,
+    flag,
+    print_values,
+    verb,
+)
 from lockstep.telemetry.console import duration, print_plan, print_table, say, value_text
 
 if TYPE_CHECKING:
     from lockstep.rundir.folder import RunDir
 
+#: Of the table of `lockstep runs`.
+MAX_ROWS = 100
 
-@verb("[OPTIONS]")
-def runs(*, runs_dir: RunsPlace = str(DEFAULT_RUNS_DIR), as_json: AsJson = False) -> None:
+RUNS = """\
+Examples:
+  lockstep runs --where status=completed --sort val_loss
+  lockstep runs --where tag=rates-1 --by optimizer.lr      # mean ± standard deviation over seeds"""
+
+
+@verb("[OPTIONS]", RUNS)
+def runs(
+    *,
+    filters: Annotated[
+        list[str] | None,
+        flag(
+            "Only runs for which it holds: a column of --json, a metric, a setting or `tag`, with = != < > <= or >=. "
+            "May be repeated.",
+            "KEY=VALUE",
+            name="--where",
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        flag(
+            "Order by a column of --json, a metric or a setting, smallest first. Default: newest first.", "KEY[:desc]"
+        ),
+    ] = None,
+    by: Annotated[
+        str | None, flag("Group by these settings: the metric's mean ± standard deviation, best first.", "KEY,...")
+    ] = None,
+    limit: Annotated[int, flag(f"Rows of the table; 0: all. Default: {MAX_ROWS}.")] = MAX_ROWS,
+    runs_dir: RunsPlace = str(DEFAULT_RUNS_DIR),
+    as_json: AsJson = False,
+) -> None:
     from lockstep.rundir.copies import CopiedRuns
+    from lockstep.rundir.groups import Facts, group_runs, in_order, matching
     from lockstep.rundir.remote import is_url
     from lockstep.rundir.summary import summaries
 
     folder = CopiedRuns(runs_dir).refresh() if is_url(runs_dir) else Path(runs_dir)
-    found = summaries(folder, lambda why: say(f"warning: {why}", sys.stderr))
-    answer({"runs": found}, partial(_print_runs, found, folder), as_json)
+    listed = summaries(folder, lambda why: say(f"warning: {why}", sys.stderr))
+    selected = matching([Facts(run) for run in listed], filters or ())
+    if sort is not None:
+        selected = in_order(selected, sort)
+    if by is not None:
+        grouping = group_runs(selected, by.split(","))
+        answer(grouping.as_dict(), partial(print_table, *grouping.table(value_text)), as_json)
+        return
+    shown = [run.summary for run in selected]
+    answer({"runs": shown}, partial(_print_runs, shown, limit, folder), as_json)
 
 
-def _print_runs(found: list[dict[str, Any]], runs_dir: Path, stream: TextIO) -> None:
+def _print_runs(found: list[dict[str, Any]], limit: int, runs_dir: Path, stream: TextIO) -> None:
     if not found:
         say(f"no runs in {runs_dir} (--runs-dir names another folder); `lockstep train har` makes one", stream)
         return
+    shown = found[:limit] if limit > 0 else found
     columns = ["id", "name", "task", "status", "epoch", "step", "best", "started", "devices", "folder"]
-    if all(run["location"] == run["id"] for run in found):
+    if all(run["location"] == run["id"] for run in shown):
         columns.remove("folder")
-    print_table(columns, [_row(run)[: len(columns)] for run in found], stream)
+    print_table(columns, [_row(run)[: len(columns)] for run in shown], stream)
+    if len(shown) < len(found):
+        say(f"{len(shown)} of {len(found)} runs; --limit 0 lists all, --where and --sort choose", stream)
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:

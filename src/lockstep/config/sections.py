@@ -461,6 +461,9 @@ class RunConfig(Section):
     """All settings of a run, resolved and frozen; ``config.yaml`` of a run is this object."""
 
     name: str | None = setting(None, "a label; Lockstep chooses the run's id", max_length=200)
+    tags: Annotated[tuple[str, ...], BeforeValidator(_listed)] = setting(
+        (), "labels that several runs share, such as the name of their sweep", max_length=20
+    )
     save_dir: Path | None = setting(None, "the run folder itself; unset: runs_dir/<run id>")
     runs_dir: Path = setting(Path("runs"), "where run folders are made")
     init_from: Path | None = setting(None, "run or checkpoint whose weights to start from; unset: drawn from the seed")

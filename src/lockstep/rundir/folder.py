@@ -286,6 +286,7 @@ class RunDir:
             host=socket.gethostname(),
             command=files.plain(list(command)),
             versions=versions(),
+            tags=files.plain(list(config.tags)),
         )
 
         def fill(folder: Path) -> None:

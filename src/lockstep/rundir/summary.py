@@ -38,6 +38,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     - ``step`` of ``total_steps`` (optimizer steps), ``progress`` from 0 to 1, ``epoch`` (completed) of ``epochs``
     - ``monitor``: the metric that decides which checkpoint is best
     - ``eta_s``: seconds to the end of a running run, where that can be estimated
+    - ``metrics``: validation metrics of the best epoch, and the test's
     - ``last_epoch``: the newest row of ``metrics.json``; ``samples_per_s``: the median of all rows
 
     Raises:
@@ -72,9 +73,17 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
         "total_steps": total,
         "progress": min(1.0, step / total) if step is not None and total else None,
         "eta_s": beat.seconds_left() if beat and status == "running" else None,
+        "metrics": results(record, rows),
         "last_epoch": last or None,
         "samples_per_s": statistics.median_high(speeds) if speeds else None,
     }
+
+
+def results(record: RunRecord, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The best epoch's validation metrics (``val_…``), the monitored one, and the test's (``test_…``)."""
+    best: Mapping[str, Any] = next((row for row in epochs if row.get("epoch") == record.best_epoch), {})
+    validation = {name: value for name, value in best.items() if name.startswith("val_")}
+    return {**validation, **record.best_metric, **record.final_metrics}
 
 
 def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -245,6 +254,15 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
         why=f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs",
         fix=f"did you mean {close[0]}?" if close else listed,
     )
+
+
+def find_runs(ref: str, runs_dir: Path) -> list[RunDir]:
+    """The runs of ``runs_dir`` with the tag ``ref``, such as those of a sweep, oldest first; else the run it names.
+
+    A sweep may be named by its folder. Raises :class:`RunFolderError`: there is none.
+    """
+    tagged = [] if is_url(ref) else [run for run, record in read_runs(runs_dir) if Path(ref).name in record.tags]
+    return tagged[::-1] or [find_run(ref, runs_dir)]
 
 
 def read_forecast(path: Path) -> dict[str, Any]:

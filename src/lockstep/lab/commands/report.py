@@ -11,12 +11,44 @@ from lockstep.errors import UsageError
 from lockstep.telemetry.console import print_table, say
 
 if TYPE_CHECKING:
-    pass
+    from lockstep.rundir.groups import Grouping
+
+#: Of more runs, a table has no column for each.
+MAX_COLUMNS = 8
+
+By = Annotated[
+    str | None,
+    flag(
+        "Group runs by these settings: the metric's mean ± standard deviation, best first. Default: for a sweep, or "
+        f"more than {MAX_COLUMNS} runs, every setting that differs but the seed.",
+        "KEY,...",
+    ),
+]
+Metric = Annotated[str | None, flag("Metric of groups, such as test_accuracy. Default: the monitored one.")]
 
 
-@verb("RUN RUN… [OPTIONS]", "Example:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison")
+def grouped(refs: Sequence[str], runs_dir: Path, by: str | None, metric: str | None) -> Grouping | None:
+    """The runs in groups, if groups are asked for, if a sweep is named, or if there are many runs."""
+    from lockstep.lab.report.page import find_all
+    from lockstep.rundir.groups import facts_of, group_runs
+
+    runs = find_all(refs, runs_dir)
+    if by is None and metric is None and len(runs) <= min(len(refs), MAX_COLUMNS):
+        return None
+    return group_runs(facts_of(runs), by.split(",") if by else (), metric or "")
+
+
+@verb(
+    "RUN RUN… [OPTIONS]",
+    "Examples:\n  lockstep compare run-1a2b3c4d run-5e6f7a8b --out comparison\n"
+    "  lockstep compare rates-1 --by training.seed          # a sweep",
+)
 def compare(
-    *runs: Annotated[str, flag("Two runs or more: folder, id, beginning of an id, or `last`.")],
+    *runs: Annotated[
+        str, flag("Two runs or more: folder, id, beginning of an id, or `last`; or a tag, such as a sweep's name.")
+    ],
+    by: By = None,
+    metric: Metric = None,
     out: Annotated[
         Path | None, flag("Also write overlaid curves there, as report.html and PNG files. Default: no.")
     ] = None,
@@ -24,8 +56,19 @@ def compare(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
     from lockstep.lab.report.page import read_all, write_report
-    from lockstep.lab.report.source import compared
+    from lockstep.lab.report.source import compared, text
 
+    grouping = grouped(runs, runs_dir, by, metric)
+    if grouping is not None:
+        written = write_report(runs, runs_dir, out, grouping) if out is not None else []
+        files = [str(path) for path in written]
+
+        def show_groups(stream: TextIO) -> None:
+            print_table(*grouping.table(text), stream)
+            stream.writelines(f"{file}\n" for file in files)
+
+        answer({**grouping.as_dict(), "files": files}, show_groups, as_json)
+        return
     found, benches = read_all(runs, runs_dir)
     if len(found) < 2 or benches:
         raise UsageError(
@@ -68,7 +111,11 @@ def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
     "RUN… [OPTIONS]", "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page"
 )
 def report(
-    *runs: Annotated[str, flag("Runs (folder, id, beginning of an id, `last`) and folders of `lockstep bench`.")],
+    *runs: Annotated[
+        str, flag("Runs (folder, id, beginning of an id, `last`, a tag) and folders of `lockstep bench`.")
+    ],
+    by: By = None,
+    metric: Metric = None,
     out: Annotated[
         Path | None,
         flag("Folder for report.html and pictures, or an .html file. Default: `report` in the first one."),
@@ -80,6 +127,6 @@ def report(
 
     if not runs:
         raise UsageError("no run was named", fix="lockstep report last; `lockstep runs` lists them")
-    written = write_report(runs, runs_dir, out)
+    written = write_report(runs, runs_dir, out, grouped(runs, runs_dir, by, metric))
     files = [str(path) for path in written]
     answer({"files": files}, lambda out: out.writelines(f"{file}\n" for file in files), as_json)

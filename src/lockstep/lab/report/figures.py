@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lockstep.errors import UnsupportedError
 from lockstep.lab.report.source import Row, RunData
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.groups import Grouping
 from lockstep.telemetry.console import save_figure
 
 if TYPE_CHECKING:
@@ -95,6 +97,38 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     drawn = [_curves(runs, name, title, [one for one in found if one.y], x) for name, title, found, x in curves]
     drawn += [_matrix(run, name, table) for run in runs for name, table in run.tables.items()]
     return [picture for picture in drawn if picture is not None]
+
+
+def group_pictures(grouping: Grouping) -> list[Picture]:
+    """Curves over epochs of the metric and the losses: the mean of each group, in a band of its standard deviation.
+
+    At most as many groups as there are colours, the best ones.
+    """
+    require_matplotlib()
+    epochs = [[RunDir(Path(run["path"])).epochs() for run in group.runs] for group in grouping.groups[: len(COLOURS)]]
+    drawn = []
+    for metric in dict.fromkeys([grouping.metric, "val_loss", "train_loss"]):
+        figure, axes = _new_figure(metric)
+        for group, rows_of_runs, colour in zip(grouping.groups, epochs, COLOURS, strict=False):
+            values: dict[float, list[float]] = {}
+            for rows in rows_of_runs:
+                for epoch, value in zip(*_points(rows, "epoch", metric), strict=True):
+                    values.setdefault(epoch, []).append(value)
+            if not values:
+                continue
+            means = [statistics.fmean(row) for row in values.values()]
+            deviations = [statistics.stdev(row) if len(row) > 1 else 0.0 for row in values.values()]
+            label = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in group.settings.items())
+            axes.plot(list(values), means, color=colour, linewidth=1.4, label=label or "all runs")
+            low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+            high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+            axes.fill_between(list(values), low, high, color=colour, alpha=0.18, linewidth=0)
+        if axes.lines:
+            axes.set_xlabel("epoch")
+            for entry in axes.legend(fontsize="small", frameon=False).get_texts():
+                entry.set_parse_math(False)
+            drawn.append(Picture(metric, metric, figure))
+    return drawn
 
 
 def require_matplotlib() -> None:
