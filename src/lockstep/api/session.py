@@ -346,7 +346,7 @@ class Session:
             return rows
         look = self._loop.look("gather()", rows, 1)
         counts = self._loop.training is None or not self._loop.training.is_ghost
-        return gather_rows(rows, counts=counts, most=self._most_gathered, look=look)
+        return gather_rows(rows, counts=counts, capacities=self._most_gathered, look=look)
 
     @overload
     def all_reduce(self, value: float, operation: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...

@@ -41,7 +41,7 @@ from lockstep.rundir.heartbeat import Activity, pulse
 class Evaluator:
     """How a rank goes through data with the others, in chunks of ``batch_size`` samples.
 
-    What is drawn for a chunk depends on ``seed``, the ``step`` of the weights and the chunk's number alone.
+    The random numbers of a chunk depend on ``seed``, the ``step`` of the weights and the chunk's number alone.
     ``ghosts``: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
     ``together``: all ranks take part in every chunk, and one of them has its rows.
     """
@@ -63,14 +63,14 @@ class Evaluator:
         together = {"ghosts": plan.sharded, "together": plan.pipelined}
         return cls(collectives, device, precision, plan.loader, plan.eval_batch_size, plan.seed, step, **together)
 
-    def chunks(self, samples: int, *, first: int = 0, most: int | None = None) -> list[BatchRequest]:
+    def chunks(self, samples: int, *, first: int = 0, limit: int | None = None) -> list[BatchRequest]:
         """This rank's chunk of every round from chunk ``first`` on; an empty one, or a ghost, when it has none for it.
 
-        ``most``: chunks of all ranks; ``None``: all of ``samples``.
+        ``limit``: chunks of all ranks; ``None``: all of ``samples``.
         """
         rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
         number, size = -(-samples // self.batch_size), self.batch_size
-        number = number if most is None else min(number, most)
+        number = number if limit is None else min(number, limit)
         nothing = BatchRequest(0, 0, 0, int(self.ghosts), ghost=self.ghosts)
         starts = (size * (start + rank) for start in range(first, number, ranks))
         return [
@@ -80,7 +80,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def walk(
-        self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, first: int = 0, most: int | None = None
+        self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, first: int = 0, limit: int | None = None
     ) -> Iterator[Iterator[tuple[BatchRequest, Any]]]:
         """This rank's chunks of ``dataset`` and their batches, on its device; inside, ``model`` is in evaluation mode.
 
@@ -88,7 +88,7 @@ class Evaluator:
         """
         source = Source(dataset, collate, self.seed, InOrder())
         devices = list(dict.fromkeys((self.device, *(parameter.device for parameter in model.parameters()))))
-        batches = self._batches(self.chunks(len(dataset), first=first, most=most), source, devices)
+        batches = self._batches(self.chunks(len(dataset), first=first, limit=limit), source, devices)
         with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
             yield batches
 
@@ -127,7 +127,7 @@ def evaluate(
         report: called with the number of samples before each chunk.
     """
     collectives = evaluator.collectives
-    with evaluator.walk(model, dataset, collate_of(task), most=chunks) as batches:
+    with evaluator.walk(model, dataset, collate_of(task), limit=chunks) as batches:
         metrics: Any = make_metrics(task) if collectives.is_main else None
         merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
         states = None
@@ -136,7 +136,7 @@ def evaluate(
         draw, chunk_number = SeededDraws(evaluator.seed, (), purpose="metrics"), 0
 
         def update(rows: Iterable[Any]) -> None:
-            """With draws of this chunk alone: what was drawn before depends on the number of ranks."""
+            """Update with random numbers of this chunk alone: earlier draws depend on the number of ranks."""
             draw(evaluator.step, chunk_number)
             update_metrics(metrics, rows)
 
@@ -154,7 +154,7 @@ def evaluate(
                         chunk_number += 1
             waiting.clear()
 
-        # Not inference_mode: what a model caches on the way (masks, position tables) may meet autograd later.
+        # Not inference_mode: caches of a model (masks, position tables) may meet autograd later.
         with torch.no_grad():
             for request, batch in batches:
                 report(request.start)
@@ -193,22 +193,15 @@ def evaluation(task: Task, model: nn.Module, callbacks: Callbacks) -> Iterator[N
 
 
 @contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Each module of ``model`` is afterwards in training or evaluation mode as before."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` in evaluation mode; each of its modules returns to its mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
+        model.eval()
         yield
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` in evaluation mode; afterwards each of its modules has its own mode back."""
-    with modes_kept(model):
-        model.eval()
-        yield
 
 
 def _chunk(
@@ -218,10 +211,10 @@ def _chunk(
     if request.size == 0:
         return None
     with precision.autocast():
-        found = task.validate(model, batch)
-    if request.ghost or found is None:  # a pipeline's last rank alone has rows
+        outputs = task.validate(model, batch)
+    if request.ghost or outputs is None:  # a pipeline's last rank alone has rows
         return None
-    loss, rows = check_loss(found[0]), found[1]
+    loss, rows = check_loss(outputs[0]), outputs[1]
     if checked:
         check_rows(rows, request.size, "the task's evaluate()")
     return float(loss.total), float(loss.count), to_host(rows)

@@ -1,4 +1,4 @@
-"""Training on one rank: the loop, and what happens at its steps, at the ends of epochs and at the end.
+"""The loop of a task on one rank: its steps, evaluations, epochs and end.
 
 The loop is a generator of finished steps. It sees windows, a strategy and an update, never a device.
 """
@@ -33,7 +33,7 @@ from lockstep.rundir.heartbeat import Activity, pulse
 
 #: Bytes on a GPU that may be copied there, so that the copy to host memory need not be waited for.
 MAX_CLONED_BYTES = 2**30
-#: What a task's hooks are: a function of a :class:`StepResult` and the model, and after how many steps to call it.
+#: A task's hook: a function of a :class:`StepResult` and the model, and the number of steps between its calls.
 TaskHook = tuple[Callable[..., Mapping[str, float] | None], int]
 _OUT_OF_RANGE = (
     "The total of the loss is infinite in step {step}: the task sums it in half precision, whose largest number is "
@@ -133,7 +133,7 @@ class TaskTraining(Training):
         self.save()
         self.wait()
         final = log.final_evaluation
-        self.averages.swap()  # what is tested now is what is saved
+        self.averages.swap()  # the test uses the weights that are saved
         if log.ended_by is EndedBy.COMPLETED and self._datasets.test is not None:
             final |= self._validation.test(load_best(self.rank, self._task, self._module, self.state.step))
         pulse.at(Activity.ENDING)
@@ -213,25 +213,25 @@ class TaskTraining(Training):
         self._parts.callbacks.call(event, self._task._lockstep_context, self._parts.strategy.module)
 
     def _end_epoch(self, step: StepResult) -> None:
-        """Validate where that is due, emit the epoch's row, and save.
+        """Validate if that is due, emit the epoch's row, and save.
 
         Where ``max_steps`` ends the run, it is evaluated, too. Such an evaluation judges nothing: without the stop
         there would be none, and a run that resumes has the best and the patience of one that was not stopped.
         """
-        sums = self.log.epoch_so_far()
+        loss = self.log.sum_epoch()
         epoch = step.window.epoch + 1
         if step.epoch_ended:
             self._callback("on_epoch_end")
-            if math.isnan(sums.loss):
+            if math.isnan(loss):
                 self.rank.note("nothing_counted", _NOTHING_COUNTED.format(epoch=epoch), "warning")
         config, is_last = self.rank.config, step.step >= self.rank.plan.total_steps
         is_due = step.epoch_ended and (epoch % config.validation.every_epochs == 0 or epoch >= config.training.epochs)
         is_due = is_due or self._is_due(step.step)
-        metrics, judged = {"train_loss": sums.loss}, None
+        metrics, judged = {"train_loss": loss}, None
         if self._datasets.val is not None and (is_due or is_last):
             metrics |= self._validate()
             judged = metrics if is_due else None
-        self.record_epoch(metrics, sums, ended=step.epoch_ended, judged=judged)
+        self.record_epoch(metrics, ended=step.epoch_ended, judged=judged)
 
     def _validate_within_epoch(self) -> None:
         metrics = self._validate()

@@ -56,7 +56,7 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
         kind = _REDUCTIONS.get(reduction, "unknown")
         return [Term(kind, *(_divisor(node) if kind == "mean" else ()))]
     if name in ("Add", "Sub"):
-        return [term for one in inputs for term in _terms(one, count, depth + 1)]
+        return [term for operand in inputs for term in _terms(operand, count, depth + 1)]
     if name == "Mean":
         summed = saved(inputs[0], "dim") if inputs[0].name().startswith("Sum") else None
         per_item = isinstance(summed, tuple) and 0 in summed
@@ -81,7 +81,7 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
 
 
 def _divisor(node: Any) -> tuple[Tensor | float | None, bool]:
-    """What a loss of torch's with ``reduction="mean"`` divides by, and whether it is a sum of weights."""
+    """Return the divisor of a loss of torch with ``reduction="mean"``, and whether it is a sum of weights."""
     values, target, ignored = saved(node, "self"), saved(node, "target"), saved(node, "ignore_index")
     if ignored is None:
         return (values.numel() if isinstance(values, Tensor) else None), False
@@ -100,16 +100,17 @@ def _constant(node: Any) -> float | None:
 
 
 def check_loss(loss: Any) -> Loss:
-    """What a task returned, as a :class:`Loss` with a scalar total. Raises :class:`TaskError`: a number, or no pair."""
+    """Convert the value of ``Task.loss()`` to a :class:`Loss` with a scalar total. Raises :class:`TaskError`."""
     fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
     total, count = loss
     if not isinstance(total, Tensor):
-        why = f"it is a {type(total).__name__}"
+        reason = f"it is a {type(total).__name__}"
         if isinstance(total, int | float):
-            why, fix = f"{why}, which has no gradient, as after .item()", "return the tensor itself as the total"
-        raise TaskError("the task's loss total is not a tensor", why=why, fix=fix)
+            reason += ", which has no gradient, as after .item()"
+            fix = "return the tensor itself as the total"
+        raise TaskError("the task's loss total is not a tensor", why=reason, fix=fix)
     _check_count(count, "the task's loss count", fix)
     return Loss(summed(total) if total.dim() else total, count)
 
@@ -184,12 +185,12 @@ def checked_sum(total: Any, count: Any, weight: Any, samples: int | None) -> tup
         TaskError: anything but a sum of losses with a count, or a mean with a weight.
     """
     if not isinstance(total, Tensor) or total.dim() or not total.requires_grad:
-        why = f"it is a {type(total).__name__}"
+        reason = f"it is a {type(total).__name__}"
         if isinstance(total, Tensor):
-            why = f"its shape is {tuple(total.shape)}" if total.dim() else "nothing in it requires a gradient"
+            reason = f"its shape is {tuple(total.shape)}" if total.dim() else "nothing in it requires a gradient"
         raise TaskError(
             "backward() needs a sum of losses, a tensor of shape () with a gradient",
-            why=why,
+            why=reason,
             fix="session.backward(F.cross_entropy(output, target, reduction='sum'), count=len(target))",
         )
     if (count is None) == (weight is None):

@@ -152,18 +152,21 @@ def _plain(value: Any) -> Any:
 
 
 def update_metrics(metrics: Any, rows: Iterable[Any]) -> None:
-    """Raises what ``metrics`` raise, with a note on what they were given."""
-    given = tuple(rows)
+    """Update ``metrics`` with ``rows``; an error of theirs gets a note with the types of the rows."""
+    columns = tuple(rows)
     try:
-        metrics.update(*given)
+        metrics.update(*columns)
     except Exception as error:
-        kinds = [f"{list(one.shape)} {one.dtype}" if isinstance(one, Tensor) else type(one).__name__ for one in given]
-        error.add_note(f"raised by the metrics of Task.metrics(), which were given {', '.join(kinds) or 'nothing'}")
+        kinds = ", ".join(
+            f"{list(column.shape)} {column.dtype}" if isinstance(column, Tensor) else type(column).__name__
+            for column in columns
+        )
+        error.add_note(f"raised by the metrics of Task.metrics(), which were given {kinds or 'nothing'}")
         raise
 
 
 def without_sync() -> contextlib.AbstractContextManager[None]:
-    """Metrics of torchmetrics, also those in a task's own object, do not sync: rank 0 alone has seen rows, and all."""
+    """Keep metrics of torchmetrics from synchronising, since rank 0 alone has seen rows, and all of them."""
     if "torchmetrics" not in sys.modules:  # to import it takes longer than many first steps
         return contextlib.nullcontext()
     from lockstep._compat.torchmetrics import without_sync as unsynchronized
@@ -172,7 +175,7 @@ def without_sync() -> contextlib.AbstractContextManager[None]:
 
 
 class MergedStates:
-    """Metrics of torchmetrics that every rank updates with its own rows, and whose states rank 0 merges.
+    """Metrics of torchmetrics that every rank updates with its rows, and whose states rank 0 merges.
 
     That takes ``full_state_update = False``, and states that are summed or of which the least or largest counts.
     Integers are merged once at the end; floating-point numbers chunk by chunk in index order, so that sums are
@@ -239,7 +242,7 @@ class MergedStates:
             from lockstep._compat.torchmetrics import reductions
 
             merge = [_merging()[reductions(metric)[name]] for metric, name in self._names()]
-            states = [one(old, new) for one, old, new in zip(merge, self._merged, states, strict=True)]
+            states = [combine(old, new) for combine, old, new in zip(merge, self._merged, states, strict=True)]
         self._merged = states or self._merged
 
     def put(self) -> None:

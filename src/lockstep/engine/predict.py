@@ -114,8 +114,8 @@ def _rows(columns: Any, request: BatchRequest) -> list[Row]:
         )
     lists = {str(name): _plain(column) for name, column in columns.items()}
     return [
-        {"index": request.start + place, **{name: column[place] for name, column in lists.items()}}
-        for place in range(request.size)
+        {"index": request.start + number, **{name: column[number] for name, column in lists.items()}}
+        for number in range(request.size)
     ]
 
 

@@ -58,7 +58,7 @@ def writing(
 
 @dataclass(frozen=True)
 class RankContext:
-    """Run, plan, device and process group of one rank, and where it reports to.
+    """Run, plan, device, process group and outputs of one rank.
 
     Rank 0 writes the run folder; the ``sink`` of other ranks drops events. ``heartbeat`` takes the steps
     done and the total, ``stop_signal`` gives the signal that asked this process to stop, if any.
@@ -83,7 +83,7 @@ class RankContext:
 
     @property
     def compared(self) -> Collectives:
-        """For calls by code that is not the engine's."""
+        """Collectives for calls by a loop of the user's: the calls of ranks are compared."""
         return collectives()
 
     def note(self, key: str, text: str, level: Literal["info", "warning"] = "info") -> None:
@@ -121,12 +121,23 @@ def joined(
             if world.is_main:
                 before = run_dir.progress()
                 heartbeat.start(run_dir.heartbeat_file, before.step if before else 0, plan.total_steps)
-            place = run_dir, world, config, plan, device, collectives
-            yield RankContext(*place, attempt, sink, writer, heartbeat.beat, stop_signal)
+            yield RankContext(
+                run_dir,
+                world,
+                config,
+                plan,
+                device,
+                collectives,
+                attempt=attempt,
+                sink=sink,
+                writer=writer,
+                heartbeat=heartbeat.beat,
+                stop_signal=stop_signal,
+            )
 
 
 def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
-    """What changes bits besides the run's own settings: recorded with every plan and checkpoint."""
+    """Return the properties of this machine that change bits; plans and checkpoints record them."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "torch": torch.__version__,

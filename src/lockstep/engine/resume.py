@@ -60,28 +60,28 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, 
     """The checkpoint of ``step``, read and verified by rank 0 and sent to all ranks. Collective.
 
     ``in_pieces``: the model is divided and every rank sees ``store``'s folder, so that of a checkpoint in shards
-    each reads for itself what it needs.
+    each reads only its part.
     """
 
     def read() -> Snapshot | None:
         return None if in_pieces and store.verify(step).shards else store.load(step)
 
-    found = _from_main(read, collectives)
-    return store.open(step) if found is None else found
+    snapshot = _from_main(read, collectives)
+    return store.open(step) if snapshot is None else snapshot
 
 
 def _from_main(read: Callable[[], T], collectives: Collectives) -> T:
     """What ``read()`` returns on rank 0, or the :class:`CheckpointError` that it raises, on every rank. Collective."""
-    found: T | CheckpointError | None = None
+    result: T | CheckpointError | None = None
     if collectives.is_main:
         try:
-            found = read()
+            result = read()
         except CheckpointError as error:
-            found = error
-    found = collectives.broadcast(found)
-    if isinstance(found, CheckpointError):
-        raise found
-    return cast(T, found)
+            result = error
+    result = collectives.broadcast(result)
+    if isinstance(result, CheckpointError):
+        raise result
+    return cast(T, result)
 
 
 def manifest_of(
@@ -107,7 +107,7 @@ def manifest_of(
 
 
 def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str | None:
-    """Forget the best so far where a resumed run is judged by another metric than before; a note about it."""
+    """Forget the best evaluation if a resumed run is judged by another metric than before, and return a note."""
     before, now = manifest.get("monitor"), [plan.monitor, plan.mode]
     if before in (None, now) or state.best_value is None or state.step >= plan.total_steps:
         return None
@@ -123,7 +123,7 @@ def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str
 def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False, remedy: str = "") -> None:
     """Raise :class:`CheckpointError` for a checkpoint of other data or another order of it.
 
-    ``makes_data``: the run makes its data in each epoch. ``remedy``: what else may help where the data differ.
+    ``makes_data``: the run makes its data in each epoch. ``remedy``: another fix for different data.
     """
     saved, here = str(manifest.get("fingerprint")), plan.task.fingerprint
     same_length = saved.partition(":")[0] == here.partition(":")[0]
@@ -195,12 +195,12 @@ def load_best(rank: RankContext, task: Task, model: nn.Module, step: int) -> int
 
 @contextlib.contextmanager
 def restoring(source: Path | str) -> Iterator[None]:
-    """What a state that does not fit raises, deep in some ``load_state_dict``, becomes a :class:`CheckpointError`."""
+    """Convert errors of ``load_state_dict`` for a state that does not fit to a :class:`CheckpointError`."""
     try:
         yield
     except LockstepError:
         raise
-    except Exception as error:  # every optimizer and task has its own
+    except Exception as error:  # optimizers and tasks raise different ones
         raise CheckpointError(
             f"the training state in {source} does not fit",
             why=f"{type(error).__name__}: {str(error)[:300]}",
@@ -216,7 +216,7 @@ def frozen_names(model: nn.Module) -> list[str]:
 def freeze_again(model: nn.Module, frozen: Collection[str] | None) -> str | None:
     """Freeze and unfreeze parameters as at the checkpoint, since a hook may have changed them.
 
-    Returns a note where that differs from what ``model()`` gives. ``frozen``: their names; ``None``: not known.
+    Returns a note if that differs from ``model()``. ``frozen``: names of parameters; ``None``: unknown.
     """
     if frozen is None:
         return None
@@ -234,24 +234,24 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
 
     Raises :class:`CheckpointError` where names or shapes differ; then the model is as it was.
     """
-    own = model.state_dict()
-    names = {plain_name(name): name for name in own}
+    current = model.state_dict()
+    names = {plain_name(name): name for name in current}
     weights = {names.get(plain_name(name), name): value for name, value in weights.items()}
-    missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    missing, surplus = sorted(current.keys() - weights.keys()), sorted(weights.keys() - current.keys())
     shapes = [
-        f"{key} {_shape(weights[key])} → {_shape(own[key])}"
-        for key in sorted(own.keys() & weights.keys())
-        if key.rpartition(".")[2] != "_extra_state" and _shape(own[key]) != _shape(weights[key])
+        f"{key} {_shape(weights[key])} → {_shape(current[key])}"
+        for key in sorted(current.keys() & weights.keys())
+        if key.rpartition(".")[2] != "_extra_state" and _shape(current[key]) != _shape(weights[key])
     ]
     listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", shapes)
     problems = [f"{kind} {comma.join(names[:5])}" for kind, comma, names in listed if names]
     if problems:
         fix = "use the task settings with which they were trained"
         raise CheckpointError(f"the weights in {source} do not fit the model", why="; ".join(problems), fix=fix)
-    if any(hasattr(value, "device_mesh") for value in own.values()):  # divided among ranks
+    if any(hasattr(value, "device_mesh") for value in current.values()):  # divided among ranks
         from lockstep.engine.distributed.dtensor_state import divided_like
 
-        weights = {name: divided_like(value, own[name]) for name, value in weights.items()}
+        weights = {name: divided_like(value, current[name]) for name, value in weights.items()}
     model.load_state_dict(weights)
 
 
@@ -264,9 +264,9 @@ def load_initial_weights(model: nn.Module, source: Path | None, collectives: Col
 
     Only rank 0 has to see the file.
     """
-    found = _from_main(lambda: None if source is None else (source, _weights_from(source)), collectives)
-    if found is not None:
-        named, weights = found
+    initial = _from_main(lambda: None if source is None else (source, _weights_from(source)), collectives)
+    if initial is not None:
+        named, weights = initial
         load_weights(model, weights, named)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import Steady
 from lockstep.data.requests import BatchRequest, Window
-from lockstep.engine.diagnostics.stragglers import RankWatch, Speed, Throughput
+from lockstep.engine.diagnostics.stragglers import RankWatch, Throughput
 from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
 from lockstep.engine.save_policy import SavePolicy, retained
@@ -33,7 +33,7 @@ from lockstep.telemetry.loggers import monitored, row_name
 
 
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What a loop logs, as numbers; a tensor has one value."""
+    """Convert logged values to numbers; a tensor has one value."""
     return {name: float(v.detach().item() if isinstance(v, Tensor) else v) for name, v in values.items()}
 
 
@@ -74,13 +74,6 @@ class LossMeter:
         self._device_sums.zero_()
 
 
-class EpochSums(NamedTuple):
-    """Mean training loss of an epoch so far, NaN without items, and its speed."""
-
-    loss: float
-    speed: Speed
-
-
 def record_samples(
     rank: RankContext, state: TrainState, indices: Callable[[BatchRequest], NDArray[np.int64]]
 ) -> Callable[..., None]:
@@ -88,19 +81,19 @@ def record_samples(
     file = JsonLines(rank.run_dir.samples_file(rank.world.rank))
 
     def record(window: Window, **fields: Any) -> None:
-        found = [i for request in window.requests if not request.ghost for i in indices(request).tolist()]
-        place = {"attempt": rank.attempt, "step": state.step + 1, "epoch": window.epoch + 1, **fields}
-        file.append({**place, "indices": found})
+        numbers = [i for request in window.requests if not request.ghost for i in indices(request).tolist()]
+        position = {"attempt": rank.attempt, "step": state.step + 1, "epoch": window.epoch + 1, **fields}
+        file.append({**position, "indices": numbers})
 
     return record
 
 
 class RunLog:
-    """One per rank. What it decides rests on values that are equal on all ranks, so all of them stop and save together.
+    """One per rank. Its decisions rest on values that are equal on all ranks, so all of them stop and save together.
 
     ``losses`` sums those of the current epoch; the driver adds to it. ``ended_by`` is why the run ends after the
-    current step; ``None`` while it continues. ``timed``: the parameters whose gradients show when a rank's own work of
-    a step is done. ``peak_share``: the part of the devices' peak arithmetic that one sample a second is.
+    current step; ``None`` while it continues. ``timed``: the parameters whose gradients show when a rank's work of a
+    step is done. ``peak_share``: the part of the devices' peak arithmetic that one sample a second is.
 
     Counting is paused until :meth:`start`, and between :meth:`pause` and :meth:`unpause`.
     """
@@ -126,6 +119,7 @@ class RunLog:
         self._started, self._earlier_s = time.monotonic(), state.elapsed_s
         self._speed = Throughput()
         self._interval = self._epoch = self._speed.mark()
+        self._epoch_speed = self._speed.since(self._epoch)
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
         self._noted, self._left_out = set[str](), 0
@@ -148,8 +142,10 @@ class RunLog:
         """Report that the attempt starts; where nothing is left to train, ``ended_by`` is set."""
         rank, state = self._rank, self.state
         rank.heartbeat(state.step, self.total)
-        where = (rank.run_dir.path, rank.attempt, state.step, self.total, rank.plan.as_dict())
-        rank.sink.emit(RunStarted(*where, position=lambda: state.step))
+        plan = rank.plan.as_dict()
+        rank.sink.emit(
+            RunStarted(rank.run_dir.path, rank.attempt, state.step, self.total, plan, position=lambda: state.step)
+        )
         for note in (*rank.plan.notes, *notes):
             rank.sink.emit(note)
         # Every step, or until early stopping, in an earlier attempt.
@@ -186,7 +182,7 @@ class RunLog:
     # Steps.
 
     def requests(self, step: int) -> Flags:
-        """What this rank asks all ranks to agree on with the sums of ``step``; clocks are rank 0's alone."""
+        """Return this rank's requests, which travel with the sums of ``step``; clocks are rank 0's alone."""
         stop = float(self._rank.stop_signal() is not None)
         if not self._rank.collectives.is_main:
             return Flags(stop)
@@ -285,7 +281,7 @@ class RunLog:
             self.ended_by = EndedBy.TIME
 
     def end_step(self, flags: Flags | None, save: Callable[[], None] | None) -> None:
-        """Do what the ranks agreed on with a step; ``save``: ``None`` at the end of an epoch, which saves."""
+        """Carry out the requests that the ranks agreed on; ``save``: ``None`` at the end of an epoch, which saves."""
         if flags is not None and flags.save and save is not None:
             save()
         self.agreed(flags)
@@ -298,30 +294,28 @@ class RunLog:
 
     # Epochs and evaluations.
 
-    def epoch_so_far(self) -> EpochSums:
-        """Return the epoch's mean training loss and speed; emit the state of the ranks. Collective."""
+    def sum_epoch(self) -> float:
+        """Return the epoch's mean training loss so far, NaN without items; emit the state of the ranks. Collective."""
         if self._rank.config.data.on_bad_row == "skip":
             self._report_skipped()
         total, count = self.losses.read()
-        speed = self._speed.since(self._epoch)
+        self._epoch_speed = self._speed.since(self._epoch)
         self._ranks.end_epoch(self.state.step, self.state.epoch + 1)
-        return EpochSums(total / count if count else math.nan, speed)
+        return total / count if count else math.nan
 
     def end_epoch(
         self,
         metrics: Mapping[str, float],
-        sums: EpochSums,
         lr: float,
         *,
         ended: bool,
         judged: Mapping[str, float] | None,
         uses_patience: bool = True,
     ) -> bool:
-        """Judge an epoch and emit its row; return whether its evaluation is the best so far.
+        """Judge an epoch and emit its row, after :meth:`sum_epoch`; return whether its evaluation is the best so far.
 
         Args:
-            metrics: what the epoch reports, with its ``train_loss``.
-            sums: from :meth:`epoch_so_far`, before the evaluation.
+            metrics: of the epoch, with its ``train_loss``.
             lr: of the last step.
             ended: whether the next epoch follows; else the run ends within this one.
             judged: metrics for :meth:`judge`, equal on all ranks; ``None`` if the epoch is not judged.
@@ -336,8 +330,8 @@ class RunLog:
             state.epoch, state.position = epoch, 0
         self._epoch = self._speed.mark()
         self._evaluation = {name: value for name, value in metrics.items() if name.startswith("val_")}
-        speed = {"samples_per_s": sums.speed.samples_per_s, "duration_s": sums.speed.seconds}
-        row = {**metrics, "lr": lr, **speed}
+        speed = self._epoch_speed
+        row = {**metrics, "lr": lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
         self._rank.sink.emit(
             EpochEnded(self._rank.attempt, epoch, state.step, row, improved, state.samples_seen, is_complete=ended)
         )

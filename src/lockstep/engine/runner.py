@@ -1,4 +1,4 @@
-"""What the core asks about a task: the answers depend on what trains its class.
+"""Questions of the core about a task; its class decides who answers them.
 
 A class of tasks names its runner in ``_lockstep_runner``; :class:`TaskRunner` is the one of :class:`.Task`.
 """
@@ -31,7 +31,7 @@ from lockstep.planning import Plan, TaskFacts
 
 
 class TaskRunner:
-    """Runs a task with Lockstep's own loop; a subclass runs the tasks of another class with another loop."""
+    """Runs a task with Lockstep's loop; a subclass runs the tasks of another class with another loop."""
 
     #: Whether a strategy may divide the model among ranks.
     can_divide: ClassVar[bool] = True
@@ -49,11 +49,11 @@ class TaskRunner:
         return one_micro_batch(given, config)
 
     def native_settings(self, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-        """Return ``given`` with what makes the task one of Lockstep's own loop; ``config`` is complete."""
+        """Return ``given`` with the settings that train the task with Lockstep's loop; ``config`` is complete."""
         return given
 
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
-        """Return what the plan must know; raise where the configured optimizer cannot be made."""
+        """Return the facts for the plan; raise if the configured optimizer cannot be made."""
         facts = inspect_task(self.task, datasets, config.task.name)
         if facts.optimizer_lr is None:
             check_configured_optimizer(self.task, config)
@@ -100,7 +100,7 @@ class TaskRunner:
         return watched_inputs(self.task, model, config)
 
     def export(self, model: nn.Module, snapshot: Snapshot, folder: Path) -> None:
-        """Write what is exported beside weights and program of ``model``, which ``snapshot`` has, to ``folder``."""
+        """Write the files beside weights and program of ``model``, which ``snapshot`` has, to ``folder``."""
         self.task.export(model, folder)
 
 

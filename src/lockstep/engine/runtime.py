@@ -36,9 +36,9 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
     """
     cudnn: Any = torch.backends.cudnn
     newer: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    kept, switches = [part.fp32_precision for part in newer], (cudnn.benchmark, cudnn.deterministic)
-    # Where the caller's own disagree, the older one cannot be read: it is the other of two values.
-    allowed, older = kept[1] != "tf32", "highest" if kept[0] == "tf32" else "high"
+    precisions, switches = [part.fp32_precision for part in newer], (cudnn.benchmark, cudnn.deterministic)
+    # If the caller's values disagree, the older one cannot be read: it is the other of two values.
+    allowed, older = precisions[1] != "tf32", "highest" if precisions[0] == "tf32" else "high"
     with _older_interface():
         with suppress(RuntimeError):
             allowed = cudnn.allow_tf32
@@ -59,7 +59,7 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
             with _older_interface():
                 cudnn.allow_tf32 = allowed
                 torch.set_float32_matmul_precision(older)
-        for part, value in zip(newer, kept, strict=True):
+        for part, value in zip(newer, precisions, strict=True):
             part.fp32_precision = value
         cudnn.benchmark, cudnn.deterministic = switches
 
@@ -76,7 +76,7 @@ def _older_interface() -> Iterator[None]:
 def expandable_segments(device: torch.device) -> Iterator[None]:
     """Let torch's GPU allocator grow its blocks, so that batches of many sizes leave fewer gaps.
 
-    It reads the variable when a process first uses a GPU; whoever has set it wants something else.
+    It reads the variable when a process first uses a GPU. A value set by the user is respected.
     """
     sets = device.type == "cuda" and not torch.cuda.is_initialized() and not any(map(os.environ.get, _ALLOCATOR))
     if sets:
@@ -111,7 +111,7 @@ def serve_store() -> None:
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Let glibc keep what a step frees for the next one; what is left goes back to the system at the end.
+    """Let glibc keep the memory that a step frees for the next one; the rest returns to the system at the end.
 
     By default it returns the memory of large tensors to the kernel, and each step gets it again page by page, or
     not, as the history of the process has it: with HAR's CNN a step took up to 40 % longer in some processes than in
@@ -159,24 +159,25 @@ def runtime(plan: Plan, device: torch.device, *, detect_anomaly: bool, ranks: in
     """Threads, seeds and determinism of an attempt; the caller's are restored afterwards."""
     exact, on_gpu = plan.reproducibility == "exact", device.type == "cuda"
     products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
-    with ExitStack() as kept:
-        kept.enter_context(expandable_segments(device))  # before anything asks the GPU
+    with ExitStack() as restored:
+        restored.enter_context(expandable_segments(device))  # before anything asks the GPU
         if on_gpu and ranks == 1:  # one of several ranks ends soon
-            kept.callback(choose_gpu_again, torch.cuda.current_device())
-        kept.enter_context(generators_kept())
-        kept.callback(torch.set_num_threads, torch.get_num_threads())
+            restored.callback(choose_gpu_again, torch.cuda.current_device())
+        restored.enter_context(generators_kept())
+        restored.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(plan.threads)
         if on_gpu:
             torch.cuda.set_device(device)
             # torch 2.9 looks once a process, at the first product, whether exact mode may follow.
             os.environ.setdefault(_CUBLAS, _EXACT[_CUBLAS])
-        kept.enter_context(float32_products(products if on_gpu else None, exact=exact, benchmark=on_gpu and benchmark))
+        precision = products if on_gpu else None
+        restored.enter_context(float32_products(precision, exact=exact, benchmark=on_gpu and benchmark))
         if exact:
-            kept.enter_context(_deterministic())
+            restored.enter_context(_deterministic())
         seed_everything(plan.seed)
         if not on_gpu:
-            kept.enter_context(kept_memory())
-        kept.enter_context(torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True))
+            restored.enter_context(kept_memory())
+        restored.enter_context(torch.autograd.set_detect_anomaly(detect_anomaly, check_nan=True))
         yield
 
 
@@ -191,9 +192,9 @@ def _deterministic() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # torch's own message names switches that users never set.
-        operator, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
+        # torch's message names switches that users never set.
+        operator, separator, _ = str(error).partition(" does not have a deterministic implementation")
+        if not separator:
             raise
         raise UnsupportedError(
             f"reproducibility: exact cannot use {operator.split()[-1]}",

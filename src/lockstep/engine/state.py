@@ -50,8 +50,8 @@ class TrainState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TrainState:
         """Raises :class:`ValueError` when a value is of the wrong type."""
-        known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        return TypeAdapter(cls).validate_python(known)
+        values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
+        return TypeAdapter(cls).validate_python(values)
 
 
 def judge(state: TrainState, metrics: Mapping[str, float], value: float, mode: str, epoch: int) -> bool:

@@ -35,16 +35,16 @@ class Trained(nn.Module):
             yield from module.named_modules(memo, part.removesuffix("."), remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for prefix, module in self._parts():
-            found |= module.state_dict(prefix=prefix, **kwargs)
-        return found
+            state |= module.state_dict(prefix=prefix, **kwargs)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         rest = dict(state_dict)
         for prefix, module in reversed([*self._parts()]):
-            own = {key.removeprefix(prefix): rest.pop(key) for key in [*rest] if key.startswith(prefix)}
-            module.load_state_dict(own, *args, **kwargs)
+            part_state = {key.removeprefix(prefix): rest.pop(key) for key in [*rest] if key.startswith(prefix)}
+            module.load_state_dict(part_state, *args, **kwargs)
 
 
 class TrainedParameters:
@@ -83,16 +83,16 @@ class TrainedParameters:
 
 
 def build_model(task: Task) -> nn.Module:
-    """``task.model()``, together with ``task.modules()`` where there are any: what is trained and saved."""
+    """Build the trained and saved modules: ``task.model()``, with ``task.modules()`` if there are any."""
     model = task.model()
     extras = dict(task.modules())
     for source, module in {"model()": model, **{f"modules() for {n!r}": m for n, m in extras.items()}}.items():
-        what = f"the task's {source} returned {type(module).__name__}"
+        returned = f"the task's {source} returned {type(module).__name__}"
         if not isinstance(module, nn.Module):
-            raise TaskError(f"{what}, not a module", fix="return an nn.Module")
+            raise TaskError(f"{returned}, not a module", fix="return an nn.Module")
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TaskError(
-                what,
+                returned,
                 why="Lockstep distributes the model over the selected devices; a wrapper would use others, or twice",
                 fix="return the module inside; select devices with --devices, and a strategy with --strategy",
             )
@@ -121,8 +121,10 @@ def bare(module: nn.Module) -> nn.Module:
 def refuse_modules(model: nn.Module, strategy: str) -> None:
     if isinstance(model, Trained):
         names = ", ".join(prefix.split(".")[1] for prefix in model.prefixes[1:])
-        what = f"strategy {strategy} divides the model, and cannot train modules beside it: {names}"
-        raise UnsupportedError(what, fix="make them part of the model, or use --strategy ddp")
+        raise UnsupportedError(
+            f"strategy {strategy} divides the model, and cannot train modules beside it: {names}",
+            fix="make them part of the model, or use --strategy ddp",
+        )
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -156,18 +158,18 @@ class Callbacks:
 
 
 def train_mode(model: nn.Module) -> None:
-    """As ``model.train()``, except for what the task itself has put in evaluation mode.
+    """Call ``model.train()``, except for modules that the task has put in evaluation mode.
 
     That is a layer whose parent is in training mode (a frozen BatchNorm), or a module without trainable parameters (a
     frozen backbone). Others are trained: many libraries return a whole model in evaluation mode.
     """
-    kept: list[nn.Module] = []
+    evaluated: list[nn.Module] = []
     for parent in model.modules():
         for module in parent.children():
             is_layer = parent.training and next(module.children(), None) is None
             parameters = list(module.parameters())
             if not module.training and (is_layer or (parameters and not any(p.requires_grad for p in parameters))):
-                kept.append(module)
+                evaluated.append(module)
     model.train()
-    for module in kept:
+    for module in evaluated:
         module.eval()

@@ -1,4 +1,4 @@
-"""What one rank trains, and what follows its steps: rows, the ends of epochs, checkpoints.
+"""Training on one rank: rows of steps, the ends of epochs, checkpoints.
 
 The loop of a task (:mod:`lockstep.engine.fit`) and that of a session (:mod:`lockstep.engine.session.training`) derive
 from it.
@@ -20,12 +20,12 @@ from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names
-from lockstep.engine.run_log import EpochSums, RunLog
+from lockstep.engine.run_log import RunLog
 from lockstep.rundir.heartbeat import Activity, pulse
 
 
 class Training:
-    """What one rank trains. Each method is called on all ranks alike.
+    """Trains on one rank. Each method is called on all ranks alike.
 
     Rank 0 writes checkpoints in the background, or each rank its part.
 
@@ -62,21 +62,15 @@ class Training:
             first.rates.lr, norm, scalars, skipped=skipped, without_items=without_items, is_empty=is_empty
         )
 
-    def record_epoch(
-        self, metrics: Mapping[str, float], sums: EpochSums, *, ended: bool, judged: Mapping[str, float] | None
-    ) -> None:
-        """Advance the schedules of an epoch, emit its row, and save. Collective.
-
-        Args:
-            metrics: as for :meth:`.RunLog.end_epoch`, and so are the others.
-        """
+    def record_epoch(self, metrics: Mapping[str, float], *, ended: bool, judged: Mapping[str, float] | None) -> None:
+        """Advance schedules, emit the row of an epoch, and save; arguments of :meth:`.RunLog.end_epoch`. Collective."""
         if judged is not None:
             self.advance_rates(judged)
         if ended:
             for update in self._updates:
                 update.rates.advance("epoch")
         lr = self._updates[0].rates.lr
-        improved = self.log.end_epoch(metrics, sums, lr, ended=ended, judged=judged)
+        improved = self.log.end_epoch(metrics, lr, ended=ended, judged=judged)
         self.save(best=improved)
 
     def advance_rates(self, metrics: Mapping[str, float]) -> None:

@@ -44,7 +44,7 @@ EPOCH_CALLER = "Lockstep calls it with the epoch, from 0, before on_epoch_start 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
     """``prepare()`` once per node, then the data sets; the only way to open a task's data. Collective, if with ranks.
 
-    What a task draws there from ``random``, NumPy or torch starts from the run's seed, and the caller's generators are
+    The draws of a task there from ``random``, NumPy or torch start from the run's seed, and the caller's generators are
     restored: so ``random_split`` without a generator gives the same parts on any ranks and in every attempt.
     """
     if collectives is None:
@@ -66,23 +66,26 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     """``task.datasets()`` under the run's seed; its data are prepared on this node."""
     task._lockstep_data = data_settings(config)
     with seeded(config.training.seed):
-        given = task.datasets()
-    if not hasattr(given, "train"):
-        return given
-    train, val, test = map(by_row, (given.train, given.val, given.test))
-    weights, named = getattr(given, "weights", None), dict[str, Any]()
+        datasets = task.datasets()
+    if not hasattr(datasets, "train"):
+        return datasets
+    train, val, test = map(by_row, (datasets.train, datasets.val, datasets.test))
+    weights, named = getattr(datasets, "weights", None), dict[str, Any]()
     if isinstance(val, Mapping) and not hasattr(val, "__getitems__"):  # which a TensorDict has: it is one data set
         named = _checked_names({name: by_row(part) for name, part in val.items()})
         val = next(iter(named.values()))
     if is_stream(train):
         train = as_stream(train, epoch_samples=config.data.epoch_samples, max_steps=config.training.max_steps)
     if not hasattr(train, "__len__"):
-        return given
+        return datasets
     try:
         len(train)
     except Exception as error:  # whatever a data set of the user's raises
-        what, why = f"the length of {type(train).__name__} is not known", f"{type(error).__name__}: {error}"
-        raise DataError(what, why=why, fix="let its __len__() return the number of its samples") from error
+        raise DataError(
+            f"the length of {type(train).__name__} is not known",
+            why=f"{type(error).__name__}: {error}",
+            fix="let its __len__() return the number of its samples",
+        ) from error
     data = DataConfig() if task._lockstep_samples_itself else config.data
     sampling = resolve_sampling(train, weights, data)
     return Datasets(getattr(train, "joined", train), val, test, sampling, named)
@@ -110,20 +113,27 @@ def data_settings(config: RunConfig) -> DataSettings:
 
 
 def training_source(task: Task, datasets: Datasets, plan: Plan, skipped: Path = Path(os.devnull)) -> Source:
-    """Batches of the training data in the order of the run; what is skipped is recorded where ``skipped`` says.
+    """Return the source of training batches in the order of the run; ``skipped``: file for samples that are left out.
 
     Weights and lengths of the samples must be those that the plan was made with: others would be another order.
     """
     order, skips = _order(task, datasets.weights, plan), task._lockstep_data.on_bad_row == "skip"
-    given = (datasets.train, collate_of(task), plan.seed, order, plan.order.lanes, skipped if skips else None)
-    return Source(*given, least=plan.batch.least_part)
+    return Source(
+        datasets.train,
+        collate_of(task),
+        plan.seed,
+        order,
+        plan.order.lanes,
+        skipped=skipped if skips else None,
+        least=plan.batch.least_part,
+    )
 
 
-def begin_stream(datasets: Datasets, *where: Any) -> Stream | None:
-    """At the start of an attempt: see :meth:`.Stream.begin`. The stream, if the training data are one."""
+def begin_stream(datasets: Datasets, *arguments: Any) -> Stream | None:
+    """Begin an attempt with training data that are a stream, and return it; ``arguments``: of :meth:`.Stream.begin`."""
     if not isinstance(datasets.train, Stream):
         return None
-    datasets.train.begin(*where)
+    datasets.train.begin(*arguments)
     return datasets.train
 
 
@@ -133,22 +143,17 @@ def array_bytes(dataset: Any) -> int:
     return dataset.row_bytes * len(dataset) if is_at_hand else 0
 
 
-def fits_device(source: Source, device: torch.device, plan: Plan) -> bool:
-    """Whether the arrays of ``source`` take at most a fifth of a GPU's free memory, with those of other ranks there."""
-    if device.type != "cuda":
-        return True
-    ranks = max(1, plan.placement["devices"].count(f"gpu:{device.index}"))
-    return bool(array_bytes(source.dataset) * ranks <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
-
-
 def kept_on(source: Source, device: torch.device, plan: Plan) -> tuple[Source, str | None]:
-    """``source`` with its arrays on a GPU, and a note; as it is where they are to stay in host memory."""
-    where = plan.value("data_device", "host")
-    stays = device.type != "cuda" or where == "host" or not source.is_at_hand
-    if stays or (where == "auto" and not fits_device(source, device, plan)):
+    """Return ``source`` with its arrays on a GPU, and a note; unchanged if they are to stay in host memory."""
+    setting = plan.value("data_device", "host")
+    if device.type != "cuda" or setting == "host" or not source.is_at_hand:
         return source, None
-    size = f"{array_bytes(source.dataset) / 1e6:.0f} MB"
-    return replace(source, dataset=source.dataset.to(device)), f"Training data ({size}) are on the GPU."
+    size = array_bytes(source.dataset)
+    ranks = max(1, plan.placement["devices"].count(f"gpu:{device.index}"))
+    if setting == "auto" and size * ranks > RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
+        return source, None
+    remark = f"Training data ({size / 1e6:.0f} MB) are on the GPU."
+    return replace(source, dataset=source.dataset.to(device)), remark
 
 
 def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:
@@ -211,23 +216,25 @@ def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
     planned = plan.order
     if planned.sampling is None and planned.positions is None:
         return Order(plan.task.train_samples, plan.seed)
-    found = None if sampling is None else sampling.facts.digest
-    if sampling is None or found != (planned.digest or ""):
+    digest = None if sampling is None else sampling.facts.digest
+    if sampling is None or digest != (planned.digest or ""):
         raise DataError(
             f"the training set is to be {planned.sampling}; its weights here are not those of the plan",
-            why=f"their hash was {planned.digest}, here it is {found}",
+            why=f"their hash was {planned.digest}, here it is {digest}",
             fix="let the weights of Task.datasets() depend on the data and the epoch alone",
         )
     return sampling.order(planned.positions or sampling.facts.positions, plan.seed)
 
 
 def _lengths(task: Task, plan: Plan) -> NDArray[Any]:
-    given = task.lengths()
-    lengths = None if given is None else check_lengths(given, plan.task.train_samples)
-    found = None if lengths is None else hash_lengths(lengths)
-    if lengths is None or found != plan.task.lengths:
-        what = f"the task's lengths are not those of the plan: their hash was {plan.task.lengths}, here it is {found}"
-        raise DataError(what, fix="let Task.lengths() depend on the data alone")
+    task_lengths = task.lengths()
+    lengths = None if task_lengths is None else check_lengths(task_lengths, plan.task.train_samples)
+    digest = None if lengths is None else hash_lengths(lengths)
+    if lengths is None or digest != plan.task.lengths:
+        raise DataError(
+            f"the task's lengths are not those of the plan: their hash was {plan.task.lengths}, here it is {digest}",
+            fix="let Task.lengths() depend on the data alone",
+        )
     return lengths
 
 
@@ -253,7 +260,7 @@ def check_dataset(dataset: Any, split: str) -> None:
 
 
 def remarks_of(dataset: Any, epoch_caller: str) -> tuple[str, ...]:
-    """What the plan should say of the data sets behind ``dataset``: their ``remark``, and who calls ``set_epoch()``."""
+    """Return remarks for the plan on the data sets behind ``dataset``: each ``remark``, who calls ``set_epoch()``."""
     remarks = [getattr(leaf, "remark", None) for leaf in leaves(dataset)]
     if any(_follow_epochs(dataset)):
         remarks.append(f"The training data have set_epoch(): {epoch_caller}.")
@@ -261,7 +268,7 @@ def remarks_of(dataset: Any, epoch_caller: str) -> tuple[str, ...]:
 
 
 def _follow_epochs(dataset: Any) -> Iterator[Any]:
-    """``dataset``, or those behind it, where they have ``set_epoch()``."""
+    """Yield ``dataset``, or the data sets behind it, if they have ``set_epoch()``."""
     parts = [dataset] if hasattr(dataset, "set_epoch") else leaves(dataset)
     return (part for part in parts if callable(getattr(part, "set_epoch", None)))
 

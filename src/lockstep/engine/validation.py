@@ -46,18 +46,18 @@ class Validation:
         self._rank.note("loader", text)
 
     def sanity_check(self) -> None:
-        """Evaluate a few batches before the first step. What the task shows of untrained weights is not emitted."""
+        """Evaluate a few batches before the first step. Remarks and pictures of untrained weights are not emitted."""
         steps = self._rank.config.validation.sanity_steps
         if steps and self._datasets.val is not None and self._parts.state.step == 0:
             with evaluation(self._task, self._module, self._parts.callbacks):
-                found = self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
+                metrics = self._evaluate(self._datasets.val, steps * self._rank.collectives.size)
                 self._show(emits=False)
-            self._check_monitor(found)
+            self._check_monitor(metrics)
 
-    def _check_monitor(self, found: Mapping[str, Any]) -> None:
-        """Raises :class:`ConfigError` where the metric that judges the run is not among those of an evaluation."""
+    def _check_monitor(self, metrics: Mapping[str, Any]) -> None:
+        """Raise :class:`ConfigError` if the monitored metric is not among those of an evaluation."""
         monitor, sets = self._rank.plan.monitor, ["", *(f"{name}_" for name in self._datasets.named)]
-        names = _by_row_name(dict.fromkeys(sets, found))
+        names = _by_row_name(dict.fromkeys(sets, metrics))
         if monitor in names or monitor == Task.monitor[0]:
             return
         close = get_close_matches(monitor, names, 1)
@@ -72,18 +72,18 @@ class Validation:
         """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
         self._parts.strategy.check_buffers()
         with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
-            others = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
-            found = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in others}
+            rest = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
+            evaluations = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in rest}
             values = self._evaluate(self._datasets.val, self._chunks)
             self._show()
-        found = {f"{name}_": values for name in [*self._datasets.named][:1]} | found | {"": values}
-        return _by_row_name(found)
+        evaluations = {f"{name}_": values for name in [*self._datasets.named][:1]} | evaluations | {"": values}
+        return _by_row_name(evaluations)
 
     def test(self, step: int) -> dict[str, float]:
         """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``."""
         with evaluation(self._task, self._module, self._parts.callbacks):
-            found = self._evaluate(self._datasets.test, self._chunks, step)
-        values = {f"test_{name}": value for name, value in found.items()}
+            metrics = self._evaluate(self._datasets.test, self._chunks, step)
+        values = {f"test_{name}": value for name, value in metrics.items()}
         numbers = {name: float(value) for name, value in _numbers(values).items()}
         tables = {name: value for name, value in values.items() if name not in numbers}
         if tables and self._rank.collectives.is_main:
@@ -112,14 +112,14 @@ class Validation:
             pictures = self._asked(self._task.pictures) if emits else {}
         if not emits:
             return
-        place = self._rank.attempt, self._parts.state.epoch + 1, self._parts.state.step
+        position = self._rank.attempt, self._parts.state.epoch + 1, self._parts.state.step
         if remarks:
-            self._rank.sink.emit(Remarked(*place, remarks))
+            self._rank.sink.emit(Remarked(*position, remarks))
         for remark in remarks:
             self._rank.note("task_remark", str(remark))
         for name, pixels in pictures.items():
             check_picture(name, pixels)
-            self._rank.sink.emit(PictureDrawn(*place, name, pixels))
+            self._rank.sink.emit(PictureDrawn(*position, name, pixels))
 
     def _asked(self, method: Callable[..., Any]) -> Any:
         takes_model = signature(method).parameters and not self._rank.plan.strategy.divides

@@ -177,7 +177,7 @@ class RunLogCallback(Checkpoint):
         over = self._is_epoch_over
         if not over and not trainer.should_stop:
             return  # on_train_batch_start() has left the rest of the epoch out
-        sums = self._log.epoch_so_far()
+        mean_loss = self._log.sum_epoch()
         metrics, earlier = dict(trainer.callback_metrics), self._earlier
         self._earlier = metrics
         # Lightning keeps every value; one that was not logged again is still the same object.
@@ -185,11 +185,10 @@ class RunLogCallback(Checkpoint):
         row = logged = _numbers(fresh)
         self.evaluated = _of_validation(logged) or logged
         if self._returns_loss:
-            row = logged | {"train_loss": sums.loss}  # that of a module may be of the last batch, on rank 0
+            row = logged | {"train_loss": mean_loss}  # that of a module may be of the last batch, on rank 0
         is_judged = self._judged and row_name(self._rank.plan.monitor).startswith("val_")
         improved = self._log.end_epoch(
             row,
-            sums,
             self._lr,
             ended=over,
             judged=None if is_judged else self._of_main(row),

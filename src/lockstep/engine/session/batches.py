@@ -56,15 +56,15 @@ def check_data(dataset: Any, *, streams: bool | None) -> None:
         )
 
 
-def check_alike(own: str, collectives: Collectives, call: str = "batches") -> None:
+def check_alike(fingerprint: str, collectives: Collectives, call: str = "batches") -> None:
     """Raise :class:`TaskError` on all ranks where they have given ``call`` different data. Collective."""
-    first, *others = collectives.all_gather(own)
-    rank = next((rank for rank, other in enumerate(others, 1) if not same_data(first, other)), None)
+    first, *rest = collectives.all_gather(fingerprint)
+    rank = next((rank for rank, local in enumerate(rest, 1) if not same_data(first, local)), None)
     if rank is not None:
         raise TaskError(
             f"rank {rank} gave {call}() other data than rank 0",
             why="each rank takes its part of the same data, so samples of every rank would be left out (length and "
-            f"hash {others[rank - 1]}, on rank 0 {first})",
+            f"hash {rest[rank - 1]}, on rank 0 {first})",
             fix="make the same data on every rank: draw random numbers after lockstep.Session(...) and outside the "
             "loop over batches, or put the parts together with session.gather()",
         )
@@ -116,8 +116,7 @@ class DataFeed:
     def _windows(self, epoch: int, position: int, epochs: int) -> Iterator[Window]:
         rank = self._training.rank
         ghosts = rank.collectives.size > 1 or self._batch.lanes is not None
-        place = {"rank": rank.world.rank, "epoch": epoch, "position": position, "epochs": epochs}
-        return windows(self._batch, **place, ghosts=ghosts)
+        return windows(self._batch, rank=rank.world.rank, epoch=epoch, position=position, epochs=epochs, ghosts=ghosts)
 
     def walk(self, epoch: int, position: int) -> Iterator[Any]:
         """This rank's micro-batches from ``position`` to the end of ``epoch``, on its device.

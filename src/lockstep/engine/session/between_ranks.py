@@ -20,26 +20,26 @@ Look = Callable[[], object]
 _HEAD = 16
 
 
-def gather_rows(tensor: Tensor, *, counts: bool, most: dict[Any, int], look: Look) -> Tensor:
+def gather_rows(tensor: Tensor, *, counts: bool, capacities: dict[Any, int], look: Look) -> Tensor:
     """The rows of all ranks, in rank order: [n_r, ...] → [Σ n_r, ...]. Collective, and so is its backward.
 
-    The gradient of a rank's own rows is the sum of what all ranks' losses give them.
+    The gradient of a rank's rows is the sum over the losses of all ranks.
 
     Args:
         counts: whether this rank's rows are among them; a rank without samples gives none.
-        most: of a session: the most rows that a rank had, by type and shape of a row.
+        capacities: of a session: the most rows that a rank had, by type and shape of a row.
         look: as for :func:`lockstep.engine.distributed.staging.wait`.
     """
     if tensor.dim() == 0:
         raise CollectiveError("gather() was given a number", fix="give it rows: tensor.unsqueeze(0), or all_reduce()")
-    return cast(Tensor, cast(Any, _Gather.apply)(tensor, counts, most, look))
+    return cast(Tensor, cast(Any, _Gather.apply)(tensor, counts, capacities, look))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool, most: dict[Any, int], look: Look) -> Tensor:
-        own = tensor.detach()[: None if counts else 0].contiguous()
-        sizes, rows = _gathered(own, most, look)
+    def forward(ctx: Any, tensor: Tensor, counts: bool, capacities: dict[Any, int], look: Look) -> Tensor:
+        local = tensor.detach()[: None if counts else 0].contiguous()
+        sizes, rows = _gathered(local, capacities, look)
         rank = dist.get_rank()
         ctx.start, ctx.size, ctx.shape = sum(sizes[:rank]), sizes[rank], tensor.shape
         return torch.cat(rows)
@@ -48,31 +48,31 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         total = all_reduce(gradient.contiguous().clone(), None)
-        own = gradient.new_zeros(ctx.shape)
-        own[: ctx.size] = total[ctx.start : ctx.start + ctx.size]
-        return own, None, None, None
+        local = gradient.new_zeros(ctx.shape)
+        local[: ctx.size] = total[ctx.start : ctx.start + ctx.size]
+        return local, None, None, None
 
 
-def _gathered(own: Tensor, most: dict[Any, int], look: Look) -> tuple[list[int], list[Tensor]]:
+def _gathered(rows: Tensor, capacities: dict[Any, int], look: Look) -> tuple[list[int], list[Tensor]]:
     """How many rows each rank has, and the rows. Collective: one message, unless a rank has more than any before.
 
     The numbers of rows travel with as many rows as the largest number so far, which all ranks know.
     """
-    key = own.dtype, own.shape[1:]
-    length = own.dtype.itemsize * own.shape[1:].numel()
+    key = rows.dtype, rows.shape[1:]
+    length = rows.dtype.itemsize * rows.shape[1:].numel()
     while True:
-        room = most.get(key, 0)
-        sent = torch.zeros(_HEAD + room * length, dtype=torch.uint8, device=own.device)
-        sent[:8].view(torch.int64).fill_(len(own))
-        fits = as_bytes(own[:room])
+        capacity = capacities.get(key, 0)
+        sent = torch.zeros(_HEAD + capacity * length, dtype=torch.uint8, device=rows.device)
+        sent[:8].view(torch.int64).fill_(len(rows))
+        fits = as_bytes(rows[:capacity])
         sent[_HEAD : _HEAD + len(fits)] = fits
-        found = all_gather_rows(sent, None, look)
-        sizes = found[:, :8].contiguous().view(torch.int64).flatten().tolist()
-        if max(sizes) <= room:
+        received = all_gather_rows(sent, None, look)
+        sizes = received[:, :8].contiguous().view(torch.int64).flatten().tolist()
+        if max(sizes) <= capacity:
             break
-        most[key] = max(sizes)
-    parts = [row[_HEAD : _HEAD + size * length] for row, size in zip(found, sizes, strict=True)]
-    return sizes, [part.view(own.dtype).view(-1, *own.shape[1:]) for part in parts]
+        capacities[key] = max(sizes)
+    parts = [message[_HEAD : _HEAD + size * length] for message, size in zip(received, sizes, strict=True)]
+    return sizes, [part.view(rows.dtype).view(-1, *rows.shape[1:]) for part in parts]
 
 
 class _Sum(torch.autograd.Function):

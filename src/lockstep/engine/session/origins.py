@@ -157,7 +157,7 @@ class LossOrigins(TorchFunctionMode):
         part = _Part(number, first, is_part, is_last)
         ends = [writers.end_body(self._part.number) for writers in self._writers.values()]
         self._reads_others = any(ends)
-        if part.number > self._part.number + 1:  # what has been written since is not known
+        if part.number > self._part.number + 1:  # values written since are unknown
             for values in (self._origins, self._storages, self._moved, self._writers):
                 values.clear()
         self._part = part
@@ -172,7 +172,7 @@ class LossOrigins(TorchFunctionMode):
         self._averages -= self._merged | self._weights.keys()
         for key in self._averages & self._origins.keys():
             if not _batches(self._origins[key]):
-                del self._origins[key]  # what it was in this body's beginning is what the body may add to
+                del self._origins[key]  # the body may add to its first value
         for tensor in _batch_tensors(batch, set()):
             self._set(tensor, frozenset((part.number,)))
 

@@ -1,4 +1,4 @@
-"""What a session trains: the modules, optimizers and schedulers that were given to ``prepare``, by name."""
+"""Modules, optimizers and schedulers of a session by name, as given to ``prepare``."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class PreparedModels:
                     why="it is on the meta device, or of a lazy module",
                     fix="call the module once with a batch before prepare(), or use to_empty() and a checkpoint",
                 )
-        known: dict[str, Any] = getattr(self, f"{kind}s")
-        if any(thing is one for one in known.values()):
+        prepared: dict[str, Any] = getattr(self, f"{kind}s")
+        if any(thing is module for module in prepared.values()):
             return
-        name = name or (f"{kind}_{len(known) + 1}" if known else kind)
+        name = name or (f"{kind}_{len(prepared) + 1}" if prepared else kind)
         if not name.isidentifier() or name in {*self.models, *self.optimizers, *self.schedulers}:
             raise TaskError(
                 f"prepare() was given {name!r} as a name" + " twice" * name.isidentifier(),
@@ -117,7 +117,7 @@ class PreparedModels:
         elif kind == "optimizer":
             refuse_closure(type(thing))
             note_step(thing)
-        known[name] = thing
+        prepared[name] = thing
 
     def container(self) -> nn.Module:
         """The model, or all of them as one module."""
@@ -127,7 +127,7 @@ class PreparedModels:
         return self._container
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What the forward pass runs in."""
+        """Return the context of the forward pass."""
         return autocast(self._precision, self._device)
 
     def evaluator(self, ranks: Collectives, plan: Plan | None, batch_size: int, *, seed: int, step: int) -> Evaluator:
@@ -180,9 +180,9 @@ class PreparedModels:
                 why="its weights must be equal on all ranks, and are saved",
                 fix="call model, optimizer = session.prepare(model, optimizer) before the loop",
             )
-        known = set(map(id, self.container().parameters()))
+        parameters = set(map(id, self.container().parameters()))
         for name, optimizer in self.optimizers.items():
-            strange = [str(tuple(p.shape)) for p in parameters_of(optimizer) if id(p) not in known]
+            strange = [str(tuple(p.shape)) for p in parameters_of(optimizer) if id(p) not in parameters]
             if strange:
                 raise TaskError(
                     f"{name} has {many(len(strange), 'parameter')} of no prepared model: shapes "
@@ -195,8 +195,11 @@ class PreparedModels:
     def sharing(self) -> dict[str, list[str]]:
         """The optimizers that have parameters of others, with the names of those."""
         owned = {name: set(map(id, parameters_of(optimizer))) for name, optimizer in self.optimizers.items()}
-        found = {name: [o for o, theirs in owned.items() if o != name and own & theirs] for name, own in owned.items()}
-        return {name: others for name, others in found.items() if others}
+        sharing = {
+            name: [other for other, theirs in owned.items() if other != name and parameters & theirs]
+            for name, parameters in owned.items()
+        }
+        return {name: names for name, names in sharing.items() if names}
 
     def schedule(self) -> str:
         """What sets the learning rates."""
@@ -204,14 +207,15 @@ class PreparedModels:
         return f"session.step() steps {kinds}, after every optimizer step" if kinds else "the loop's own"
 
     def unkept_schedules(self, registered: Iterable[Any]) -> list[str]:
-        """The optimizers with a scheduler that is neither prepared nor among what is ``registered``."""
-        kept = {id(getattr(thing, "optimizer", None)) for thing in (*self.schedulers.values(), *registered)}
-        return [name for name, one in self.optimizers.items() if has_scheduler(one) and id(one) not in kept]
+        """Return the optimizers with a scheduler that is neither prepared nor ``registered``."""
+        saved = {id(getattr(thing, "optimizer", None)) for thing in (*self.schedulers.values(), *registered)}
+        scheduled = {name: optimizer for name, optimizer in self.optimizers.items() if has_scheduler(optimizer)}
+        return [name for name, optimizer in scheduled.items() if id(optimizer) not in saved]
 
     def optimizer_name(self, optimizer: Any, call: str) -> str:
-        """Raises :class:`TaskError` where it was not prepared; ``call``: what was called with it."""
-        for name, known in self.optimizers.items():
-            if known is optimizer:
+        """Return the name of ``optimizer``; raise :class:`TaskError` in ``call`` if it was not prepared."""
+        for name, prepared in self.optimizers.items():
+            if prepared is optimizer:
                 return name
         raise TaskError(
             f"{call}() was given {type(optimizer).__name__}, which was not prepared",
@@ -223,17 +227,17 @@ class PreparedModels:
         chosen = [models] if isinstance(models, nn.Module) else list(models)
         key = tuple(map(id, chosen))
         if key not in self._chosen:
-            known = set(map(id, self.container().parameters()))
+            prepared = set(map(id, self.container().parameters()))
             parameters = [p for model in chosen for p in model.parameters()]
-            self._chosen[key] = chosen, parameters if all(id(p) in known for p in parameters) else []
-        found = [p for p in self._chosen[key][1] if p.requires_grad]
-        if not found:
+            self._chosen[key] = chosen, parameters if all(id(p) in prepared for p in parameters) else []
+        trained = [p for p in self._chosen[key][1] if p.requires_grad]
+        if not trained:
             raise TaskError(
                 "backward() was given models without prepared, trained parameters",
                 why=f"of {', '.join(type(model).__name__ for model in chosen)}",
                 fix="pass prepared models or parts of them, as models=[critic]",
             )
-        return found
+        return trained
 
 
 def _not_trained(thing: Any) -> TaskError:
@@ -243,8 +247,8 @@ def _not_trained(thing: Any) -> TaskError:
         fix = "leave it out, and write `for batch in session.batches(loader.dataset, collate=loader.collate_fn)`"
     elif inner is not None:
         fix = f"give it the torch optimizer inside, its .{inner}, and call session.step() with that one"
-    why = "it takes modules, optimizers and schedulers of torch; the session makes the batches"
-    return TaskError(f"prepare() was given a {type(thing).__name__}", why=why, fix=fix)
+    reason = "it takes modules, optimizers and schedulers of torch; the session makes the batches"
+    return TaskError(f"prepare() was given a {type(thing).__name__}", why=reason, fix=fix)
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
@@ -281,8 +285,8 @@ class Beside:
             )
 
     def _state(self) -> dict[str, Any]:
-        known = {id(t) for module in self._kept for t in tensors_of(module)}
-        return {name: versions([t for t in tensors_of(m) if id(t) not in known]) for name, m in self._found.items()}
+        saved = {id(t) for module in self._kept for t in tensors_of(module)}
+        return {name: versions([t for t in tensors_of(m) if id(t) not in saved]) for name, m in self._found.items()}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of the modules."""

@@ -1,4 +1,4 @@
-"""What a session begins with: what its run has saved, and what the loop keeps in checkpoints besides models."""
+"""The checkpoint that a session begins with, and objects of the loop in checkpoints besides models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.errors import CheckpointError, TaskError
 
 
 class Stateful(Protocol):
-    """What a checkpoint can keep."""
+    """An object that checkpoints can keep."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -29,7 +29,7 @@ class Stateful(Protocol):
 class Resumed:
     """The checkpoint that a session begins with, if there is one; optimizers are restored from it with the plan.
 
-    Besides models and optimizers a session keeps ``state``, what is ``registered``, and what the epoch has ``made``.
+    Besides models and optimizers a session keeps ``state``, ``registered`` objects, and values ``made`` in the epoch.
     """
 
     def __init__(self, rank: Reads) -> None:
@@ -132,12 +132,12 @@ class Made:
         return bool(self.values) and (bool(self._kept) or not self._within)
 
     def once(self, make: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> Any:
-        place = len(self.values)
-        if place < len(self._kept):
-            self.values.append(self._kept[place])
-            there, value = self._kept[place]
+        number = len(self.values)
+        if number < len(self._kept):
+            self.values.append(self._kept[number])
+            there, value = self._kept[number]
             return walked(value, lambda leaf, _: leaf.to(device) if there and isinstance(leaf, Tensor) else leaf)
-        value, where = make(*arguments), set[bool]()
-        walked(value, lambda leaf, _: where.add(isinstance(leaf, Tensor) and leaf.device.type != "cpu"))
-        self.values.append((True in where, value))
+        value, on_device = make(*arguments), set[bool]()
+        walked(value, lambda leaf, _: on_device.add(isinstance(leaf, Tensor) and leaf.device.type != "cpu"))
+        self.values.append((True in on_device, value))
         return value

@@ -47,8 +47,8 @@ class Shards:
             for group in optimizer.param_groups:
                 group["params"] = [divided[names[id(parameter)]] for parameter in group["params"]]
             optimizer.load_state_dict(self._models[0].divided_state(state, optimizer))
-        for one in self._models:
-            _call_through(one)
+        for model in self._models:
+            _call_through(model)
 
     def check_call(self, function: Any, tensors: Iterable[Tensor], options: Mapping[str, Any]) -> None:
         """Raise :class:`UnsupportedError` for a call of the loop that needs whole parameters."""
@@ -91,9 +91,9 @@ class Shards:
             yield
 
 
-def _call_through(one: ShardedModel) -> None:
-    """Let calls of the model and of its public methods gather what is not in a block, as a call of its root does."""
-    model, depth = one.module, 0
+def _call_through(sharded: ShardedModel) -> None:
+    """Let calls of the model and of its public methods gather parameters outside blocks, as a call of its root does."""
+    model, depth = sharded.module, 0
 
     def gathering(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -103,7 +103,7 @@ def _call_through(one: ShardedModel) -> None:
             try:
                 if depth > 1:
                     return method(*args, **kwargs)
-                return through(one.root, lambda _, given: method(*given[0], **given[1]), (args, kwargs))
+                return through(sharded.root, lambda _, inputs: method(*inputs[0], **inputs[1]), (args, kwargs))
             finally:
                 depth -= 1
 

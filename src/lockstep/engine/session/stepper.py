@@ -48,10 +48,10 @@ class SharedPrecision(Precision):
     _found: tuple[Tensor, Tensor | None] | None = None
 
     def update(self, found_inf: Tensor, counted: Tensor | None = None) -> None:
-        found = found_inf.clone()
+        infinite = found_inf.clone()
         if self._found is not None:
-            found, counted = torch.maximum(found, self._found[0].to(found.device)), None
-        self._found = found, counted
+            infinite, counted = torch.maximum(infinite, self._found[0].to(infinite.device)), None
+        self._found = infinite, counted
 
     def settle(self) -> None:
         """The window is over."""
@@ -84,7 +84,7 @@ class SessionOptimizer:
         optimizer, self._look, self._group = self.optimizer, look, group
         self._divided = None if shards is None else shards.of(optimizer)
         self._reducer: Reducer = Alone() if shards is None else step_sums(rank.device, float(rank.collectives.size))
-        schedulers = [one for one in prepared.schedulers.values() if one.optimizer is optimizer]
+        schedulers = [scheduler for scheduler in prepared.schedulers.values() if scheduler.optimizer is optimizer]
         self._scheduler = schedulers[-1] if schedulers else None
         self._max_norm = rank.config.training.max_grad_norm
         steps = None if self._scheduler is None else Scheduler(self._scheduler, "step")

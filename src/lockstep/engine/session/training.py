@@ -1,4 +1,4 @@
-"""What a session's loop drives: windows and micro-batches, backward calls, steps, epochs, log and checkpoints."""
+"""The calls of a session's loop: windows and micro-batches, backward calls, steps, epochs, log and checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SessionTraining(Training):
         stream: the data of the first loop, if they are a :class:`.Stream`.
         reshuffles: whether the loops of an epoch have different orders.
         skips: whether samples that cannot be read are left out.
-        scalars: what the loop has logged since the last row.
+        scalars: logged by the loop since the last row.
     """
 
     def __init__(self, rank: RankContext, prepared: PreparedModels, resumed: Resumed, beside: Beside) -> None:
@@ -130,11 +130,11 @@ class SessionTraining(Training):
         self, requests: Sequence[BatchRequest], batches: Iterator[Any], *, again: bool = False
     ) -> Iterator[Any]:
         """The batch of each of ``requests``, for one run of the loop's body; ``again``: in the body of the last one."""
-        for place, request in enumerate(requests):
+        for number, request in enumerate(requests):
             # In place of a batch without readable samples comes one that counts nothing.
             request, batch = readable(request, next(batches))
-            self._part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (place << 16)
-            self.place, self._calls, self.is_ghost, self._is_seeded = place, 0, request.ghost, False
+            self._part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (number << 16)
+            self.place, self._calls, self.is_ghost, self._is_seeded = number, 0, request.ghost, False
             self._buffers.rewind()
             self.draws(self.state.step, self._part)
             try:
@@ -147,8 +147,8 @@ class SessionTraining(Training):
                 self._follow(arrived)
                 yield arrived
             except GeneratorExit:
-                if self.has_parts and not self.has_stepped and (place or self._calls):
-                    self._left_in = f"micro-batch {place + 1} of {len(requests)} of step {self.state.step + 1}"
+                if self.has_parts and not self.has_stepped and (number or self._calls):
+                    self._left_in = f"micro-batch {number + 1} of {len(requests)} of step {self.state.step + 1}"
                 raise
             finally:
                 self._around.close()
@@ -401,15 +401,15 @@ class SessionTraining(Training):
                 "warning",
             )
             self._left_in = None
-        sums = log.epoch_so_far()
+        loss = log.sum_epoch()
         logged = self.rank.collectives.broadcast(dict(logged))
         # Where the run ends within an epoch, nothing is judged: without the stop there would be no evaluation there.
         # A loop may evaluate in some epochs only.
         is_evaluated = self.state.best_step is None or self.rank.plan.monitor in logged
         judged = logged if is_evaluated and not self.is_cut else None
-        metrics = {"train_loss": sums.loss, **logged}
+        metrics = {"train_loss": loss, **logged}
         self.stage = self.stage if self.is_cut else 0
-        self.record_epoch(metrics, sums, ended=not self.is_cut, judged=judged)
+        self.record_epoch(metrics, ended=not self.is_cut, judged=judged)
 
     @property
     def items(self) -> int:
@@ -426,11 +426,11 @@ class SessionTraining(Training):
         return self._shards.whole(content, keep=self.rank.writer is not None) if self._shards else content
 
     def _trainer_state(self) -> dict[str, Any]:
-        place = {"stage": self.stage, "made": list(self._resumed.made.values), "reshuffles": self.reshuffles}
+        position = {"stage": self.stage, "made": list(self._resumed.made.values), "reshuffles": self.reshuffles}
         return super()._trainer_state() | {
             "update": {name: stepper.update.state_dict() for name, stepper in self.steppers.items()},
             "task": {name: thing.state_dict() for name, thing in self._resumed.registered.items()},
-            "session": place if self.stream is None else place | {"stream": self.stream.state_dict(self.items)},
+            "session": position if self.stream is None else position | {"stream": self.stream.state_dict(self.items)},
         }
 
     def restore(self, trainer: Mapping[str, Any]) -> None:
