@@ -86,7 +86,7 @@ class DdpStrategy(RanksStrategy):
             find_unused_parameters=self._config.find_unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,
-            **{_SYNC_BUFFERS: False},
+            **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
         )
 
     def _adapt(self) -> None:
