@@ -127,6 +127,7 @@ def test_the_plan_names_settings_and_decisions_of_the_module(modules: Path) -> N
     "settings",
     [
         {"hardware": {"strategy": "fsdp", "selected_devices": ["cpu", "cpu"]}},
+        {"hardware": {"strategy": "pipeline", "selected_devices": ["cpu", "cpu"]}},
         {"training": {"reproducibility": "exact"}},
         {"training": {"compile": True}},
         {"debug": {"trace": "on"}},

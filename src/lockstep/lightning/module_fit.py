@@ -180,19 +180,14 @@ def evaluate_module(
     """
     module, data = task.module, task.datamodule
     hook = f"{split}_dataloader"
-    if split not in ("val", "test") or not any(defines(owner, hook) for owner in (module, data) if owner is not None):
-        raise DataError(
-            f"this module has no {split} data",
-            why=f"neither it nor its data module defines {hook}()",
-            fix=f"write {hook}()" + (", or choose --split val" if split == "test" else ""),
-        )
-    step = {"val": "validation_step", "test": "test_step"}[split]
+    step = {"val": "validation_step", "test": "test_step"}.get(split)
+    other_split = ", or choose --split val" if split == "test" else ""
+    if step is None or not any(defines(owner, hook) for owner in (module, data) if owner is not None):
+        reason = f"neither it nor its data module defines {hook}()"
+        raise DataError(f"this module has no {split} data", why=reason, fix=f"write {hook}(){other_split}")
     if not defines(module, step):
-        raise TaskError(
-            f"{type(module).__name__} has no {step}()",
-            why=f"evaluation on the {split} data calls it for each batch",
-            fix=f"write {step}()" + (", or choose --split val" if split == "test" else ""),
-        )
+        reason = f"evaluation on the {split} data calls it for each batch"
+        raise TaskError(f"{type(module).__name__} has no {step}()", why=reason, fix=f"write {step}(){other_split}")
     sizes: list[int | None] = []
 
     def counted(loader: Any) -> Any:

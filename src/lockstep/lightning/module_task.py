@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentError
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -158,7 +158,7 @@ class ModuleTask(Task):
         self._module, self._datamodule, self._cli = module, datamodule, cli
         self.planned = RunConfig()
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
-        _check_given(self.trainer_arguments)
+        _check_arguments(self.trainer_arguments)
 
     def check_config(self, config: RunConfig) -> None:
         """Raise :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
@@ -230,7 +230,7 @@ class ModuleTask(Task):
         callbacks = trainer.get("callbacks", [])
         trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ not in _OF_A_RUN]
         self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
-        _check_given(self.trainer_arguments)
+        _check_arguments(self.trainer_arguments)
         return module
 
     def prepare(self, ranks: int | None = None) -> None:
@@ -344,14 +344,16 @@ def placement_of(config: RunConfig) -> Placement:
     return resolve_placement(config.hardware, config.distributed, read_world(os.environ), detect_devices())
 
 
-def _check_given(arguments: dict[str, Any]) -> None:
+def refuse_arguments(names: Set[str]) -> None:
+    """Raise :class:`ConfigError` on arguments of the Trainer that the run decides."""
+    for name in sorted(names & DECIDED.keys()):
+        reason = f"the run decides it, by {DECIDED[name]}"
+        raise ConfigError(f"trainer.{name} is not available", why=reason, fix=f"leave {name} out")
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raise :class:`ConfigError` on arguments and callbacks of the Trainer that the run decides."""
-    for name in sorted(arguments.keys() & DECIDED.keys()):
-        raise ConfigError(
-            f"the Trainer's {name} is not to be given",
-            why=f"the run decides it, by {DECIDED[name]}",
-            fix=f"leave {name} out",
-        )
+    refuse_arguments(arguments.keys())
     for callback in as_list(arguments.get("callbacks")):
         for base in _CHANGE_BATCHES.keys() & {kind.__name__ for kind in type(callback).__mro__}:
             raise ConfigError(

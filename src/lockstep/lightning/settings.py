@@ -14,7 +14,7 @@ from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.lightning.cluster import ddp_arguments
 from lockstep.lightning.configured import Hardware, changed
-from lockstep.lightning.module_task import DECIDED
+from lockstep.lightning.module_task import DECIDED, refuse_arguments
 
 #: What the hardware section decides; each may be set in ``trainer`` instead, but not beside it.
 OF_HARDWARE = ("accelerator", "devices", "strategy", "precision")
@@ -136,12 +136,7 @@ def settings_of(
     settings: dict[str, Any] = {name: {} for name in ("telemetry", "debug", "distributed")}
     settings["training"] = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}
     settings["hardware"] = _hardware(arguments, hardware, detected)
-    for name in arguments.keys() & DECIDED.keys() - {*OF_HARDWARE, *SETTINGS, "num_nodes", "use_distributed_sampler"}:
-        raise ConfigError(
-            f"trainer.{name} is not available",
-            why="a run's plan decides it, so that every device count trains the same steps",
-            fix=f"leave it out; see {DECIDED[name]}",
-        )
+    refuse_arguments(arguments.keys() - {*OF_HARDWARE, *SETTINGS, "num_nodes", "use_distributed_sampler"})
     if "max_epochs" not in arguments:  # as in Lightning: 1000, or as many as the steps or the time take
         arguments["max_epochs"] = arguments.get("max_steps", _ENDLESS if "max_time" in arguments else 1000)
     for name in SETTINGS.keys() & arguments.keys():

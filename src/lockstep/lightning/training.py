@@ -16,7 +16,7 @@ from lockstep.config.load import merge
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import choose_default, resolve_hardware
-from lockstep.lightning.module_task import DECIDED, ModuleTask, as_list
+from lockstep.lightning.module_task import DECIDED, ModuleTask, as_list, refuse_arguments
 from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
@@ -133,11 +133,5 @@ def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
     training = config.get("training") or {}
     values = {name: training.get(DECIDED[name].removeprefix("training.")) for name in _OF_TRAINING}
     arguments = {name: value for name, value in values.items() if value is not None} | (config.get("trainer") or {})
-    both = sorted(arguments.keys() & {*decided, "default_root_dir"})
-    if both:
-        raise ConfigError(
-            f"trainer.{both[0]} is not to be given",
-            why="the hardware section and run_dir decide it",
-            fix="leave it out",
-        )
+    refuse_arguments(arguments.keys() & {*decided, "default_root_dir"})
     return Trainer(**decided, **arguments, default_root_dir=run_dir)
