@@ -152,7 +152,7 @@ class TaskTraining(Training):
         pulse.at(Activity.FIRST_STEP, state.step)
         settings = rank.config.telemetry
         with contextlib.closing(loader), memory_snapshot(rank) if settings.memory_snapshot else nullcontext():
-            windows = self._begun(walk(rank.plan, rank.world, **start))
+            windows = self._begin_windows(walk(rank.plan, rank.world, **start))
             steps = training_steps(self._parts, windows, batches, lambda: log.requests(state.step + 1))
             with profiled(rank, steps, state.step) if settings.profile else nullcontext(steps) as watched:
                 for step in watched:
@@ -164,7 +164,7 @@ class TaskTraining(Training):
         if trace is not None:
             trace.write()
 
-    def _begun(self, windows: Iterator[Window]) -> Iterator[Window]:
+    def _begin_windows(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Begin the epoch and the step of each window. It is asked for right before its step."""
         rank, epoch, record = self.rank, -1, None
         if rank.config.telemetry.record_samples and (rank.world.is_main or not rank.plan.pipelined):
