@@ -355,7 +355,7 @@ def has_compiled(model: nn.Module) -> bool:
 
 
 def within_wrapper(model: nn.Module) -> Any:
-    """Return the module inside the wrapper of ``torch.compile(module)``, or ``model``, if it is no wrapper."""
+    """Return the module inside the wrapper of ``torch.compile(module)``, or ``model`` itself."""
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     module: Any = model
     while isinstance(module, wrapper):
