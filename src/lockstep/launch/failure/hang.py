@@ -227,8 +227,7 @@ class HangWatch:
         if pause > OWN_PAUSE_S:
             for silence in self._silences.values():
                 silence.pause(pause)
-        signs = {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
-        silent_s = {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
+        signs, silent_s = self._progress(alive, now)
         if min(silent_s.values()) < self._timeout_s:
             return None  # without asking the system for the state of each process
         states = {rank: process_state(self._pids[rank]) for rank in signs}
@@ -253,14 +252,15 @@ class HangWatch:
 
     def places_after(self, timeout_s: float, alive: Collection[int]) -> HangReport:
         """Where the ranks of ``alive`` are, after another one has waited for them in a collective for ``timeout_s``."""
-        now, signs = self._clock(), {}
-        for rank, sign in zip(self._pids, self._signs(), strict=True):
-            if rank in alive:
-                signs[rank] = sign
-        silent_s = {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
+        signs, silent_s = self._progress(alive, self._clock())
         states = {rank: process_state(self._pids[rank]) for rank in signs}
         places = self._places(signs, states, silent_s)
         return HangReport(timeout_s=timeout_s, ranks=places, setting=COLLECTIVE_TIMEOUT)
+
+    def _progress(self, alive: Collection[int], now: float) -> tuple[dict[int, Sign], dict[int, float]]:
+        """The newest sign of each rank of ``alive``, and its seconds without progress."""
+        signs = {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
+        return signs, {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
 
     def _stacks(self, signs: Collection[int], states: Mapping[int, str]) -> dict[int, Stack]:
         answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}

@@ -11,9 +11,9 @@ import contextlib
 import json
 import os
 import pickle
-import selectors
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +37,8 @@ _MAIN = "lockstep.launch.local.launcher:main"
 _SHARED = ("lightning.pytorch",)
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
+#: How long the rest of the output may take after the launcher's end.
+_OUTPUT_S = 2.0
 
 
 class RanksStopped(KeyboardInterrupt):
@@ -161,7 +163,8 @@ def _run_launcher(request: Mapping[str, Any], environ: Mapping[str, str], stop: 
     with contextlib.suppress(FileNotFoundError):  # it was removed
         content["cwd"] = str(Path.cwd())  # the server has that of its start
     process: RemoteChild | None = None
-    with open(os.memfd_create("lockstep-request"), "w+b") as request_file, _Output() as output:
+    output = _Output()
+    with open(os.memfd_create("lockstep-request"), "w+b") as request_file:
         request_file.write(json.dumps(content).encode())
         request_file.seek(0)
         try:
@@ -171,7 +174,10 @@ def _run_launcher(request: Mapping[str, Any], environ: Mapping[str, str], stop: 
             finally:
                 output.close_files()
             stop.notify(process.send_signal)
-            return output.wait(process)
+            code = process.wait()
+            assert code is not None
+            output.finish()
+            return code
         except KeyboardInterrupt:
             if process is not None:
                 process.send_signal(signal.SIGQUIT)  # kill all ranks
@@ -190,22 +196,14 @@ class _Output:
     """Passes the output of a child process to this process's ``sys.stdout`` and ``sys.stderr``.
 
     If they are the process's files, the child inherits them, so a progress bar finds its terminal. Otherwise (a
-    notebook, a test's capture, a redirection) the child writes to pipes, and :meth:`wait` passes on its output.
-    ``files``: standard output and error of the child.
+    notebook, a test's capture, a redirection) the child writes to pipes, which threads read. ``files``: standard output
+    and error of the child.
     """
 
     def __init__(self) -> None:
         flush()
-        self._selector = selectors.DefaultSelector()
+        self._threads: list[threading.Thread] = []
         self.files = (self._for_child(sys.stdout, sys.__stdout__), self._for_child(sys.stderr, sys.__stderr__))
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
-        self._selector.close()
 
     def _for_child(self, stream: Any, original: Any) -> int:
         if stream is None:
@@ -214,9 +212,8 @@ class _Output:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 return os.dup(stream.fileno())
         reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._selector.register(reading, selectors.EVENT_READ, (stream, decoder))
+        self._threads.append(threading.Thread(target=_copy, args=(reading, stream), daemon=True))
+        self._threads[-1].start()
         return writing
 
     def close_files(self) -> None:
@@ -224,28 +221,17 @@ class _Output:
         for fd in self.files:
             os.close(fd)
 
-    def wait(self, process: RemoteChild) -> int:
-        """Wait for the child's end, and pass on its output; its return code."""
-        # A process that outlives the child may keep the pipes open, so their end is not awaited.
-        while self._selector.get_map() and process.wait(0.0) is None:
-            self._pass_on(0.1)
-        code = process.wait()
-        assert code is not None
-        while self._selector.get_map() and self._pass_on(0.0):
-            pass
-        return code
+    def finish(self) -> None:
+        """Wait for the last output of a child that has ended; a process that outlives it may keep the pipes open."""
+        for thread in self._threads:
+            thread.join(_OUTPUT_S)
 
-    def _pass_on(self, timeout_s: float) -> bool:
-        """Pass on the output that is available. Returns whether there was any."""
-        ready = self._selector.select(timeout_s)
-        for key, _ in ready:
-            target, decoder = key.data
-            chunk = os.read(key.fd, 65_536)
-            if not chunk:
-                self._selector.unregister(key.fd)
-                os.close(key.fd)
+
+def _copy(fd: int, stream: Any) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    with open(fd, "rb", buffering=0) as pipe:
+        while chunk := pipe.read(65_536):
             # A run does not end because its output can no longer be written.
             with contextlib.suppress(OSError, ValueError):
-                target.write(decoder.decode(chunk, final=not chunk))
-                target.flush()
-        return bool(ready)
+                stream.write(decoder.decode(chunk))
+                stream.flush()
