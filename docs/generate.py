@@ -314,12 +314,7 @@ FOLDER_INTRODUCTION = """\
 
 [The run folder](concepts/run-folder.md) explains who writes these files and when. The JSON schemas are generated from
 the models that Lockstep reads and writes with. A reader has to ignore keys that it does not know. A number that was
-not finite is `null`.
-
-A change of a `run.json` by Lockstep sets the modification time of the folder that contains the run folder, as creating
-and deleting a run folder does: a reader that follows many runs, as the studio does, looks at them again when that time
-has changed, and once more two seconds later, since two changes may leave one time. Runs that are alive, and files that
-other programs change, do not set it."""
+not finite is `null`."""
 
 _ROWS = {
     "metrics": "One row per epoch. Names that start with `train_` or `val_` are losses and the task's metrics. "

@@ -52,7 +52,7 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
         box.uncheck()
     expect(run).to_be_disabled()
     expect(run).to_have_accessible_description(re.compile("no device is selected"))
-    expect(page.get_by_text("for example “Devices” cpu")).to_be_visible()  # the form's word, not the command's flag
+    expect(page.get_by_text("Fix: select a device above")).to_be_visible()  # the form's words, not the command's
     expect(multi).to_be_hidden()
     expect(page.get_by_label("Number of ranks")).to_be_hidden()
     cpu.check()
@@ -65,7 +65,10 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
 
 def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: OpenPage) -> None:
     page = open_form(open_page(server.url, refused="/api/configs/parse"))
-    epochs, dialog = page.get_by_label("Epochs", exact=True), page.get_by_role("dialog")
+    epochs, dialog = (
+        page.get_by_label("Epochs", exact=True),
+        page.get_by_role("dialog", name=re.compile("configuration")),
+    )
     epochs.fill("7")
     page.get_by_role("button", name="Save", exact=True).click()
     dialog.get_by_label("Name").fill("seven")
@@ -90,9 +93,9 @@ def test_configurations_are_saved_loaded_and_pasted(server: Address, open_page: 
 
 def paste(page: Page, yaml: str) -> None:
     page.get_by_role("button", name="Load", exact=True).click()
-    page.get_by_role("dialog").get_by_label("YAML").fill(yaml)
-    page.get_by_role("dialog").get_by_role("button", name="Load YAML").click()
-    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.get_by_role("dialog", name="Load configuration").get_by_label("YAML").fill(yaml)
+    page.get_by_role("dialog", name="Load configuration").get_by_role("button", name="Load YAML").click()
+    expect(page.get_by_role("dialog", name="Load configuration")).to_be_hidden()
 
 
 def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
@@ -145,6 +148,14 @@ def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, o
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     page.get_by_label("Betas").fill("large")
     expect(run).to_be_disabled()
+    options = page.locator("[name='optimizer.options']")
+    options.fill("nesterov: true, momentum: 0.5")
+    options.blur()
+    expect(options).to_have_value("nesterov: true, momentum: 0.5")
+    expect(page.get_by_label("YAML", exact=True)).to_contain_text("momentum: 0.5")
+    options.fill("nesterov")
+    expect(page.get_by_text("write name: value")).to_be_visible()
+    options.fill("")
     page.locator("[name='optimizer.name']").select_option(label="sgd")
     expect(page.get_by_label("Betas")).to_be_hidden()
     expect(run).to_be_enabled()

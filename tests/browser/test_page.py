@@ -118,7 +118,9 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     expect(rows(page)).to_have_count(3)
 
     runs.get_by_role("link", name="first").click()
-    expect(state.get_by_role("region", name="Final metrics")).to_contain_text("0.91")
+    expect(
+        state.get_by_role("table", name="Metrics").get_by_role("row", name=re.compile("^Accuracy – – 0.91"))
+    ).to_be_visible()
     expect(state.get_by_text("Early stopping: it ended at step")).to_be_hidden()
     loss = state.get_by_role("img", name=re.compile("^Loss against step: loss 0.05 at step 40"))
     expect(loss).to_be_visible()
@@ -292,9 +294,12 @@ def test_evaluations_between_epochs_are_points_beside_the_epochs(server: Address
     # One legend for all charts, and a scatter of two numbers that differ.
     charts = page.get_by_role("group", name="Charts")
     keys = page.locator(".shared").get_by_role("button", name="between", exact=True)
-    expect(charts.get_by_role("button", name="between 0.1", exact=True)).to_have_attribute("aria-pressed", "true")
+    loss = charts.get_by_role("figure", name="Loss", exact=True)
+    loss.locator(".u-over").hover()
+    expect(loss.locator(".tip dt")).to_have_text([re.compile("between"), re.compile("only ends")])
     keys.click()
-    expect(charts.locator('[aria-pressed="false"]')).to_have_count(charts.get_by_role("figure").count())
+    loss.locator(".u-over").hover()
+    expect(loss.locator(".tip dt")).to_have_text([re.compile("only ends")])
     keys.click()
     scatter = page.get_by_role("region", name="Scatter")
     expect(scatter.get_by_role("figure", name="final test_loss against final test_accuracy")).to_be_visible()
@@ -445,7 +450,7 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     expect(page.get_by_role("region", name="cpu").get_by_role("meter", name="Utilisation")).to_be_visible()
     expect(page.get_by_role("region", name="gpu:0").get_by_role("link", name="live")).to_be_visible()
     page.get_by_role("button", name="Train on gpu:1–2…").click()
-    form = page.get_by_role("region", name="Configuration")
+    form = page.get_by_role("dialog", name="Configuration")
     expect(form.get_by_role("checkbox", name="GPU 1")).to_be_checked()
     form.get_by_role("checkbox", name="GPU 0").check()
     page.get_by_role("button", name="Use the free ones: gpu:1–2").click()
@@ -460,8 +465,8 @@ def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPa
     beat(20, None)
     expect(legend).not_to_contain_text("straggler")
     page.get_by_role("tab", name="Overview").click()
-    expect(page.get_by_role("region", name="Progress")).to_contain_text("20 / 100")
-    expect(page.get_by_role("region", name="Progress")).to_contain_text("ETA1 min 20 s")
+    expect(page.get_by_role("region", name="Progress")).to_contain_text("step 20 of 100")
+    expect(page.get_by_role("region", name="Progress")).to_contain_text("1 min 20 s left")
     stop = page.get_by_role("button", name="Stop", exact=True).bounding_box()
     assert stop is not None
     run.update(status="completed", best_metric={"val_loss": 0.5}, completed_at=datetime.now(UTC))
@@ -615,8 +620,9 @@ def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> Non
     expect(run).to_have_accessible_description(re.compile("from 1 to 64"))
     page.get_by_label("Number of ranks").fill("1")
     run.click()
-    expect(page.get_by_role("region", name="Configuration")).to_be_hidden()
-    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Test accuracy")
+    expect(page.get_by_role("dialog", name="Configuration")).to_be_hidden()
+    expect(page.get_by_role("button", name="More epochs…")).to_be_visible()
+    expect(page.get_by_role("columnheader", name="Test")).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("^Loss per epoch against step"))).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
 
@@ -677,8 +683,7 @@ def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: Ope
     expect(page.get_by_role("table", name="Attention").get_by_role("row", name="1 0.5 1")).to_be_visible()
     expect(page.get_by_text("predicted →")).to_be_hidden()
     page.get_by_role("tab", name="Overview").click()
-    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Val loss")
-    expect(page.get_by_role("region", name="Final metrics")).not_to_contain_text("Best val loss")
+    expect(page.get_by_role("region", name="Answer")).to_contain_text("Val loss")
     # A comparison finds runs by their folders, too.
     names = f"{moved.name.replace(' ', '%20')},{failed.path.name}"
     page.evaluate("names => { location.hash = `#/compare/${names}` }", names)
@@ -694,20 +699,20 @@ def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: Ope
     expect(rows(page)).to_have_count(5)
     page.get_by_label("Search runs").fill("constructor = 0.25 valueOf > 0.1")
     expect(rows(page)).to_have_count(1)
-    # A fix is a button, not a flag.
+    # A fix is what the run wrote, and a button.
     page.evaluate("id => { location.hash = `#/run/${id}` }", failed.path.name)
     ended = page.get_by_role("region", name="How it ended")
-    expect(ended.get_by_role("strong").last).to_have_text("fix: find the operator with “Detect anomaly”: true")
+    expect(ended.get_by_role("strong").last).to_have_text("fix: find the operator with --set debug.detect_anomaly=true")
     ended.get_by_role("button", name="New run with “Detect anomaly”: true…").click()
     page.get_by_label("Search settings").fill("anomaly")
-    form = page.get_by_role("region", name="Configuration")
+    form = page.get_by_role("dialog", name="Configuration")
     expect(form.get_by_label("Detect anomaly")).to_be_checked()
     # Its values are JSON, or texts that only look like numbers.
-    given = ("optimizer.lr=1e-3", "training.max_time_s=1.5e3", "hardware.precision=32", "checkpoint.monitor=.5")
+    given = ("optimizer.lr=1e-3", "training.max_time_s=1.5e3", "hardware.precision=32", "checkpoint.monitor=val_f1")
     failed.update(error="RuntimeError: too fast\nfix: take " + " ".join(f"--set {setting}" for setting in given))
     page.get_by_role("button", name="Close the form").click()
     page.get_by_role("button", name=re.compile("^New run with “Learning rate”: 0.001, ")).click()
-    for setting, value in (("Learning rate", "0.001"), ("Maximum time (s)", "1500"), ("Monitor", ".5")):
+    for setting, value in (("Learning rate", "0.001"), ("Maximum time (s)", "1500"), ("Monitor", "val_f1")):
         page.get_by_label("Search settings").fill(setting)
         expect(form.get_by_label(setting, exact=True)).to_have_value(value)
     page.get_by_label("Search settings").fill("")
@@ -761,10 +766,14 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     page.get_by_role("button", name="New run").focus()
     keys.press("Enter")
     expect(page.get_by_role("checkbox", name="GPU 0")).to_be_checked()
-    page.get_by_role("region", name="Configuration").get_by_role("button", name="Load").focus()
-    tab_to(page, "Task")
-    while not page.evaluate("document.activeElement.matches('select')"):
-        keys.press("Tab")
+    expect(page.get_by_label("Task", exact=True)).to_be_focused()
+    for _ in range(3):
+        keys.press("Tab")  # a task file, the name, the first device
+    expect(page.get_by_role("checkbox", name="GPU 0")).to_be_focused()
+    keys.press("Escape")
+    expect(page.get_by_role("button", name="New run")).to_be_focused()
+    keys.press("Enter")
+    expect(page.get_by_label("Task", exact=True)).to_be_focused()
     keys.press("End")
     tab_to(page, "CPU")
     keys.press("Space")
@@ -780,7 +789,7 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     expect(run).to_be_enabled()
     keys.press("Enter")
     state = page.get_by_role("region", name="State")
-    expect(state.get_by_role("region", name="Final metrics")).to_be_visible()
+    expect(state.get_by_role("region", name="Metrics")).to_be_visible()
 
     # A chart: + zooms, 0 shows all.
     plot = page.get_by_role("figure", name="Loss per epoch").locator(".plot")

@@ -26,7 +26,7 @@ from lockstep.rundir.folder import (
     read_json,
     write_json,
 )
-from lockstep.rundir.summary import read_runs
+from lockstep.rundir.summary import compare, read_runs
 from tests.disks import make_read_only, small_disk
 from tests.rundir.runs import JSON_VALUES, ON_TMP_PATH, everything_in, make_run
 
@@ -42,7 +42,7 @@ def test_a_new_run_is_pending_and_says_what_the_design_lists(tmp_path: Path) -> 
     content = json.loads((run.path / "run.json").read_text())
     assert list(content) == [
         "format_version", "id", "name", "task", "status", "created_at", "started_at", "completed_at", "pid", "host",
-        "command", "versions", "placement", "attempt", "restarts", "best_epoch", "best_metric",
+        "command", "versions", "git", "placement", "attempt", "restarts", "best_epoch", "best_metric",
         "final_metrics", "error", "tags",
     ]  # fmt: skip
     record = run.read()
@@ -51,6 +51,22 @@ def test_a_new_run_is_pending_and_says_what_the_design_lists(tmp_path: Path) -> 
     assert {"python", "lockstep", "torch", "numpy"} <= record.versions.keys()
     assert run.status() == "pending" and run.epochs() == run.steps() == []
     assert run.checkpoints.is_dir() and run.logs.is_dir()
+
+
+def test_a_run_has_the_commit_that_it_was_started_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_run(tmp_path / "runs" / "outside").read().git is None
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    (tmp_path / "task.py").write_text("lr = 1\n")
+    for words in (["init", "-q"], ["add", "task.py"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    clean = make_run(tmp_path / "runs" / "clean")
+    assert json.loads(clean.run_file.read_text())["git"] == {"commit": commit, "clean": True}
+    (tmp_path / "task.py").write_text("lr = 2\n")
+    changed = make_run(tmp_path / "runs" / "changed")
+    assert json.loads(changed.run_file.read_text())["git"] == {"commit": commit, "clean": False}
+    assert compare([clean, changed]).results["git commit"] == [commit[:10], f"{commit[:10]} + changes"]
 
 
 def test_the_configuration_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -225,6 +225,40 @@ def test_tasks_and_schema(two_gpus: Address) -> None:
     assert "description" in schema["schema"]["$defs"]["TrainingConfig"]["properties"]["epochs"]
 
 
+def test_a_task_file_of_the_folder_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    (here / "runs" / "run-1").mkdir(parents=True)
+    source = (ROOT / "tests" / "toys.py").read_text()
+    for file in (here / "mine.py", here / "runs" / "run-1" / "evil.py", tmp_path / "outside.py"):
+        file.write_text(source)
+    (here / "link.py").symlink_to(tmp_path / "outside.py")
+    (here / "copied").mkdir()
+    (here / "copied" / "run.json").write_text("{}")
+    (here / "copied" / "evil.py").write_text(source)
+    (here / "none.py").write_text("class Helper: pass\n")
+    monkeypatch.chdir(here)
+    with studio(here, machine(1)) as address:
+        assert "mine.py:Toy" in address.get("/api/tasks/files")["files"]
+        assert not [path for path in address.get("/api/tasks/files")["files"] if "mine.py" not in path]
+        for path in (
+            "../outside.py",
+            "link.py",
+            "runs/run-1/evil.py:Toy",
+            "copied/evil.py",
+            "none.py",
+            "/etc/passwd",
+            "x" * 400,
+        ):
+            assert address.post("/api/tasks", {"path": path}, 422)["code"] == "TASK_NOT_USABLE"
+        answer = address.post("/api/tasks", {"path": "mine.py:Toy"})
+        name = f"{here / 'mine.py'}:Toy"
+        assert answer["added"] == [name]
+        [task] = [task for task in address.get("/api/tasks")["tasks"] if task["name"] == name]
+        assert task["error"] is None
+        plan = address.post("/api/plan", {"task": name, "config": {"hardware": {"selected_devices": ["gpu:0"]}}})
+        assert plan["run"]["enabled"], plan
+
+
 def test_default_devices(tmp_path: Path, two_gpus: Address) -> None:
     assert two_gpus.get("/api/devices")["default"] == ["gpu:0"]
     with serving.studio(tmp_path, machine(0)) as none:

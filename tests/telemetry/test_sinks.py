@@ -279,5 +279,6 @@ def test_the_standard_sinks_write_folder_console_and_tensorboard(run: RunDir) ->
     send(standard_sinks(run, run.config(), stream), started(run), ended_epoch(1, 1), ended())
     assert run.read().status == "completed"
     assert "epoch 1/3" in stream.getvalue()
+    assert (run.logs / "run.log").read_text() == stream.getvalue()
     assert list(run.logs.glob("events.out.tfevents.*"))
     assert not list(run.path.glob("**/.*tmp*"))

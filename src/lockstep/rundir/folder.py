@@ -8,13 +8,13 @@ read again, and names no code in the run folder.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import secrets
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +40,8 @@ __all__ = ["LIVE", "Beat", "Heartbeat", "RunDir", "RunRecord", "new_run_id", "re
 NCCL_DUMP = "nccl-rank-"
 #: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
 PENDING_GRACE_S = 15.0
+#: Longest wait for git, in seconds.
+_GIT_TIMEOUT_S = 5.0
 
 _MAX_RECORD_BYTES = 4 << 20
 _updating = threading.Lock()
@@ -54,6 +56,29 @@ LIVE = frozenset({"pending", "running"})
 
 #: A number; ``null`` in JSON means that it was not finite.
 Metric = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class GitState(BaseModel):
+    """The commit of the folder in which a run was started; ``clean``: no tracked file differed from it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    commit: str
+    clean: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> GitState | None:
+        """Ask git about ``folder``; ``None`` outside a repository, and without git."""
+        words = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
+        words += ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+        try:
+            answer = subprocess.run(words, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+        heads = [line for line in answer.stdout.splitlines() if line.startswith("# branch.oid ")]
+        changes = [line for line in answer.stdout.splitlines() if not line.startswith("#")]
+        commit = heads[0].split()[-1] if heads else "(initial)"
+        return None if commit == "(initial)" else cls(commit=commit, clean=not changes)
 
 
 class RunRecord(BaseModel):
@@ -76,6 +101,7 @@ class RunRecord(BaseModel):
     host: str | None = None
     command: list[str] = []
     versions: dict[str, str] = {}
+    git: GitState | None = None
     placement: dict[str, Any] | None = None
     attempt: int = Field(default=0, ge=0)
     restarts: list[dict[str, Any]] = []
@@ -287,6 +313,7 @@ class RunDir:
             command=files.plain(list(command)),
             versions=versions(),
             tags=files.plain(list(config.tags)),
+            git=GitState.read(Path()),
         )
 
         def fill(folder: Path) -> None:
@@ -357,8 +384,6 @@ class RunDir:
         with _updating:
             record = self.read().changed({key: files.plain(value) for key, value in changes.items()})
             write_json(self.run_file, record.model_dump())
-        with contextlib.suppress(OSError):
-            os.utime(self.path.parent)  # says that a record in there has changed, without a look at each
         return record
 
     def config(self, attempt: int | None = None) -> RunConfig:

@@ -36,7 +36,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     - ``location``: the folder's name; ``path``: the folder
     - ``devices``, ``strategy``, ``precision``, ``world_size``: of the newest attempt
     - ``step`` of ``total_steps`` (optimizer steps), ``progress`` from 0 to 1, ``epoch`` (completed) of ``epochs``
-    - ``monitor``: the metric that decides which checkpoint is best
+    - ``monitor``: the metric that decides which checkpoint is best, the ``min`` or ``max`` of ``monitor_mode``
     - ``eta_s``: seconds to the end of a running run, where that can be estimated
     - ``metrics``: validation metrics of the best epoch, and the test's
     - ``last_epoch``: the newest row of ``metrics.json``; ``samples_per_s``: the median of all rows
@@ -69,6 +69,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
         "epoch": last.get("epoch"),
         "epochs": epochs if isinstance(epochs := plan.get("epochs"), int) else None,
         "monitor": monitor if isinstance(monitor := plan.get("monitor"), str) else None,
+        "monitor_mode": mode if (mode := plan.get("mode")) in ("min", "max") else None,
         "step": step,
         "total_steps": total,
         "progress": min(1.0, step / total) if step is not None and total else None,
@@ -183,6 +184,7 @@ def _results(
         "global batch": [plan.get("batch.global_batch") for plan in plans],
         "steps": [one["step"] for one in found],
         "samples/s": [one["samples_per_s"] for one in found],
+        "git commit": [commit_text(one["git"]) for one in found],
         **more,
         "best epoch": [one["best_epoch"] for one in found],
     }
@@ -190,6 +192,11 @@ def _results(
         for name in dict.fromkeys(name for one in found for name in one[of]):
             rows[f"{prefix} {name}"] = [one[of].get(name) for one in found]
     return {name: values for name, values in rows.items() if any(value not in (None, "") for value in values)}
+
+
+def commit_text(git: Mapping[str, Any] | None) -> str:
+    """Shorten a commit; a tree with changes has ``+ changes`` behind it."""
+    return "" if git is None else f"{git['commit'][:10]}{'' if git['clean'] else ' + changes'}"
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

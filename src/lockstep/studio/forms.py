@@ -29,7 +29,7 @@ from lockstep.studio import settings
 from lockstep.studio.commands import Jobs, owner, works_on
 from lockstep.studio.home import Home, iso, modified_ns
 from lockstep.studio.index import RunIndex
-from lockstep.studio.schemas import ApiError, DoctorBody, PlanBody, ScalingBody
+from lockstep.studio.schemas import ApiError, DoctorBody, PlanBody, ScalingBody, TaskBody
 from lockstep.studio.settings import OfferedTasks, Wanted
 
 _MAX_REPORTS = 100
@@ -167,6 +167,15 @@ class Forms:
     def tasks(self) -> dict[str, Any]:
         return {"tasks": self._planner.tasks(list(self.offered))}
 
+    def task_files(self) -> dict[str, Any]:
+        return {"files": settings.task_files(Path.cwd(), self._home.runs_dir)}
+
+    def add_tasks(self, body: TaskBody) -> dict[str, Any]:
+        """Offer the tasks of a file until the studio ends. Raises :class:`TaskError`."""
+        added = settings.tasks_in(body.path, Path.cwd(), self._home.runs_dir)
+        self.offered.update(dict.fromkeys(added))
+        return {"added": added, **self.tasks()}
+
     def warm(self) -> None:
         """Let the helper process import the tasks; what goes wrong is reported to the page that asks."""
         with contextlib.suppress(LockstepError):
@@ -184,7 +193,6 @@ class Forms:
             "schema": RunConfig.model_json_schema(),
             "defaults": resolve().model_dump(mode="json"),
             "refused": list(settings.REFUSED),
-            "flags": dict(self._flags),
         }
 
     def wanted(self, body: PlanBody) -> Wanted:

@@ -17,14 +17,8 @@ from lockstep.rundir.heartbeat import Beat
 from lockstep.rundir.heartbeat import is_alive as is_beating
 from lockstep.rundir.summary import one_line, summarize
 from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lines
-from lockstep.studio.home import Home, is_run_name, modified_ns
+from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.schemas import run_not_found
-
-#: How often a watched list checks runs that have ended. A new attempt changes the time of the runs folder, and is
-#: seen at once; this finds what was edited or copied.
-_THOROUGH_S = 30.0
-#: Two changes within this time may leave a folder with one time: file systems count in steps of up to two seconds.
-_COARSE_S = 2.0
 
 #: Of a summary, what the list does not need.
 _IN_DETAIL = {"command", "versions", "placement", "format_version"}
@@ -63,12 +57,7 @@ class RunIndex:
         self._folders: dict[str, str] = {}
         self._stopping: set[str] = set()
         self._lock = threading.RLock()
-        #: What :meth:`watched` found, the times of the folders then, and whether a summary has changed since.
-        self._found: list[Summary] = []
-        self._times = (0, 0)
-        self._changed = True
-        #: When runs that have ended are checked next, whether or not a folder has another time.
-        self._due = 0.0
+        self._shown: list[Summary] = []
 
     def summaries(self) -> list[Summary]:
         """One summary a run, newest first."""
@@ -76,23 +65,12 @@ class RunIndex:
             return self._listed()
 
     def watched(self) -> tuple[list[Summary], list[str]]:
-        """:meth:`summaries`, each the same object until it changes, and :meth:`problems`.
-
-        Called every second: runs that have ended are checked only when a folder has changed. The same list: no change.
-        """
-        now = time.monotonic()
+        """:meth:`summaries`, each the same object until it changes, and :meth:`problems`. The same list: no change."""
         with self._lock:
-            times = (modified_ns(self._home.runs_dir), modified_ns(self._home.starts))
-            moved = times != self._times
-            thorough = moved or now >= self._due
-            if thorough or self._changed or any(entry.restless for entry in self._entries.values()):
-                if thorough:  # once more after a change, for those that the time of the folder does not show
-                    self._due = now + (_COARSE_S if moved else _THOROUGH_S)
-                listed = self._listed(thorough=thorough)
-                if list(map(id, listed)) != list(map(id, self._found)):
-                    self._found = listed
-                self._times, self._changed = times, False
-            return self._found, self.problems()
+            summaries = self._listed()
+            if list(map(id, summaries)) != list(map(id, self._shown)):
+                self._shown = summaries
+            return self._shown, self.problems()
 
     def listed(self) -> dict[str, Any]:
         return {"runs": self.summaries(), "problems": self.problems()}
@@ -147,24 +125,22 @@ class RunIndex:
         with self._lock:
             self._stopping.add(self.locate(ref))
 
-    def _listed(self, *, thorough: bool = True) -> list[Summary]:
+    def _listed(self) -> list[Summary]:
         noted = set(self._starts.names())
         names = sorted(filter(is_run_name, noted.union(names_in(self._home.runs_dir))))  # before their copies
         for gone in self._entries.keys() - set(names):
             self._drop(gone)
         for name in names:
-            self._refresh(name, noted=name in noted, look=thorough)
+            self._refresh(name, noted=name in noted)
         shown = [entry.summary for entry in self._entries.values() if entry.summary]
         return sorted(shown, key=lambda summary: (summary["created_at"] or "", summary["id"]), reverse=True)
 
-    def _refresh(self, name: str, *, noted: bool = True, look: bool = True) -> Entry | None:
-        """The entry of a run, up to date; ``None`` when there is no such run.
+    def _refresh(self, name: str, *, noted: bool = True) -> Entry | None:
+        """Bring the entry of a run up to date; ``None`` without such a run.
 
-        ``noted``: the studio may have notes on it; ``look``: check a run that has ended, too.
+        ``noted``: the studio may have notes on it.
         """
         entry, path = self._entries.get(name), f"{self._home.runs_dir}/{name}"
-        if entry is not None and not entry.restless and not look:
-            return entry
         record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._home.starts}/{name}") if noted else None
         # A run that has ended and is unchanged needs no more than this check: an attempt begins with its record.
         if entry is not None and not entry.restless and (entry.signature[0], entry.signature[-1]) == (record, notes):
@@ -187,14 +163,13 @@ class RunIndex:
             entry.problem = f"{path} cannot be shown: {type(error).__name__}: {error}"
             entry.signature, entry.restless, summary = (), True, {}
         if summary != entry.summary:
-            entry.summary, self._changed = summary, True
+            entry.summary = summary
         return entry
 
     def _drop(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._folders.pop(entry.id, None)
-            self._changed = True
 
     def _read(self, entry: Entry, start: Command | None, *, there: bool) -> None:
         """Read the files of a run; ``there``: it has a record. Else its command has not made its folder yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import stat
@@ -18,9 +19,9 @@ from fastapi import Query
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import MAX_CONFIG_BYTES, nested
+from lockstep.config.load import MAX_CONFIG_BYTES, nested, parse_set
 from lockstep.config.named import named, targets_in
-from lockstep.errors import LockstepError, RunFolderError
+from lockstep.errors import ConfigError, LockstepError, RunFolderError
 from lockstep.rundir import summary as summaries
 from lockstep.rundir.files import damaged, names_in, open_regular, read_bytes, read_json
 from lockstep.rundir.folder import LIVE, RunDir, new_run_id, or_else
@@ -80,7 +81,9 @@ class Runs:
 
     def detail(self, name: RunName) -> dict[str, Any]:
         summary, run = self._index.summary(name), self._index.run_folder(name)
-        output, _ = last_lines(self._starts.output(run.path.name), 40)
+        output = self._starts.output(run.path.name)
+        logs = _log_names(run)
+        lines, _ = last_lines(run.logs / "run.log" if not output.exists() and "run.log" in logs else output, 40)
         config, start = or_else(run.config, None), self._starts.read(run.path.name)
         record = run.read() if os.path.lexists(run.run_file) else None
         shown, given = (start.shown, start.arguments) if start else ([], [])
@@ -90,15 +93,16 @@ class Runs:
             "config_yaml": dump(config) if config else "",
             "plan": or_else(run.plan, {}) or None,
             "checkpoints": CheckpointStore(run.checkpoints).listed(),
-            "logs": _log_names(run),
+            "logs": logs,
             "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
             "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
             "pictures": _names(run.pictures, ".png"),
             **command_of(shown or (record.command[1:] if record else ()) or given),
             "versions": record.versions if record is not None else {},
+            "advice": _advised(summary["error"] or ""),
             "resumable": record is not None and summary["status"] not in LIVE,
             "jobs": [job for job in self._jobs.all() if job["run"] in {summary["id"], summary["location"]}],
-            "start_output": "\n".join(output) or None,
+            "start_output": "\n".join(lines) or None,
         }
 
     def label(self, name: RunName, body: LabelBody) -> dict[str, Any]:
@@ -279,6 +283,23 @@ class Runs:
         }
 
 
+def _advised(error: str) -> list[tuple[list[str], Any]]:
+    """Read the settings that an error's fix names as ``--set section.name=value``: path and value of each.
+
+    Settings of a task, and those that the page may not set, are left out.
+    """
+    advice = []
+    for flag, word in itertools.pairwise(error.split()):
+        if flag != "--set":
+            continue
+        with contextlib.suppress(ConfigError):
+            settings = parse_set(word.rstrip(".,;"))
+            section, _, name = next(iter(dict(flatten(settings))), "").partition(".")
+            if name and section != "task" and f"{section}.{name}" not in REFUSED:
+                advice.append(([section, name], resolve(settings).model_dump(mode="json")[section][name]))
+    return advice
+
+
 def _names(folder: Path, suffix: str) -> list[str]:
     """Files in a folder, unless that is a link, which may lead anywhere."""
     names = names_in(folder) if folder.is_dir() and not folder.is_symlink() else []
@@ -286,8 +307,8 @@ def _names(folder: Path, suffix: str) -> list[str]:
 
 
 def _log_names(run: RunDir) -> list[str]:
-    """Text files in ``logs``; the command's own output first."""
-    return sorted(_names(run.logs, ".log"), key=lambda name: name != "output.log")
+    """Text files in ``logs``; the command's output and the run's own lines first."""
+    return sorted(_names(run.logs, ".log"), key=lambda name: (name != "output.log", name != "run.log", name))
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:

@@ -85,6 +85,12 @@ class ExportBody(_Body):
     program: bool = True
 
 
+class TaskBody(_Body):
+    """``path``: ``file.py`` or ``file.py:Class``, below the folder in which the studio was started."""
+
+    path: str = Field(max_length=1000)
+
+
 class YamlBody(_Body):
     yaml: str = Field(max_length=256 << 10)
 

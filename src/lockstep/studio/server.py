@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -22,6 +21,7 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import create_model
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 
@@ -46,8 +46,6 @@ DEFAULT_PORT = 8756
 _MAX_MESSAGE_BYTES = 64 << 10
 #: How long answers may take after Ctrl-C.
 GRACE_S = 2.0
-#: How often the date of answers is renewed.
-TICK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -157,32 +155,11 @@ class Server:
             self._socket.close()
 
     def stop(self) -> None:
-        self._uvicorn.end()
+        self._uvicorn.should_exit = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """Is woken by its end: to look ten times a second whether it should end takes 0.2 % of a core.
-
-    Waits ``GRACE_S`` seconds for answers at its end, then closes what is open: a peer may never read.
-    """
-
-    _wake: Callable[[], object] = staticmethod(lambda: None)
-
-    async def main_loop(self) -> None:
-        woken, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._wake = lambda: loop.call_soon_threadsafe(woken.set)
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):  # wait_for of Python 3.11 may swallow a cancellation
-                    await woken.wait()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        self._wake()
-
-    def end(self) -> None:
-        self.should_exit = True
-        self._wake()
+    """Waits ``GRACE_S`` seconds for answers at its end, then closes what is open: a peer may never read."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         abort = asyncio.get_running_loop().call_later(GRACE_S, self._abort)
@@ -222,6 +199,7 @@ def _make_app(studio: Studio, port: int) -> Any:
     app.include_router(_routes(studio, hub))
     _add_pages(app, studio)
     _add_errors(app)
+    app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
     options, sessions = studio.options, Sessions(studio.home, port)
     cookie = f"lockstep_studio_{port}"
     return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
@@ -314,6 +292,8 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
         ("GET", "/page", studio.first_answer, "What the page needs first: studio, devices, schema and names of tasks"),
         ("GET", "/devices", forms.list_devices, "The devices of this machine"),
         ("GET", "/tasks", forms.tasks, "The tasks that can be started, with their settings"),
+        ("POST", "/tasks", forms.add_tasks, "Offer the tasks of a Python file"),
+        ("GET", "/tasks/files", forms.task_files, "Tasks in the folder in which the studio was started"),
         ("GET", "/schema", lambda: forms.schema, "JSON schema and defaults of all settings"),
         ("POST", "/plan", forms.plan, "The plan, with every label of the hardware section"),
         ("POST", "/preview", forms.preview, "The same settings as a command and as YAML"),

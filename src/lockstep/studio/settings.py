@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge, nested, parse_set, parse_settings, to_yaml
 from lockstep.config.named import code_in, named, references_in
 from lockstep.errors import ConfigError, RunFolderError, TaskError
-from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.files import read_bytes, read_json, write_json
 from lockstep.rundir.summary import read_runs
 from lockstep.studio.home import Home, is_run_name, iso
 from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
@@ -41,7 +43,10 @@ MOST_CPU_RANKS = 64
 _LARGEST_EXACT = 2**53 - 1
 
 #: Tasks by name, the built-in ones first; of a LightningModule, the LightningDataModule that was named with it.
-OfferedTasks = Mapping[str, str | None]
+OfferedTasks = dict[str, str | None]
+#: Python files of a folder that are searched for tasks.
+_MAX_TASK_FILES = 300
+_MAX_SOURCE_BYTES = 1 << 20
 
 
 def offered_tasks(given: Sequence[str]) -> OfferedTasks:
@@ -71,6 +76,47 @@ def _class_path(name: str) -> str:
             raise TaskError(f"there is no file {place}", why=f"looked in {Path.cwd()}", fix="check the path")
         place = str(path)
     return f"{place}:{attribute}"
+
+
+def task_classes(file: Path) -> list[str]:
+    """Find the classes of tasks and LightningModules in a Python file by their bases, without importing it."""
+    try:
+        tree = ast.parse(read_bytes(file, max_bytes=_MAX_SOURCE_BYTES))
+    except (SyntaxError, ValueError, RecursionError, RunFolderError):
+        return []
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bases = {node.name: [ast.unparse(base).rpartition(".")[2] for base in node.bases] for node in classes}
+    return [name for name, names in bases.items() if any(base.endswith(("Task", "LightningModule")) for base in names)]
+
+
+def task_files(folder: Path, runs_dir: Path) -> list[str]:
+    """List the tasks in the Python files of ``folder`` and its folders, as ``file.py:Class``."""
+    sources = sorted([*folder.glob("*.py"), *folder.glob("[!.]*/*.py")])[:_MAX_TASK_FILES]
+    files = [file for file in sources if is_task_file(file, folder, runs_dir)]
+    return [f"{file.relative_to(folder)}:{name}" for file in files for name in task_classes(file)]
+
+
+def is_task_file(file: Path, folder: Path, runs_dir: Path) -> bool:
+    """Whether ``file`` is a Python file below ``folder``, links followed, and in no run."""
+    real = Path(os.path.realpath(file))
+    is_inside = real.is_relative_to(os.path.realpath(folder)) and not real.is_relative_to(os.path.realpath(runs_dir))
+    is_of_a_run = any(os.path.lexists(parent / "run.json") for parent in real.parents)
+    return is_inside and not is_of_a_run and real.suffix == ".py" and os.path.isfile(real)  # noqa: PTH113 - never raises
+
+
+def tasks_in(text: str, folder: Path, runs_dir: Path) -> list[str]:
+    """Read ``file.py`` or ``file.py:Class`` as the tasks to offer. Raises :class:`TaskError`."""
+    stem, _, attribute = text.partition(".py:")
+    file = folder / (f"{stem}.py" if attribute else text)
+    if not is_task_file(file, folder, runs_dir):
+        why = f"the page takes Python files below {folder}, and none of a run"
+        fix = "start the studio with --task FILE.py:Class"
+        raise TaskError(f"{text[:200]!r} is not a task file here", why=why, fix=fix)
+    classes = [attribute] if attribute else task_classes(file)
+    if not classes:
+        fix = f"name it: {text[:200]}:Class"
+        raise TaskError(f"no task in {text[:200]}", why="no class derives from a task", fix=fix)
+    return [_class_path(f"{file}:{name}") for name in classes]
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ RESULTS_FILE = "training_results.json"
 
 
 def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events.Fanout:
-    """The sinks of a run: its folder and mirror (essential); console and loggers (switched off if they fail)."""
+    """The sinks of a run: its folder and mirror (essential); console, its log and loggers (switched off on failure)."""
     mode = config.telemetry.progress
-    optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode)]
+    optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode), RunLogSink(run_dir.logs)]
     essential: list[events.Sink] = [RunFolderSink(run_dir)]
     if config.storage.mirror is not None:
         essential.append(MirrorSink(run_dir, config.storage.mirror, wait_s=config.storage.mirror_wait_s))
@@ -65,6 +65,27 @@ def monitored(
 
     with Monitor(SystemSource(devices), write, interval_s=interval_s) as monitor:
         yield monitor
+
+
+class RunLogSink:
+    """Appends a console's plain lines to ``logs/run.log``, whatever the terminal shows."""
+
+    name = "run.log"
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._stack = contextlib.ExitStack()
+        self._console: ConsoleSink | None = None
+
+    def emit(self, event: events.Event) -> None:
+        if self._console is None:
+            make_folders(self._logs)
+            stream = self._stack.enter_context((self._logs / self.name).open("a", encoding="utf-8"))
+            self._console = ConsoleSink(stream, "plain")
+        self._console.emit(event)
+
+    def close(self) -> None:
+        self._stack.close()
 
 
 class RunFolderSink:

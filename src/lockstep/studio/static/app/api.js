@@ -11,7 +11,7 @@ export const locked = signal(false);
 /** How often the page has connected again: what failed meanwhile is requested once more. */
 export const reconnects = signal(0);
 
-const OFFLINE = { status: 0, code: "OFFLINE", message: "The studio does not answer.", fix: "Runs continue without it. Start it again with `lockstep studio`." };
+const OFFLINE = { status: 0, code: "OFFLINE", message: "The studio does not answer.", why: "Runs continue without it.", fix: "start it again with `lockstep studio`" };
 
 /** Throws an error of the server: `code`, `message`, `why` and `fix`, as on the command line. */
 async function call(method, path, body, signal) {

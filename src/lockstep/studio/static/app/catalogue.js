@@ -1,8 +1,7 @@
 // Devices, tasks and the schema of the settings.
 
-import { batch, parsed, signal } from "./html.js";
+import { batch, signal } from "./html.js";
 import { get } from "./api.js";
-import { titleOf } from "./format.js";
 
 export const devices = signal(null);
 export const tasks = signal(null);
@@ -29,23 +28,6 @@ export async function loadCatalogue() {
     trouble.value = error;
   }
 }
-
-const SET = /--set (\w+)\.(\w+)=([\w.+-]*\w)/g;
-
-/** A sentence of a command for the page: settings by the names that the form has instead of flags. */
-export const forPage = (text) =>
-  text
-    ?.replace(SET, (_, section, name, value) => `“${titleOf(name)}”: ${value}`)
-    .replace(/--[a-z][\w-]*/g, (flag) => {
-      const key = schema.value?.flags[flag];
-      return key ? `“${titleOf(key.split(".").at(-1))}”` : flag;
-    });
-
-/** The settings that a command's advice names and the page may set, as [path, value]. */
-export const advised = (text) =>
-  [...(text ?? "").matchAll(SET)]
-    .filter(([, section, name]) => name in (schema.value?.defaults[section] ?? {}) && !schema.value.refused.includes(`${section}.${name}`))
-    .map(([, section, name, value]) => [[section, name], typeof schema.value.defaults[section][name] === "string" ? value : parsed(value, value)]);
 
 /** The ids of the devices that can be selected, in their order. */
 export const usable = () => (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);

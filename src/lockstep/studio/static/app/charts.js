@@ -16,11 +16,12 @@ export const drawing = computed(() => {
 /** Counts up when every chart should show all of its points again. */
 const resets = signal(0);
 
-export function ChartTools({ notes = [], axes = false, search = false }) {
+export function ChartTools({ notes = [], search = false, children }) {
   const { log, smoothing, x, text } = drawing.value;
   return html`<div class="chart-tools" role="group" aria-label="Chart tools">
     ${search && html`<${Search} label="Search charts" text=${text} onSearch=${(one) => keep("charts", one)} />`}
-    ${axes && html`<${Select} label="X axis" kind="" value=${x} options=${Object.entries(AXES)} onChange=${(one) => (keep("zoom", null), keep("x", one === "step" ? null : one))} />`}
+    <${Select} label="X axis" kind="" value=${x} options=${Object.entries(AXES)} onChange=${(one) => (keep("zoom", null), keep("x", one === "step" ? null : one))} />
+    ${children}
     <${Tick} on=${log} onTick=${(on) => keep("log", on ? "1" : null)}>Log scale<//>
     <label>
       Smoothing
@@ -33,12 +34,12 @@ export function ChartTools({ notes = [], axes = false, search = false }) {
 }
 
 /** Eight colours; further lines repeat them, dashed. */
-function looks({ index, dash = false }, at) {
+export function looks({ index, dash = false }, at) {
   const number = index ?? at;
   return { colour: `--series-${(number % 8) + 1}`, dash: dash || number >= 8 };
 }
 
-const Swatch = ({ colour, dash }) => html`<i class=${dash ? "dash" : ""} style=${{ color: `var(${colour})` }}></i>`;
+export const Swatch = ({ colour, dash }) => html`<i class=${`swatch ${dash ? "dash" : ""}`} style=${{ color: `var(${colour})` }}></i>`;
 
 /** The last finite value of a series, with its place. */
 function last({ x, y }, at = y.length - 1) {
@@ -76,7 +77,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     return () => watch.disconnect();
   }, []);
   useEffect(() => {
-    const point = (index, data) => setCursor(data[0][index] ?? null);
+    const point = (index, data, left) => setCursor(data[0][index] === undefined ? null : { x: data[0][index], left });
     const linked = () => /^(\S+) (\S+) (.*)$/.exec(drawing.peek().zoom) ?? [];
     // The link keeps the part of an axis that was zoomed last: all charts with this axis show it.
     const zoom = (from, to) => {
@@ -104,7 +105,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const text = (point) => (point === null ? "–" : isGap(point[1]) ? "not finite" : `${format(point[1])}${unit}`);
   const newest = series.map((one) => [one.label, pointOf(one)]).filter(([, point]) => point);
   const summary = newest.map(([label, point]) => `${label} ${text(point)} at ${against} ${number(point[0])}`).join("; ") || "no points yet";
-  const valueOf = (one) => text(pointOf(one, cursor === null ? undefined : lastIndexAtMost(one.x, cursor)));
+  const valueOf = (one) => text(pointOf(one, cursor === null ? undefined : lastIndexAtMost(one.x, cursor.x)));
   const items = [
     [full ? "Leave full screen" : "Full screen", () => setFull(!full)],
     ["Download CSV", async () => save(title, "csv", new Blob([csv(await whole(), against)], { type: "text/csv" }))],
@@ -114,22 +115,26 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     <figcaption>
       <strong class="clip" title=${title}>${title}</strong>
       <span class="muted">${[unit.trim(), log && "log scale"].filter(Boolean).join(", ")}</span>
-      <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor)}` : ""}</span>
+      <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor.x)}` : ""}</span>
       <${Menu} label=${`Actions for ${title}`} items=${items} />
     </figcaption>
     <div class="plot" ref=${host} role="img" tabindex="0" onDblClick=${() => (resets.value += 1)} aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`} onKeyDown=${keys}></div>
-    ${series.length > 1 && html`<${Legend} series=${series} hidden=${hidden} onHide=${setHidden} textOf=${valueOf} named=${!shared} />`}
+    ${shared && cursor !== null && html`<${Tip} left=${cursor.left} series=${shown} textOf=${valueOf} />`}
+    ${series.length > 1 && !shared && html`<${Legend} series=${series} hidden=${hidden} onHide=${setHidden} textOf=${valueOf} />`}
   </figure>`;
 }
 
+/** The lines by name with their values, beside the cursor at `left` px. */
+const Tip = ({ left, series, textOf }) => html`<dl class="tip" style=${{ left: `${left}px` }} aria-hidden="true">${series.map((one) => html`<dt key=${one.label}><${Swatch} ...${one} /> <span class="clip">${one.label}</span></dt><dd class="number">${textOf(one)}</dd>`)}</dl>`;
+
 /** The lines by colour, each a switch; `textOf(one)` is what to show beside its name. */
-export function Legend({ series, hidden, onHide, textOf = () => "", named = true }) {
+export function Legend({ series, hidden, onHide, textOf = () => "" }) {
   const toggle = (label) => onHide(hidden.includes(label) ? hidden.filter((one) => one !== label) : [...hidden, label]);
   return html`<div class="legend">
     ${series.map(
       (one, index) => html`<button key=${one.label} type="button" class="key" title=${one.label} aria-label=${`${one.label} ${textOf(one)}`.trim()} aria-pressed=${hidden.includes(one.label) ? "false" : "true"} onClick=${() => toggle(one.label)}>
         <${Swatch} ...${looks(one, index)} />
-        ${named && html`<span class="clip">${one.label}</span>`} <span class="number">${textOf(one)}</span>
+        <span class="clip">${one.label}</span> <span class="number">${textOf(one)}</span>
       </button>`,
     )}
   </div>`;

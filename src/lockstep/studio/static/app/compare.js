@@ -2,40 +2,38 @@
 
 import { html, useState } from "./html.js";
 import { useAnswer } from "./api.js";
-import { Chart, ChartTools, Legend } from "./charts.js";
-import { epochLines, linesOverSteps, STEP_CHARTS, useRuns } from "./curves.js";
-import { number, plain, words } from "./format.js";
-import { findRun, runs } from "./live.js";
-import { route } from "./route.js";
-import { label } from "./runs.js";
+import { Chart, Legend, looks, Swatch } from "./charts.js";
+import { useRuns } from "./curves.js";
+import { heading, number, plain } from "./format.js";
+import { findRun, labelsOf, runs } from "./live.js";
+import { Overlay } from "./overlay.js";
+import { Spark, standing } from "./overview.js";
+import { address, keep, route } from "./route.js";
 import { Problem, Select, Table } from "./ui.js";
 
-/** The lines of a run by kind and name; `evaluation` if it was evaluated between epochs. */
-function linesOf(data) {
-  const [steps, between, epochs] = [data.stream("steps"), data.stream("evaluations"), data.epochs.value];
-  const step = STEP_CHARTS.map(([, name]) => [name, steps?.line(name)]).filter(([, line]) => line);
-  return { step: new Map(step), epoch: epochLines(epochs), evaluation: linesOverSteps(epochs, between), evaluated: Boolean(between?.rows) };
-}
+/** Most settings beside the results; all of them are in a table below. */
+const MOST_SETTINGS = 5;
 
-/** The name of each run, with its id where several have the same. */
-const labelsOf = (some) => some.map((run) => (some.filter((other) => label(other) === label(run)).length > 1 ? `${label(run)} (${run.id})` : label(run)));
-
-function Overlay({ ids }) {
-  const shared = useState([]);
-  const lines = new Map(useRuns(ids).map((data) => [data.id, linesOf(data)]));
-  const labels = labelsOf(ids.map((id) => findRun(id) ?? { id }));
-  const series = (kind, name) => ids.map((id, index) => ({ label: labels[index], index, ...lines.get(id)?.[kind].get(name) })).filter(({ y }) => y);
-  // If a run was evaluated between epochs, all evaluations are drawn over steps.
-  const [kind, against] = ids.some((id) => lines.get(id)?.evaluated) ? ["evaluation", "step"] : ["epoch", "epoch"];
-  const names = new Set(ids.flatMap((id) => [...(lines.get(id)?.[kind].keys() ?? [])]));
-  const metrics = [...names].filter((name) => !/^(lr|.*_s|.*_share|samples_seen)$/.test(name));
-  const charts = [
-    ...STEP_CHARTS.map(([title, column, options]) => ({ title, against: "step", series: series("step", column), ...options })),
-    ...metrics.map((name) => ({ title: `${words(name)} per ${kind}`, against, series: series(kind, name) })),
-  ].filter((chart) => chart.series.length);
-  if (!charts.length) return html`<p class="empty">These runs have no measurements yet.</p>`;
-  return html`<div class="card shared"><${Legend} series=${labels.map((one, index) => ({ label: one, index }))} hidden=${shared[0]} onHide=${shared[1]} /><${ChartTools} /></div>
-    <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${chart.against} ${chart.title}`} shared=${shared} ...${chart} />`)}</div>`;
+/** One row a run: its monitored metric, whether it still improves, the test, and the settings that differ. */
+function Answers({ answer, ids }) {
+  const rows = new Map(useRuns(ids).map((data) => [data.id, data.epochs.value]));
+  const states = answer.runs.map((run) => standing(run, rows.get(run.id) ?? []));
+  const metrics = new Set(states.filter(Boolean).map(({ name }) => name));
+  const best = metrics.size === 1 ? (answer.runs[0].monitor_mode === "min" ? Math.min : Math.max)(...states.filter(Boolean).map((state) => state.best)) : undefined;
+  const [metric] = metrics;
+  const test = metric?.replace(/^val_/, "test_");
+  const settings = answer.config.filter(({ key }) => key !== "name").slice(0, MOST_SETTINGS);
+  const heads = ["Run", [metrics.size === 1 ? heading(metric) : "Best"], ["Epoch"], ["Last"], "Epochs", "Trend", [heading(test ?? "test")], ...settings.map(({ key }) => html`<span class="clip" title=${key}>${key.split(".").at(-1)}</span>`)];
+  const cells = (run, at) => {
+    const state = states[at];
+    if (!state) return ["–", "–", "–", "", run.status, "–"];
+    const top = state.best === best;
+    return [html`<span class=${top ? "best" : ""}>${number(state.best)}${top ? " ★" : ""}<span class="unseen">${top ? " best" : ""}</span></span>`, number(state.bestEpoch), number(state.last), html`<${Spark} values=${state.values} />`, state.trend, number(run.final_metrics?.[test])];
+  };
+  const names = labelsOf(answer.runs);
+  return html`<section class="card scroll-x metric-table answers" aria-label="Answer" tabindex="0">
+    <${Table} label="Answer" heads=${heads} rows=${answer.runs.map((run, at) => [html`<a class="clip" href=${address("run", [run.id])} title=${names[at]}><${Swatch} ...${looks({ index: at })} /> ${names[at]}</a>`, ...cells(run, at), ...settings.map(({ values }) => plain(values[at]))])} />
+  </section>`;
 }
 
 /** The best value of a metric, if its name says which way is better and the values differ. */
@@ -118,14 +116,17 @@ export function Compare() {
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
   const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
   const { found: answer, error } = useAnswer(ids.length > 1 ? `/compare?${wanted}` : null, [states]);
+  const grouped = answer?.config.find(({ key }) => key === route.value.query.get("group"));
+  const groups = grouped && new Map(answer.runs.map(({ id }, at) => [id, `${grouped.key.split(".").at(-1)} ${plain(grouped.values[at])}`]));
   return html`<div class="view">
-    <div class="row between"><h1>Compare</h1><a class="button" href="#/runs">Choose runs…</a></div>
+    <div class="row between"><h1>Compare</h1><a class="button" href=${address("runs")}>Choose runs…</a></div>
     ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
     ${ids.length < 2 && html`<p class="empty">Choose two runs or more in the table of runs.</p>`}
     ${ids.length > 1 &&
     html`
       <${Problem} error=${error} />
-      <${Overlay} ids=${ids} />
+      ${answer && html`<${Answers} answer=${answer} ids=${ids} />`}
+      <${Overlay} ids=${ids} groups=${groups} beside=${answer && html`<${Select} label="Group by" kind="" value=${grouped?.key ?? ""} options=${[["", "No groups"], ...answer.config.map(({ key }) => key)]} onChange=${(key) => keep("group", key)} />`} />
       ${answer &&
       html`
         <${Scatter} answer=${answer} />

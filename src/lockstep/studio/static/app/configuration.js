@@ -79,9 +79,29 @@ function Group({ title, fields = [], open = false, children }) {
   <//>`;
 }
 
-const TaskChoice = () => html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
-  ${(given) => html`<${Select} bare ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => name)} onChange=${chooseTask} />`}
-<//>`;
+function TaskChoice() {
+  const [adding, setAdding] = useState(false);
+  return html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
+      ${(given) => html`<${Select} bare autofocus ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => [name, name.split("/").at(-1), { title: name }])} onChange=${chooseTask} />`}
+    <//>
+    <div><${Button} kind="quiet small" onClick=${() => setAdding(true)}>Add a task file…<//></div>
+    ${adding && html`<${TaskDialog} onClose=${() => setAdding(false)} />`}`;
+}
+
+/** Offers the tasks of a file: one of those in the folder of the studio, or a path below it. */
+function TaskDialog({ onClose }) {
+  const { found, error } = useAnswer("/tasks/files", []);
+  const add = async (path) => {
+    const answer = await post("/tasks", { path });
+    tasks.value = answer.tasks;
+    chooseTask(answer.added[0]);
+  };
+  return html`<${TextDialog} title="Add a task file" name="File" submit="Add" required onClose=${onClose} onSubmit=${add}>
+    <p class="muted">A Python file below the folder in which the studio was started, such as my_task.py or my_task.py:MyTask.</p>
+    <${Problem} error=${error} />
+    <ul class="stack options" aria-label="Tasks in this folder">${found?.files.map((path) => html`<li key=${path}><button type="button" class="button clip" title=${path} onClick=${() => add(path).then(onClose, showError)}>${path}</button></li>`)}</ul>
+  <//>`;
+}
 
 const Name = () => html`<${Labelled} label="Name">
   ${(given) => html`<input ...${given} class="input" maxlength="200" autocomplete="off" placeholder="optional" value=${draft.value.name} onInput=${(event) => (draft.value = { ...draft.value, name: event.currentTarget.value })} />`}
@@ -94,7 +114,7 @@ function Form() {
   const { answer } = planned.value;
   const parameters = answer?.plan?.task?.parameters;
   return html`
-    <${Group} title="Task" open><${Name} /><${TaskChoice} /><${Problem} error=${task.value?.error} /><//>
+    <${Group} title="Task" open><${TaskChoice} /><${Problem} error=${task.value?.error} /><${Name} /><//>
     <${Group} title="Hardware" open><${Hardware} /><//>
     <${Group} title="Training" open fields=${first} />
     ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${isOld.value && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${isOld.value ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
@@ -164,10 +184,14 @@ function LoadDialog({ onClose }) {
 
 const newId = () => `run-${[...crypto.getRandomValues(new Uint8Array(4))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 
+/** What to do in the form, by the code of a problem of the plan. */
+const FIXES = { __proto__: null, GPU_NOT_AVAILABLE: "select a device above", PRECISION_NOT_AVAILABLE: "choose another precision, or another device" };
+
 function RunButton() {
   const [busy, setBusy] = useState(false);
   const id = useRef(newId());
   const why = whyNot.value;
+  const problem = planned.value.answer?.problem;
   const start = async () => {
     setBusy(true);
     try {
@@ -185,9 +209,9 @@ function RunButton() {
     }
   };
   return html`<div class="stack">
-    ${planned.value.answer?.problem && html`<${Problem} error=${planned.value.answer.problem} />`}
+    ${problem && html`<${Problem} error=${{ ...problem, fix: FIXES[problem.code] ?? problem.fix }} />`}
     <${Button} kind="primary" why=${why} busy=${busy} onClick=${start}>${busy ? "Starting…" : "Run"}<//>
-    ${why && html`<p class="muted">${why}</p>`}
+    ${why && !problem && html`<p class="muted">${why}</p>`}
   </div>`;
 }
 

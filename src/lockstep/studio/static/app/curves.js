@@ -43,15 +43,18 @@ function merged(...lines) {
   return { x: points.map(([at]) => at), y: points.map(([, value]) => value) };
 }
 
+/** Whether a column of metrics.json is a metric: no rate, time or share of the training. */
+export const isMetric = (name) => !/^(lr|data_wait|.*_s|.*_share|samples_seen|skipped_steps|epoch|step|attempt|complete)$/.test(name);
+
 /** Metrics of metrics.json grouped for charts: training and validation of one quantity share one. */
 function epochCharts(lines) {
-  const shown = [...lines].filter(([name]) => !/^(lr|data_wait|.*_s|.*_share|samples_seen|skipped_steps)$/.test(name));
+  const shown = [...lines].filter(([name]) => isMetric(name));
   const series = shown.map(([name, line]) => ({ label: words(name), name, ...line }));
   return [...Map.groupBy(series, ({ name }) => name.replace(/^(train|val|test)_/, ""))];
 }
 
 /** The x axis that was chosen, for a run. */
-const axisFor = (data, streams) => axisOf(drawing.value.x, streams, data.epochs.value, data.perEpoch.value);
+export const axisFor = (data, streams) => axisOf(drawing.value.x, streams, data.epochs.value, data.perEpoch.value);
 
 /** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
 function StreamChart({ data, name, stream, columns, ...rest }) {
@@ -156,7 +159,7 @@ const RANK_CHARTS = [
 ];
 
 /** Columns `ranks.<r>.<what>` of one quantity, as [rank, column]. */
-function perRank(stream, quantity) {
+export function perRank(stream, quantity) {
   const names = stream.names();
   let found = ranksOf.get(stream);
   if (found?.count !== names.length) {
@@ -234,7 +237,7 @@ function Tools({ data, few }) {
     steps?.downsampled && !steps.preview && `down-sampled: ${number(steps.rows)} of ${number(steps.total)} points; zoom shows all`,
     ...data.named("").map(([name, { cut }]) => cut && `${name} has more columns than the page can show; the first ones are shown`),
   ].filter(Boolean);
-  return html`<${ChartTools} notes=${notes} axes search=${!few} />`;
+  return html`<${ChartTools} notes=${notes} search=${!few} />`;
 }
 
 /** The charts of one run, live; with `few`, those that show at a glance how it is going. Each part is drawn with its rows. */

@@ -2,7 +2,7 @@
 
 import { computed, effect, signal, stored } from "./html.js";
 import { post } from "./api.js";
-import { bestDevices, devices, forPage, schema, studio, tasks } from "./catalogue.js";
+import { bestDevices, devices, schema, studio, tasks } from "./catalogue.js";
 import { connection, isGoing, runs } from "./live.js";
 
 const WAIT_MS = 150;
@@ -40,11 +40,10 @@ export const ticked = computed(() => {
 /** Messages about invalid input, by the path of the setting. */
 export const mistakes = signal({});
 
-/** The value that a setting has without the form: the task's default, else the general one. */
-function defaultOf(path) {
-  if (path[0] === "task") return task.value?.schema.properties?.[path[1]]?.default ?? null;
-  const own = getAt(task.value?.defaults, path);
-  return own === undefined ? (getAt(schema.value?.defaults, path) ?? null) : own;
+/** The value that a setting has without the form: the default of a task, else the general one. */
+export function defaultOf(path, of = task.value) {
+  if (path[0] === "task") return of?.schema.properties?.[path[1]]?.default ?? null;
+  return getAt(of?.defaults, path) ?? getAt(schema.value?.defaults, path) ?? null;
 }
 
 export function valueOf(path) {
@@ -135,5 +134,5 @@ export const whyNot = computed(() => {
   if (error && !waiting) return error.message;
   if (!answer) return "the plan is being made";
   if (answer.run.enabled) return waiting ? "the plan is being made" : "";
-  return forPage(answer.run.reason ?? answer.problem?.message ?? "this configuration cannot run");
+  return answer.run.reason ?? answer.problem?.message ?? "this configuration cannot run";
 });

@@ -1,6 +1,6 @@
 // One setting as a form field, made from its JSON schema.
 
-import { html, useEffect, useState } from "./html.js";
+import { html, parsed, useEffect, useState } from "./html.js";
 import { change, isChanged, mistakes, valueOf } from "./draft.js";
 import { titleOf } from "./format.js";
 import { Labelled, Select } from "./ui.js";
@@ -40,7 +40,7 @@ function Text({ path, schema, common }) {
   const take = (text) => {
     setTyped(text);
     const dotted = path.join(".");
-    if (!text.trim() && schema.type !== "array") {
+    if (!text.trim() && !["array", "object"].includes(schema.type)) {
       note(dotted, null);
       change(path, schema.optional ? null : undefined);
       return;
@@ -60,6 +60,7 @@ function Text({ path, schema, common }) {
 /** Input as a value of the schema. Throws a message for invalid input. */
 function parse(text, schema) {
   const trimmed = text.trim();
+  if (schema.type === "object") return parseOptions(trimmed);
   if (schema.type === "array") return trimmed ? trimmed.split(",").map((part) => parse(part, schema.items ?? item(schema))) : [];
   if (schema.type === "integer" || schema.type === "number") {
     const value = Number(trimmed);
@@ -81,7 +82,20 @@ function parse(text, schema) {
   return trimmed;
 }
 
+/** `momentum: 0.9, nesterov: true` as an object; a JSON object, too. */
+function parseOptions(text) {
+  if (text.startsWith("{")) return parsed(text, null) ?? fail("the object is not valid JSON");
+  const pairs = text.split(/,(?![^[]*\])/).filter((part) => part.trim()).map((part) => /^\s*(\w+)\s*[:=]\s*(.+?)\s*$/.exec(part) ?? fail("write name: value, with commas between them"));
+  return Object.fromEntries(pairs.map(([, name, value]) => [name, parsed(value, value)]));
+}
+
+function fail(message) {
+  throw new Error(message);
+}
+
 /** The type of a tuple's parts, e.g. of the two betas. */
 const item = (schema) => schema.prefixItems?.[0] ?? { type: "string" };
 
-const show = (value) => (value === null || value === undefined ? "" : Array.isArray(value) ? value.join(", ") : String(value));
+const show = (value) => (value === null || value === undefined ? "" : Array.isArray(value) ? value.join(", ") : typeof value === "object" ? showOptions(value) : String(value));
+
+const showOptions = (value) => (Object.values(value).some((one) => one !== null && typeof one === "object" && !Array.isArray(one)) ? JSON.stringify(value) : Object.entries(value).map(([name, one]) => `${name}: ${typeof one === "string" ? one : JSON.stringify(one)}`).join(", "));

@@ -2,7 +2,7 @@
 // section of the form: devices, precision, and the plan for them. All texts come from the server.
 
 import { html, useEffect, useState } from "./html.js";
-import { devices, forPage, freeDevices, refreshDevices, usable } from "./catalogue.js";
+import { devices, freeDevices, refreshDevices, usable } from "./catalogue.js";
 import { change, draft, isOld, planned, tick, ticked, valueOf } from "./draft.js";
 import { note } from "./fields.js";
 import { deviceWords, gigabytes, many } from "./format.js";
@@ -107,7 +107,7 @@ function Notes() {
   const lines = [labels.multi_gpu, labels.cpu_ignored, labels.learning_rate, labels.workers].filter(Boolean);
   return html`<div class=${`stack ${isOld.value ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
     ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
-    ${lines.map((line) => html`<p key=${line} class="muted sentence">${forPage(line)}</p>`)}
+    ${lines.map((line) => html`<p key=${line} class="muted sentence">${line}</p>`)}
     ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}
   </div>`;
 }

@@ -3,7 +3,7 @@
 import { batch, signal } from "./html.js";
 import { API, get, locked, reconnects } from "./api.js";
 import { Stream } from "./columns.js";
-import { setClock } from "./format.js";
+import { clockNow, setClock } from "./format.js";
 import { showError } from "./ui.js";
 
 const LONGEST_WAIT_MS = 5000;
@@ -29,6 +29,21 @@ export const isGoing = ({ status }) => status === "running" || status === "pendi
 
 /** The run with this id, or with this folder. */
 export const findRun = (ref) => runs.value?.find(({ id }) => id === ref) ?? runs.value?.find(({ location }) => location === ref);
+
+export const label = (run) => run.name || run.id;
+
+/** The name of each run, with its id where several have the same. */
+export const labelsOf = (some) => some.map((run) => (some.filter((other) => label(other) === label(run)).length > 1 ? `${label(run)} (${run.id})` : label(run)));
+
+/** Seconds from the first start to the end, or to now. */
+export const took = (run) => ((run.status === "running" ? clockNow.value : Date.parse(run.completed_at)) - Date.parse(run.started_at)) / 1000;
+
+/** The metric that decides which checkpoint is best, else the first of the best ones. */
+export function monitored(run) {
+  const best = run.best_metric ?? {};
+  const name = run.monitor in best ? run.monitor : Object.keys(best)[0];
+  return name ? [name, best[name]] : null;
+}
 
 /** The newest state of each job, by id. */
 export const jobs = signal({});

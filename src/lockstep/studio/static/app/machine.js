@@ -7,9 +7,8 @@ import { coresOf, DeviceChoice, deviceTitle, processText, runsOn } from "./hardw
 import { devices, freeDevices, refreshDevices, studio } from "./catalogue.js";
 import { tick } from "./draft.js";
 import { clock, deviceWords, gigabytes, number, percent } from "./format.js";
-import { isGoing, runs, takeJob } from "./live.js";
+import { isGoing, label, runs, takeJob } from "./live.js";
 import { address, drawer } from "./route.js";
-import { label } from "./runs.js";
 import { Badge, Button, Problem, showError, Tick } from "./ui.js";
 
 const WORST_FIRST = ["fail", "warn", "ok", "skip"];

@@ -1,6 +1,6 @@
 // The page: the top bar, one view, and the form of a new run as a drawer.
 
-import { html, render, effect, stored, useEffect } from "./html.js";
+import { html, render, effect, stored, useEffect, useRef } from "./html.js";
 import { locked } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
@@ -8,10 +8,10 @@ import { Configuration } from "./configuration.js";
 import { Machine } from "./machine.js";
 import { keepPlanning } from "./draft.js";
 import { heading, number } from "./format.js";
-import { connect, connection, instance, isGoing, runs, silence } from "./live.js";
+import { connect, connection, instance, isGoing, label, monitored, runs, silence } from "./live.js";
 import { repaint } from "./plot.js";
 import { address, drawer, go, route } from "./route.js";
-import { compared, label, monitored, Runs } from "./runs.js";
+import { compared, Runs } from "./runs.js";
 import { Run } from "./run.js";
 import { Scaling } from "./scaling.js";
 import { Boundary, Button, Problem, showMessage, Toasts } from "./ui.js";
@@ -53,7 +53,7 @@ function Bar() {
   const { view } = route.value;
   const words = silence.value ? `no answer for ${silence.value} s` : { open: "live", connecting: "connecting…", lost: "connection lost, trying again" }[connection.value];
   return html`<header class="bar">
-    <a class="brand" href="#/runs" title=${studio.value ? `Lockstep ${studio.value.version} on ${studio.value.host}` : "Lockstep"}>
+    <a class="brand" href=${address("runs")} title=${studio.value ? `Lockstep ${studio.value.version} on ${studio.value.host}` : "Lockstep"}>
       <svg viewBox="0 0 18 18" aria-hidden="true"><use href="#logo" /></svg>
       <span>Lockstep</span>
     </a>
@@ -71,13 +71,24 @@ function Bar() {
   </header>`;
 }
 
+/** The form of a new run: a modal dialog beside the view. Escape, or a click beside it, closes it. */
 function Drawer() {
+  const dialog = useRef(null);
+  const close = () => dialog.current.close(); // which gives the focus back
+  useEffect(() => dialog.current?.showModal(), [drawer.value]);
   if (!drawer.value) return null;
-  const close = () => (drawer.value = false);
-  return html`<section class="drawer column" aria-label="Configuration" onKeyDown=${(event) => event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog[open]") && close()}>
+  return html`<dialog ref=${dialog} class="drawer column" aria-label="Configuration" onClose=${() => (drawer.value = false)} onClick=${(event) => event.target === dialog.current && close()}>
     <${Boundary}><${Configuration} onClose=${close} /><//>
-  </section>`;
+    <${Toasts} />
+  </dialog>`;
 }
+
+/** How far each address was scrolled: the way back leads to the same place. */
+const places = new Map();
+/** How long the content of a view may take to be as long as it was. */
+const SETTLE_MS = 3000;
+const placeOf = () => location.hash.split("?")[0];
+const isBox = (element) => element.matches("main > .view, main .run-page > .scroll");
 
 function Page() {
   const { view } = route.value;
@@ -85,6 +96,18 @@ function Page() {
   useEffect(() => {
     if (view !== "run") document.title = `${title} – Lockstep studio`; // a run sets its own
   }, [title]);
+  useEffect(() => {
+    const wanted = places.get(placeOf()) ?? 0;
+    let tries = SETTLE_MS / 50;
+    const timer = setInterval(() => {
+      const box = [...document.querySelectorAll("main .view, main .scroll")].find(isBox);
+      const isLong = box && box.scrollHeight - box.clientHeight >= wanted;
+      if (!isLong && --tries) return; // its content is not there yet
+      clearInterval(timer);
+      if (box && wanted) box.scrollTop = wanted;
+    }, 50);
+    return () => clearInterval(timer);
+  }, [placeOf(), runs.value === null]);
   return html`
     <a class="skip" href="#content" onClick=${(event) => (event.preventDefault(), document.getElementById("content").focus())}>Skip to the content</a>
     <${Bar} />
@@ -93,11 +116,11 @@ function Page() {
       ${connection.value === "lost" && !locked.value && html`<p class="banner" role="status">The studio does not answer. Runs continue without it. This page reconnects automatically.</p>`}
       ${trouble.value && !locked.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
     </div>
-    <div class="stage ${drawer.value ? "with-drawer" : ""} ${connection.value === "lost" || silence.value ? "stale" : ""}">
-      <main id="content" tabindex="-1"><${Boundary} key=${view}><${View} /><//></main>
-      <${Drawer} />
+    <div class="stage ${connection.value === "lost" || silence.value ? "stale" : ""}">
+      <main id="content" tabindex="-1" onScrollCapture=${({ target }) => isBox(target) && places.set(placeOf(), target.scrollTop)}><${Boundary} key=${view}><${View} /><//></main>
     </div>
-    <${Toasts} />
+    <${Drawer} />
+    ${!drawer.value && html`<${Toasts} />`}
   `;
 }
 

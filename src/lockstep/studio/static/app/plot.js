@@ -76,7 +76,7 @@ export class Plot {
   }
 
   /**
-   * `spec`: {series: [{label, x, y, colour, dash?, points?, everyRow?, gaps?}], height, log, smoothing, theme, unit?}; a colour is
+   * `spec`: {series: [{label, x, y, band?, colour, dash?, points?, everyRow?, gaps?}], height, log, smoothing, theme, unit?}; a colour is
    * a name from the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
    */
   draw(spec) {
@@ -89,9 +89,10 @@ export class Plot {
     if (!this.host.clientWidth) return;
     const { series: given, smoothing: weight, log, against, height, theme } = this.last;
     // The raw line stays visible, faint, behind a smoothed one.
-    const lines = weight ? [...given.map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given;
+    const edges = given.flatMap((one) => (one.band ?? []).map((y) => ({ ...one, y, weight, isEdge: true })));
+    const lines = [...edges, ...(weight ? [...given.filter(({ band }) => !band).map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given)];
     const series = lines.map((one) => ({ ...one, thin: one.raw || isRough(one) }));
-    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw, one.thin])]);
+    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw, one.thin, one.isEdge])]);
     const data = align(series, log);
     if (shape !== this.shape) this.build({ ...this.last, series }, data, shape);
     else this.chart.setData(data, !this.zoomed);
@@ -122,16 +123,18 @@ export class Plot {
         ...spec.series.map((one) => ({
           label: one.label,
           stroke: css(one.colour).replace(/^rgb\((.*)\)$/, one.raw ? "rgba($1, 0.35)" : "$&"),
-          width: one.thin ? 1 : 1.5,
+          width: one.isEdge ? 0 : one.thin ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: !one.everyRow && !one.gaps,
-          points: { show: (chart) => !one.raw && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
+          points: { show: (chart) => !one.raw && !one.isEdge && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
         })),
       ],
+      // The two edges of a band come one after the other.
+      bands: spec.series.flatMap((one, at) => (one.isEdge && at % 2 ? [{ series: [at, at + 1], fill: css(one.colour).replace(/^rgb\((.*)\)$/, "rgba($1, 0.18)"), dir: 1 }] : [])),
       hooks: {
         // The visible range of x, for tests and assistive scripts.
         setScale: [({ scales: { x } }, key) => key === "x" && (this.host.dataset.shown = `${x.min} ${x.max}`)],
-        setCursor: [(chart) => this.onCursor(chart.cursor.idx, chart.data)],
+        setCursor: [(chart) => this.onCursor(chart.cursor.idx, chart.data, chart.cursor.left)],
         setSelect: [(chart) => chart.select.width > 0 && this.dragged(chart)],
       },
     };

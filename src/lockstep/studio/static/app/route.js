@@ -1,7 +1,7 @@
 // Where the page is, in the address: #/runs, #/run/<id>/<tab>, #/compare/<run>,<run>, #/scaling, #/machine; after a `?`
 // what a view keeps in its link (filters, columns, the x axis).
 
-import { computed, signal } from "./html.js";
+import { computed, effect, signal } from "./html.js";
 
 // The address that the studio printed, opened in a browser that has a session: the token leaves it.
 if (location.hash.startsWith("#token=")) history.replaceState(null, "", location.pathname);
@@ -23,8 +23,15 @@ export const route = computed(() => {
   return { view, run: view === "run" ? ids[0] : null, ids, tab, query: new URLSearchParams(query) };
 });
 
+/** Of views without ids, what their link kept last: the way back to the table of runs shows it as it was left. */
+const left = new Map();
+effect(() => {
+  const { view, ids, query } = route.value;
+  if (!ids.length) left.set(view, query.size ? `?${query}` : "");
+});
+
 export const address = (view, ids = [], tab = "") =>
-  `#/${view}${ids.length ? `/${ids.map(encodeURIComponent).join(",")}` : ""}${tab && `/${tab}`}`;
+  `#/${view}${ids.length ? `/${ids.map(encodeURIComponent).join(",")}` : (left.get(view) ?? "")}${tab && `/${tab}`}`;
 
 export function go(view, ids = [], tab = "") {
   location.hash = address(view, ids, tab);

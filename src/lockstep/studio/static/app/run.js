@@ -2,47 +2,17 @@
 
 import { html, useEffect, useState } from "./html.js";
 import { filePath, post, runPath, useAnswer } from "./api.js";
-import { advised, forPage, studio } from "./catalogue.js";
-import { Curves } from "./curves.js";
+import { studio } from "./catalogue.js";
+import { Curves, useRuns } from "./curves.js";
 import { Evaluation } from "./evaluation.js";
-import { bytes, clock, deviceWords, duration, heading, many, number, percent, titleOf, words } from "./format.js";
-import { findRun, isGoing, runs, takeJob } from "./live.js";
+import { bytes, clock, duration, heading, many, number, percent, titleOf } from "./format.js";
+import { findRun, isGoing, label, monitored, runs, takeJob } from "./live.js";
 import { Coloured, Log } from "./log.js";
 import { EvaluateDialog, ExportDialog, Job, newestJobs, newestStep, ResumeDialog } from "./afterwards.js";
-import { go, route } from "./route.js";
-import { actionsFor, duplicate, LABEL_DIALOGS, label, monitored, took } from "./runs.js";
+import { Facts, Summary } from "./overview.js";
+import { address, go, route } from "./route.js";
+import { actionsFor, duplicate, LABEL_DIALOGS } from "./runs.js";
 import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, showError, showMessage, Table, Tabs } from "./ui.js";
-
-/** `entries`: [[name, value], …], without those that are false. */
-const Metrics = ({ entries }) =>
-  html`<dl class="metrics">${entries.filter(Boolean).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd title=${String(value)}>${value}</dd></div>`)}</dl>`;
-
-function Progress({ run }) {
-  const share = run.progress ?? 0;
-  const entries = [
-    ["Progress", run.starting ? "starting" : percent(share)],
-    ["Step", `${number(run.step)} / ${number(run.total_steps)}`],
-    ["Epoch", `${number(run.epoch)} / ${number(run.epochs)}`],
-    ["ETA", duration(run.eta_s ?? NaN)],
-    ["Samples/s", number(run.samples_per_s, 3)],
-  ];
-  return html`<section class="stack" aria-label="Progress">
-    <div class="progress" role="progressbar" aria-label="Progress of the run" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
-      <span style=${{ width: `${share * 100}%` }}></span>
-    </div>
-    <${Metrics} entries=${entries} />
-  </section>`;
-}
-
-function Finished({ run }) {
-  const final = run.final_metrics ?? {};
-  const best = Object.entries(run.best_metric ?? {}).filter(([name, value]) => value !== final[name]).map(([name, value]) => [`Best ${words(name)}`, number(value)]);
-  const early = run.step < run.total_steps;
-  return html`<section class="stack" aria-label="Final metrics">
-    ${early && html`<p class="note info">Early stopping: it ended at step ${number(run.step)} of ${number(run.total_steps)}${run.epochs ? `, epoch ${number(run.epoch)} of ${number(run.epochs)}` : ""}.</p>`}
-    <${Metrics} entries=${[...Object.entries(final).map(([name, value]) => [heading(name), number(value)]), ...best, run.best_epoch !== null && ["Best epoch", number(run.best_epoch)], took(run) >= 0 && ["Took", duration(took(run))]]} />
-  </section>`;
-}
 
 const ENDS = {
   failed: "The run failed.",
@@ -60,10 +30,10 @@ const summaryOf = (error) => {
 /** What happened, at which step, and the last output of the run. */
 function Ended({ run, detail }) {
   const cause = summaryOf(run.error);
-  const changes = advised(cause.join("\n"));
+  const changes = detail?.advice ?? [];
   return html`<section class="stack" aria-label="How it ended">
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
-      ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${forPage(line)}</strong>`)}
+      ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${line}</strong>`)}
       ${ENDS[run.status]} ${run.step > 0 && html`Step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(newestStep(detail))}.`}
     </p>
@@ -100,17 +70,6 @@ function Files({ run }) {
   </div>`;
 }
 
-function Facts({ run }) {
-  return html`<dl class="facts-list">
-    <dt>Task</dt><dd>${run.task}</dd>
-    <dt>Devices</dt><dd>${deviceWords(run.devices ?? []) || "–"}${run.strategy ? ` · ${run.strategy}` : ""}${run.precision ? ` · ${run.precision}` : ""}</dd>
-    <dt>Started</dt><dd>${clock(run.started_at ?? run.created_at)}${run.attempt > 1 ? ` · attempt ${run.attempt}` : ""}</dd>
-    <dt>Id</dt><dd class="mono">${run.id}</dd>
-    <dt>Folder</dt><dd class="mono">${run.path}</dd>
-    ${run.notes && html`<dt>Notes</dt><dd class="notes">${run.notes}</dd>`}
-  </dl>`;
-}
-
 function Stop({ run }) {
   const said = ({ kill_after_s: limit }) => showMessage(`Stopping after a checkpoint; the run is killed if that takes longer than ${duration(limit)}`);
   const stop = () => post(runPath(run.id, "/stop")).then(said, showError);
@@ -133,10 +92,10 @@ const DIALOGS = { ...LABEL_DIALOGS, resume: ResumeDialog, evaluate: EvaluateDial
 const TABS = [["overview", "Overview"], ["charts", "Charts"], ["log", "Log"], ["evaluation", "Evaluation"], ["configuration", "Configuration"], ["files", "Files"]];
 
 function Overview({ run, detail, newest }) {
+  const [data] = useRuns([run.id]);
   return html`
-    ${isGoing(run) && html`<${Progress} run=${run} />`}
-    ${run.status === "completed" && html`<${Finished} run=${run} />`}
     ${run.status in ENDS && html`<${Ended} run=${run} detail=${detail} />`}
+    <${Summary} run=${run} detail=${detail} data=${data} />
     ${newest.map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     <${Curves} key=${run.id} id=${run.id} few />
     <div class="card"><h2>Run</h2><${Facts} run=${run} /></div>
@@ -144,7 +103,7 @@ function Overview({ run, detail, newest }) {
 }
 
 function Chosen({ run }) {
-  const { found: detail, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch]);
+  const { found: detail, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch, run.error]);
   const [dialog, setDialog] = useState(null);
   const Open = DIALOGS[dialog?.kind];
   const newest = newestJobs(detail?.jobs, (job) => job.run === run.id);
@@ -154,11 +113,11 @@ function Chosen({ run }) {
   useEffect(() => void (document.title = `${doing}${label(run)} – Lockstep studio`), [doing, run.name]);
   return html`<section class="run-page" aria-label="State">
     <div class="run-head">
-      <a class="button quiet small" href="#/runs">← Runs</a>
+      <a class="button quiet small" href=${address("runs")}>← Runs</a>
       <h1 class="clip" title=${run.id}>${run.pinned ? "★ " : ""}${label(run)}</h1>
       <${Badge} status=${run.status} />
       ${isGoing(run) && html`<${Stop} run=${run} />` /* nothing else comes to its place when the run has ended */}
-      ${metric && html`<span class="number muted clip">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
+      ${metric && tab !== "overview" && html`<span class="number muted clip">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
       ${run.tags.map((tag) => html`<span key=${tag} class="badge tag"><span class="clip">${tag}</span></span>`)}
       <span class="grow"></span>
       <${Actions} run=${run} detail=${detail} onDialog=${(kind) => setDialog({ kind, run })} />
@@ -187,6 +146,6 @@ export function Run() {
   const { run: id } = route.value;
   if (runs.value === null) return html`<p class="empty" role="status">Loading the run…</p>`;
   const run = findRun(id);
-  if (!run) return html`<div class="empty stack"><p>There is no run ${id} here; it may have been deleted.</p><p><a class="button" href="#/runs">All runs</a></p></div>`;
+  if (!run) return html`<div class="empty stack"><p>There is no run ${id} here; it may have been deleted.</p><p><a class="button" href=${address("runs")}>All runs</a></p></div>`;
   return html`<${Chosen} key=${run.id} run=${run} />`;
 }

@@ -4,15 +4,21 @@ import { computed, effect, html, signal, useEffect, useMemo, useState } from "./
 import { get, patch, post, remove, runPath } from "./api.js";
 import { change, replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
-import { ago, clock, clockNow, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
-import { isGoing, merge, problems, runs } from "./live.js";
+import { ago, clock, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
+import { isGoing, label, merge, monitored, problems, runs, took } from "./live.js";
+import { Overlay } from "./overlay.js";
 import { address, drawer, go, keep, route } from "./route.js";
 import { Badge, Button, Dialog, Menu, Search, Select, showError, showMessage, TextDialog } from "./ui.js";
 
 const PAGE = 100;
+/** How many rows are shown, and the groups that are open. */
+const limit = signal(PAGE);
+const unfolded = signal(new Set());
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
 /** Most runs in a comparison: the server's limit. */
 const MOST_COMPARED = 20;
+/** Most runs in the charts beside the table. */
+const MOST_BESIDE = 10;
 /** Selected runs, in order of selection. */
 export const compared = signal([]);
 
@@ -23,20 +29,8 @@ effect(() => {
   if (runs.value && left.length < compared.peek().length) compared.value = left;
 });
 
-export const label = (run) => run.name || run.id;
-
 /** What words of a filter are looked for in. */
 const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, run.notes, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
-
-/** Seconds from the first start to the end, or to now. */
-export const took = (run) => ((run.status === "running" ? clockNow.value : Date.parse(run.completed_at)) - Date.parse(run.started_at)) / 1000;
-
-/** The metric that decides which checkpoint is best, else the first of the best ones. */
-export function monitored(run) {
-  const best = run.best_metric ?? {};
-  const name = run.monitor in best ? run.monitor : Object.keys(best)[0];
-  return name ? [name, best[name]] : null;
-}
 
 /** By run, the settings that differ between runs; fetched when a column or a filter needs one. */
 const settings = signal(null);
@@ -52,7 +46,7 @@ const COLUMNS = {
   strategy: ["Strategy", (run) => run.strategy],
   epoch: ["Epoch", (run) => run.epoch],
   step: ["Step", (run) => run.step],
-  samples_per_s: ["Samples/s", (run) => run.samples_per_s],
+  samples_per_s: ["Samples/s, median", (run) => run.samples_per_s],
   tags: ["Tags", (run) => run.tags, (run) => run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span> `)],
   notes: ["Notes", (run) => run.notes, (run) => html`<span class="clip" title=${run.notes}>${run.notes}</span>`],
 };
@@ -84,7 +78,7 @@ function compareValues(a, b) {
 const table = computed(() => {
   const { query } = route.value;
   const [order = "-created"] = [query.get("sort") ?? undefined];
-  return { text: query.get("filter") ?? "", status: query.get("status") ?? "", order, group: query.get("group") ?? "", columns: query.get("columns")?.split(",").filter(Boolean) ?? SHOWN };
+  return { text: query.get("filter") ?? "", status: query.get("status") ?? "", order, group: query.get("group") ?? "", charts: query.has("beside"), columns: query.get("columns")?.split(",").filter(Boolean) ?? SHOWN };
 });
 
 const fetchSettings = () => get("/settings").then((found) => (settings.value = found), showError);
@@ -122,13 +116,14 @@ function ColumnsDialog({ all, onClose }) {
 }
 
 function Filters({ shown, all, onDialog }) {
-  const { text, status, group } = table.value;
+  const { text, status, group, charts } = table.value;
   const groups = [...new Set(["task", "status", "devices", "strategy", "tags", ...offered(all).settings, ...(group ? [group] : [])])];
   return html`<div class="filters" role="search" aria-label="Runs">
     <${Search} label="Search runs" hint="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" grow="grow" text=${text} onSearch=${(one) => keep("filter", one)} />
     <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
     <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${columnTitle(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
+    <${Button} aria-pressed=${charts ? "true" : "false"} onClick=${() => keep("beside", charts ? null : "1")}>Charts<//>
     <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? many(shown, "run") : `${number(shown)} of ${many(all.length, "run")}`}</span>
   </div>`;
 }
@@ -166,8 +161,8 @@ function Row({ run, columns, numeric, onDialog }) {
   const take = ({ currentTarget: { checked } }) => (compared.value = [...compared.value.filter((id) => id !== run.id), ...(checked ? [run.id] : [])]);
   return html`<tr class=${ticked ? "chosen" : ""}>
     <td class="tick"><label class="hit"><input type="checkbox" tabindex="-1" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${take} /></label></td>
-    <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${run.id}>${label(run)}</a></th>
-    ${columns.map((name) => html`<td key=${name} class=${numeric.has(name) ? "number" : ""}>${cellOf(run, name)}</td>`)}
+    <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${`${label(run)} (${run.id})`}>${label(run)}</a></th>
+    ${columns.map((name) => html`<td key=${name} data-title=${columnTitle(name)} class=${numeric.has(name) ? "number" : ""}>${cellOf(run, name)}</td>`)}
     <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} tabindex="-1" /></td>
   </tr>`;
 }
@@ -200,14 +195,15 @@ function spread(rows, name) {
 const FIXED = new Set(["status", "created", "task", "devices", "tags", "notes"]);
 
 function Group({ name, value, rows, columns, ...rest }) {
-  const [open, setOpen] = useState(false);
+  const isOpen = unfolded.value.has(value);
+  const toggle = () => (unfolded.value = isOpen ? unfolded.value.difference(new Set([value])) : new Set([...unfolded.value, value]));
   return html`<tr class="group-row">
       <td></td>
-      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${open ? "true" : "false"} onClick=${() => setOpen(!open)}>${open ? "▾" : "▸"} ${columnTitle(name)} ${plain(value)}</button> <span class="muted">${many(rows.length, "run")}</span></th>
+      <th scope="row" class="name"><button type="button" class="button quiet small" aria-expanded=${isOpen ? "true" : "false"} onClick=${toggle}>${isOpen ? "▾" : "▸"} ${columnTitle(name)} ${plain(value)}</button> <span class="muted">${many(rows.length, "run")}</span></th>
       ${columns.map((column) => html`<td key=${column} class="number">${FIXED.has(column) ? "" : spread(rows, column)}</td>`)}
       <td></td>
     </tr>
-    ${open && rows.map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} ...${rest} />`)}`;
+    ${isOpen && rows.map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} ...${rest} />`)}`;
 }
 
 /** Actions on the selected runs. */
@@ -274,11 +270,22 @@ function Heads({ columns, numeric, order }) {
   return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, columnTitle(name)))}<th><span class="unseen">Actions</span></th></tr>`;
 }
 
+/** Curves of the selected runs, else of the first ones of the table: the loss and the monitored metrics. */
+function Beside({ found, group }) {
+  const shown = compared.value.length ? found.filter(({ id }) => compared.value.includes(id)) : found;
+  const some = shown.slice(0, MOST_BESIDE);
+  const names = [...new Set(some.map((run) => run.monitor ?? monitored(run)?.[0]).filter(Boolean))];
+  const groups = group ? new Map(some.map((run) => [run.id, `${columnTitle(group)} ${plain(valueOf(run, group))}`])) : null;
+  return html`<div class="stack" aria-label="Curves" role="region">
+    <${Overlay} ids=${some.map(({ id }) => id)} groups=${groups} only=${["loss", "val_loss", ...names]} />
+    ${shown.length > some.length && html`<p class="muted">The first ${some.length} of ${many(shown.length, "run")}; select others in the table.</p>`}
+  </div>`;
+}
+
 export function Runs() {
   const [dialog, setDialog] = useState(null);
-  const [limit, setLimit] = useState(PAGE);
   const all = runs.value ?? [];
-  const { text, status, order, group, columns } = table.value;
+  const { text, status, order, group, columns, charts } = table.value;
   const known = new Set([...Object.keys(COLUMNS), "name"]);
   const asked = [...text.matchAll(/([\w.]+)\s*[=<>!:]/g)].map(([, name]) => name);
   useSettings([...columns, order.replace(/^-/, ""), group, ...asked].some((name) => name && !known.has(name)));
@@ -291,7 +298,7 @@ export function Runs() {
   }, [all, text, status, order, settings.value]);
   const groups = group && [...Map.groupBy(found, (run) => String(plain(valueOf(run, group))))];
   // A column of numbers ends below the end of its heading, also where a run has none.
-  const numeric = new Set(columns.filter((name) => found.slice(0, limit).some((run) => typeof valueOf(run, name) === "number")));
+  const numeric = new Set(columns.filter((name) => found.slice(0, limit.value).some((run) => typeof valueOf(run, name) === "number")));
   const Chosen = dialog && LABEL_DIALOGS[dialog.kind];
   return html`<section class="view wide" aria-label="Runs">
     <${Filters} shown=${found.length} all=${all} onDialog=${setDialog} />
@@ -301,18 +308,18 @@ export function Runs() {
     ${runs.value !== null && !all.length && html`<div class="empty stack"><p>No runs yet.</p><p><${Button} kind="primary" onClick=${() => (drawer.value = true)}>Start the first run<//></p></div>`}
     ${all.length > 0 && !found.length && html`<p class="empty">No run matches.</p>`}
     ${found.length > 0 &&
-    html`<div class="scroll-x card flush">
+    html`<div class=${charts ? "beside" : ""}><div class="scroll-x card flush">
       <table class="runs" aria-label="Runs">
         <thead><${Heads} columns=${columns} numeric=${numeric} order=${order} /></thead>
         <tbody onKeyDown=${move}>
           ${groups
             ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)
-            : found.slice(0, limit).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)}
+            : found.slice(0, limit.value).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)}
         </tbody>
       </table>
-    </div>`}
-    ${!groups && found.length > limit &&
-    html`<p class="empty"><${Button} onClick=${() => setLimit(limit + PAGE)}>Show ${Math.min(PAGE, found.length - limit)} more<//></p>`}
+    </div>${charts && html`<${Beside} found=${found} group=${group} />`}</div>`}
+    ${!groups && found.length > limit.value &&
+    html`<p class="empty"><${Button} onClick=${() => (limit.value += PAGE)}>Show ${Math.min(PAGE, found.length - limit.value)} more<//></p>`}
     ${Chosen && html`<${Chosen} run=${dialog.run} onClose=${() => setDialog(null)} />`}
     ${dialog?.kind === "columns" && html`<${ColumnsDialog} all=${all} onClose=${() => setDialog(null)} />`}
   </section>`;

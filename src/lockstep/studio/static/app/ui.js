@@ -1,7 +1,6 @@
 // General components.
 
 import { html, signal, useErrorBoundary, useEffect, useId, useRef, useState } from "./html.js";
-import { forPage } from "./catalogue.js";
 
 export const Badge = ({ status }) => html`<span class="badge ${status}">${status}</span>`;
 
@@ -23,9 +22,9 @@ export function Boundary({ children }) {
 export function Problem({ error }) {
   if (!error || error.status === 401) return null; // the banner of a locked page says it
   return html`<div class="note bad" role="alert">
-    <div>${forPage(error.message ?? String(error))}</div>
-    ${error.why && html`<div class="muted">${forPage(error.why)}</div>`}
-    ${error.fix && html`<div class="fix">Fix: ${forPage(error.fix)}</div>`}
+    <div>${error.message ?? String(error)}</div>
+    ${error.why && html`<div class="muted">${error.why}</div>`}
+    ${error.fix && html`<div class="fix">Fix: ${error.fix}</div>`}
   </div>`;
 }
 
@@ -39,7 +38,7 @@ export function showMessage(text, { bad = false } = {}) {
   if (!bad) setTimeout(() => dismiss(id), 5000);
 }
 
-export const showError = ({ message, why, fix }) => showMessage([message, why, fix && `Fix: ${fix}`].filter(Boolean).map(forPage).join(" – "), { bad: true });
+export const showError = ({ message, why, fix }) => showMessage([message, why, fix && `Fix: ${fix}`].filter(Boolean).join(" – "), { bad: true });
 
 const dismiss = (id) => (toasts.value = toasts.value.filter((toast) => toast.id !== id));
 
@@ -211,6 +210,6 @@ export function Decisions({ decisions = {}, notes = [] }) {
   return html`<div class="card scroll-x" tabindex="0">
     <h2>The plan</h2>
     <${Table} label="Decisions" heads=${["Decision", "Value", "Why"]} rows=${Object.values(decisions).map(({ title, shown, reason }) => [title[0].toUpperCase() + title.slice(1), shown, reason])} classOf=${(_, at) => (at ? "muted" : "")} />
-    ${notes.map(({ text }) => html`<p key=${text} class="note">${forPage(text)}</p>`)}
+    ${notes.map(({ text }) => html`<p key=${text} class="note">${text}</p>`)}
   </div>`;
 }

@@ -1,0 +1,196 @@
+"""The first screen of a run: its answer, metrics by split, changed settings, ranks. Needs Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from lockstep.config import resolve
+from lockstep.rundir.files import write_json
+from lockstep.rundir.folder import RunDir
+from lockstep.tasks.registry import find_task
+from tests.browser.conftest import NARROW, PATIENCE_MS, OpenPage
+from tests.browser.runs import runs_of
+from tests.studio.serving import Address
+
+expect.set_options(timeout=PATIENCE_MS)
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    return shared_browser
+
+
+#: Best in the second epoch.
+SCORES = (0.5, 0.875, 0.75, 0.8125)
+
+
+def make_answered(
+    folder: Path, name: str = "run-00000a11", scores: Sequence[float] = SCORES, lr: float = 0.25, more: int = 0
+) -> RunDir:
+    """A run of four epochs on two ranks; ``scores``: its accuracies, ``more``: further metrics of its validation."""
+    changes = {"task": {"name": "har"}, "training": {"epochs": 4}, "optimizer": {"lr": lr}}
+    config = resolve(find_task("har").defaults, changes)
+    run = RunDir.create(folder / name, config, run_id=name, command=["lockstep", "train", "har"])
+    write_json(run.plan_file, {"monitor": "val_accuracy", "mode": "max", "epochs": 4, "steps_per_epoch": 10})
+    further = {f"val_metric_{number}": number / 1000 for number in range(more)}
+    run.write_epochs(
+        {
+            **{"attempt": 1, "epoch": epoch, "step": 10 * epoch, "samples_seen": 640 * epoch, "samples_per_s": 614.0},
+            **{"train_loss": 1 / epoch, "val_loss": 2 / epoch, "val_accuracy": score, **further},
+        }
+        for epoch, score in enumerate(scores, 1)
+    )
+    with run.steps_file.open("w") as steps, run.ranks_file.open("w") as ranks:
+        for step, speed in ((10, 1000.0), (20, 1000.0), (30, 2000.0), (40, 2000.0)):
+            row = {"attempt": 1, "step": step, "epoch": step // 10, "samples_seen": 64 * step, "loss": 1.0}
+            steps.write(json.dumps({**row, "samples_per_s": speed, "lr": 0.1}) + "\n")
+            work = [{"rank": rank, "own_s": 0.03, "wait_s": 0.01 * rank, "memory_gb": 1.5} for rank in (0, 1)]
+            ranks.write(json.dumps({"attempt": 1, "step": step, "epoch": step // 10, "ranks": work}) + "\n")
+    run.update(
+        status="completed",
+        placement={"devices": ["gpu:0", "gpu:1"], "strategy": "ddp"},
+        best_epoch=scores.index(max(scores)) + 1,
+        best_metric={"val_accuracy": max(scores), "val_loss": 1.0},
+        final_metrics={"test_accuracy": 0.625, "test_loss": 1.25},
+        git={"commit": "0123456789abcdef", "clean": False},
+    )
+    (run.logs / "run.log").write_text("epoch 1/4  val_accuracy 0.5\nstatus completed\n")
+    return run
+
+
+def cells(table: Locator) -> list[list[str]]:
+    """The text of each cell; line breaks are spaces."""
+    rows = table.locator("tr").evaluate_all("rows => rows.map((row) => [...row.cells].map((cell) => cell.innerText))")
+    return [[" ".join(cell.split()) for cell in row] for row in rows]
+
+
+def open_run(server: Address, open_page: OpenPage, **more: object) -> Page:
+    page = open_page(server.url, **more)
+    page.get_by_role("link", name="run-00000a11").click()
+    return page
+
+
+def test_numbers_have_their_split_epoch_and_one_throughput(server: Address, open_page: OpenPage) -> None:
+    make_answered(runs_of(server))
+    page = open_run(server, open_page)
+    answer = page.get_by_role("region", name="Answer")
+    expect(answer).to_contain_text("0.875 best · epoch 2 · validation")
+    expect(answer).to_contain_text("Last 0.8125 · epoch 4 of 4")
+    expect(answer).to_contain_text("no better for 2 epochs")
+    table = page.get_by_role("table", name="Metrics")
+    expect(table.locator("tbody tr")).to_have_count(2)
+    assert cells(table) == [
+        ["Metric", "Training epoch 4", "Validation best: epoch 2", "Validation epoch 4", "Test best weights", "Epochs"],
+        ["Loss", "0.25", "1", "0.5", "1.25", ""],
+        ["Accuracy", "–", "0.875", "0.8125", "0.625", ""],
+    ]
+    # 1,280 samples at 1,000/s and as many at 2,000/s: the chart's numbers, not the epochs'.
+    expect(page.get_by_role("region", name="Progress")).to_contain_text("1,333 samples/s on average")
+    changed = page.get_by_role("region", name="Changed settings")
+    expect(changed.get_by_role("term")).to_have_text(["training.epochs", "optimizer.lr"])
+    expect(changed.get_by_role("definition")).to_have_text(["4", "0.25"])
+    expect(changed).to_contain_text("Commit 0123456789, with changes that are not committed")
+    ranks = page.get_by_role("region", name="Ranks").get_by_role("listitem")
+    expect(ranks).to_have_text(
+        [
+            re.compile("gpu:0 rank 0.*30 ms work · 0 ms wait · 1.5 GB"),
+            re.compile("gpu:1 rank 1.*30 ms work · 10 ms wait"),
+        ]
+    )
+    shares = [strip.evaluate("it => it.firstElementChild.style.width") for strip in ranks.locator(".strip").all()]
+    assert shares == ["100%", "75%"]
+    page.get_by_role("tab", name="Log").click()
+    expect(page.get_by_role("tabpanel", name="Log").locator("pre")).to_contain_text("epoch 1/4 val_accuracy 0.5")
+
+
+def test_five_hundred_metrics_are_a_table_that_is_searched(server: Address, open_page: OpenPage) -> None:
+    make_answered(runs_of(server), more=500)
+    page = open_run(server, open_page, viewport=NARROW)
+    table = page.get_by_role("table", name="Metrics")
+    expect(table.locator("tbody tr")).to_have_count(502)
+    page.get_by_label("Search metrics").fill("metric 321")
+    expect(table.locator("tbody tr")).to_have_count(1)
+    assert cells(table)[1][:3] == ["Metric 321", "–", "0.321"]
+    charts = page.get_by_role("group", name="Charts").get_by_role("figure")
+    assert charts.count() <= 8
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, open_page: OpenPage) -> None:
+    runs = runs_of(server)
+    make_answered(runs)
+    make_answered(runs, "run-00000a22", scores=(0.25, 0.5, 0.625, 0.7125))
+    make_answered(runs, "run-00000a33", scores=(0.5, 0.625, 0.75, 0.9375), lr=0.125)
+    page = open_page(server.url)
+    expect(page.get_by_role("link", name="run-00000a33")).to_be_visible()
+    page.evaluate("location.hash = '#/compare/run-00000a11,run-00000a22,run-00000a33'")
+    table = page.get_by_role("table", name="Answer")
+    expect(table.get_by_role("row", name=re.compile("a11.*no better for 2 epochs"))).to_be_visible()
+    assert cells(table) == [
+        ["Run", "Val accuracy", "Epoch", "Last", "Epochs", "Trend", "Test accuracy", "lr"],
+        ["run-00000a11", "0.875", "2", "0.8125", "", "no better for 2 epochs", "0.625", "0.25"],
+        ["run-00000a22", "0.7125", "4", "0.7125", "", "still improving", "0.625", "0.25"],
+        ["run-00000a33", "0.9375 ★ best", "4", "0.9375", "", "still improving", "0.625", "0.125"],
+    ]
+    box = table.bounding_box()
+    assert box is not None and box["y"] + box["height"] < 800, "without scrolling"
+    # Any axis, and the mean of each group: (0.8125 + 0.7125) / 2.
+    page.get_by_label("X axis").select_option("samples")
+    curve = page.get_by_role("img", name=re.compile("^val accuracy per epoch against samples"))
+    expect(curve).to_have_accessible_name(re.compile("run-00000a22 0.7125 at samples 2,560"))
+    page.get_by_label("X axis").select_option("time")
+    expect(
+        page.get_by_role("img", name=re.compile(r"^Loss against training time.*a33 1 at training time \(s\) 1.92"))
+    ).to_be_visible()
+    page.get_by_label("Group by").select_option("optimizer.lr")
+    means = re.compile(r"^val accuracy per epoch .*lr 0.25 0.7625 at .*; lr 0.125 0.9375 at ")
+    expect(page.get_by_role("img", name=means)).to_be_visible()
+    assert "group=optimizer.lr" in page.url
+
+
+def test_the_way_back_leads_to_the_table_as_it_was(server: Address, open_page: OpenPage) -> None:
+    runs = runs_of(server)
+    for number in range(40):
+        make_answered(runs, f"run-{number:08x}", lr=(number % 2 + 1) / 8)
+    page = open_page(server.url)
+    rows = page.get_by_role("table", name="Runs").locator("tbody tr")
+    expect(rows).to_have_count(43)
+    page.get_by_label("Search runs").fill("lr > 0.2")
+    expect(rows).to_have_count(20)
+    page.get_by_role("button", name="Name", exact=True).click()
+    page.get_by_role("button", name="Charts", exact=True).click()
+    curves = page.get_by_role("region", name="Curves")
+    expect(curves.get_by_role("figure", name="val accuracy per epoch")).to_be_visible()
+    expect(curves).to_contain_text("The first 10 of 20 runs")
+    view = page.get_by_role("region", name="Runs")
+    view.evaluate("it => it.scrollTo(0, 120)")
+    for way in ("← Runs", None):
+        page.get_by_role("link", name="run-00000005").click()
+        expect(page.get_by_role("region", name="Answer")).to_be_visible()
+        page.go_back() if way is None else page.get_by_role("link", name=way).click()
+        expect(rows).to_have_count(20)
+        expect(page.get_by_label("Search runs")).to_have_value("lr > 0.2")
+        expect(page.get_by_role("columnheader", name="Name")).to_have_attribute("aria-sort", "ascending")
+        expect(curves).to_be_visible()
+        expect(view).to_have_js_property("scrollTop", 120)
+
+
+def test_a_phone_has_every_column_and_names_have_a_title(server: Address, open_page: OpenPage) -> None:
+    run = make_answered(runs_of(server))
+    name = "a long name " * 8
+    run.update(name=name)
+    page = open_page(server.url, viewport=NARROW)
+    row = page.get_by_role("row").filter(has_text="a long name")
+    expect(row).to_contain_text("gpu:0–1")
+    titles = row.locator("td[data-title]").evaluate_all("all => all.map((cell) => cell.dataset.title)")
+    assert titles == ["Status", "Monitored", "Created", "Duration", "Task", "Devices", "Tags"]
+    for cell in row.locator("td[data-title]:not(:empty)").all():
+        box = cell.bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"]
+    expect(row.get_by_role("link")).to_have_attribute("title", re.compile(name.strip()))
