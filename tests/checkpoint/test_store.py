@@ -250,7 +250,7 @@ def test_a_tensor_without_a_form_is_refused_by_name(store: CheckpointStore, tens
 
 @pytest.mark.parametrize("odd", [Path("x"), snapshot(1)], ids=["path", "object"])
 def test_a_state_that_could_not_be_loaded_is_not_saved(store: CheckpointStore, odd: Any) -> None:
-    with pytest.raises(CheckpointError, match="cannot save task/0 of the training state") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot save the training state at .task. → 0") as caught:
         store.save(Snapshot(1, {}, {"task": [odd]}, {}))
     assert type(odd).__name__ in caught.value.why and names_in(store.folder) == set()
 
@@ -260,7 +260,7 @@ def test_numpy_values_are_kept(store: CheckpointStore) -> None:
     values += [np.datetime64("2026-11-23")]
     path = store.save(Snapshot(1, {}, {"task": values}, {}))
     assert [str(value) for value in store.load(1).trainer["task"]] == [str(value) for value in values]
-    with pytest.raises(CheckpointError, match="cannot save task/0 of the training state"):
+    with pytest.raises(CheckpointError, match=r"cannot save the training state at .task. → 0"):
         store.save(Snapshot(2, {}, {"task": [np.array([Path("x")])]}, {}))
     assert names_in(store.folder) == {path.name, "last"}
 

@@ -278,7 +278,7 @@ def test_an_error_names_the_sample_and_the_data_set(error: type[Exception], seen
 
 def test_samples_that_do_not_fit_together_are_named() -> None:
     reader = Reader(Drawing(lambda index: [0.0] * index), default_collate, 3)
-    with pytest.raises(SampleError, match="samples 1, 2 of Drawing could not be made into a batch"):
+    with pytest.raises(SampleError, match="collating samples 1, 2 of Drawing failed"):
         reader.batch(0, np.array([1, 2]), 0)
 
 

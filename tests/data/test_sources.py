@@ -566,7 +566,7 @@ def test_a_folder_is_searched_with_the_folders_in_it_and_the_plan_says_so(
         json_lines(tmp_path / place, 9)
     assert len(JsonLines(tmp_path)) == 18
     lines = JsonLines(tmp_path)
-    assert "3 of 6 data files lie in folders within" in lines.remark
+    assert "3 of 6 data files are in subfolders" in lines.remark
     assert f"read from a copy, {lines.folder}" in lines.remark
     (tmp_path / "linked").symlink_to(tmp_path / "deep", target_is_directory=True)
     assert len(JsonLines(tmp_path)) == 27

@@ -365,7 +365,7 @@ def test_a_vanished_run_folder_ends_the_run(tmp_path: Path) -> None:
         run.wait_for_step(4)
         run.run.path.rename(tmp_path / "elsewhere")
         output = run.finish(1)
-    assert re.search(r"error: rank [01] of 2 failed: the folder of .* is not there", output)
+    assert re.search(r"error: rank [01] of 2 failed: the folder of .* is missing", output)
     assert "Traceback" not in output
     assert not run.run.path.exists(), "what is gone is not made anew"
     (tmp_path / "elsewhere").rename(run.run.path)

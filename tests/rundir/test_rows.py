@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_vanished_is_a_storage_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="not there") as caught:
+    with pytest.raises(StorageError, match="is missing") as caught:
         write_json(tmp_path / "gone" / "run.json", {})
     assert caught.value.fix
 

@@ -199,7 +199,7 @@ def test_a_folder_that_is_gone_stops_the_run(run: RunDir, tmp_path: Path) -> Non
     fanout = Fanout(essential=[RunFolderSink(run)])
     fanout.emit(started(run))
     run.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="not there"):
+    with pytest.raises(StorageError, match="is missing"):
         fanout.emit(logged(1, 5))
 
 

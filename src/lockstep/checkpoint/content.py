@@ -2,7 +2,7 @@
 
 ``model.safetensors`` is laid out here, since the library's ``save_file`` cannot hash as it writes, and reports a full
 disk without an error number. A shard has some rows (of the first dimension) of divided tensors, and whole ones: a
-tensor is what the shards have under its name, one below the other, whoever has divided it.
+tensor is the concatenation of its parts in all shards, however it was divided.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.errors import CheckpointError
 #: Keys and indices from the top of a state to a part of it.
 Place = tuple[Any, ...]
 
-#: The key in ``trainer.pt`` of what a model's state has besides tensors.
+#: The key in ``trainer.pt`` of values of a model's state that are not tensors.
 EXTRA = "extra_state"
 #: The only key of the placeholder in ``trainer.pt`` for a tensor of the shards; its value is the tensor's name there.
 _MARK = "lockstep.in_shards"
@@ -59,10 +59,11 @@ torch.serialization.add_safe_globals(_NUMPY)
 
 
 class Hashing:
-    """Takes what is written, and keeps its size and hash alone."""
+    """A file that only keeps size and hash of the written content."""
 
     def __init__(self) -> None:
-        self._hash, self._size = hashlib.sha256(), 0
+        self._hash = hashlib.sha256()
+        self._size = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -76,7 +77,7 @@ class Hashing:
 
 
 class HashingFile(Hashing):
-    """A new file that hashes what is written.
+    """A new file that hashes the written content.
 
     ``error`` keeps the system's refusal, since torch's archive writer raises one without an error number.
     """
@@ -148,15 +149,17 @@ def write_model(file: Hashing, tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _check_model_tensor(name: str, tensor: Tensor, devices: Collection[str] = ("cpu",)) -> None:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type not in devices:
-        why = f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
-        fix = "register it as a buffer that is not persistent, or keep it in another dtype"
-        raise CheckpointError(f"cannot save the model's {name}", why=why, fix=fix)
+        raise CheckpointError(
+            f"cannot save the model's {name}",
+            why=f"safetensors has no form for a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}",
+            fix="register it as a buffer that is not persistent, or keep it in another dtype",
+        )
 
 
 class Pieces:
-    """A tensor of ``shape`` and ``dtype`` in the shards of a checkpoint; nothing of it is read before it is asked for.
+    """A tensor of ``shape`` and ``dtype`` in the shards of a checkpoint, read on demand.
 
-    What is read is on the host, in separate memory.
+    The results are on the host, in separate memory.
     """
 
     def __init__(self, name: str, parts: Sequence[tuple[Path, Any]]) -> None:
@@ -170,7 +173,7 @@ class Pieces:
         self.dtype = next(dtype for dtype, kind in DTYPES.items() if kind == stored)
 
     def whole(self) -> Tensor:
-        """All of it. Raises :class:`CheckpointError`."""
+        """Read the whole tensor. Raises :class:`CheckpointError`."""
         if len(self._parts) > 1:
             return self.rows(0, self.shape[0])
         path, file, _ = self._parts[0]
@@ -179,20 +182,21 @@ class Pieces:
         return tensor
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to before ``stop``. Raises :class:`CheckpointError`."""
-        found = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        """Read the rows [start, stop). Raises :class:`CheckpointError`."""
+        result = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         first = 0
         for path, file, (count, *_) in self._parts:
-            a, b = max(start, first), min(stop, first + count)
+            a = max(start, first)
+            b = min(stop, first + count)
             if a < b:
                 with _reading(path):
-                    found[a - start : b - start] = file.get_slice(self._name)[a - first : b - first]
+                    result[a - start : b - start] = file.get_slice(self._name)[a - first : b - first]
             first += count
-        return found
+        return result
 
 
 def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, Pieces]:
-    """The tensors in ``paths``, in the order of their parts, by name. Raises :class:`CheckpointError`."""
+    """Open the tensors in ``paths``, in the order of their parts, by name. Raises :class:`CheckpointError`."""
     from safetensors import safe_open
 
     parts: dict[str, list[tuple[Path, Any]]] = {}
@@ -202,8 +206,8 @@ def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, 
             for name in file.keys():  # noqa: SIM118  # it cannot be iterated over
                 parts.setdefault(name, []).append((path, file))
     with _reading(paths[0]):
-        found = {name: Pieces(name, own) for name, own in parts.items()}
-        return found | {name: found[other] for name, other in aliases.items()}
+        pieces = {name: Pieces(name, tensor_parts) for name, tensor_parts in parts.items()}
+        return pieces | {name: pieces[other] for name, other in aliases.items()}
 
 
 def read_content(folder: Path, manifest: Manifest, in_pieces: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -217,15 +221,15 @@ def read_content(folder: Path, manifest: Manifest, in_pieces: bool) -> tuple[dic
     def read(names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
         pieces = open_pieces([folder / name for name in names], aliases)
         tensors = {id(piece): piece if in_pieces and count else piece.whole() for piece in pieces.values()}
-        return {name: tensors[id(piece)] for name, piece in pieces.items()}  # what is tied stays one tensor
+        return {name: tensors[id(piece)] for name, piece in pieces.items()}  # tied weights stay one tensor
 
     trainer = read_trainer(folder / TRAINER)
-    others = trainer.pop(EXTRA, {})
+    extra_state = trainer.pop(EXTRA, {})
     parts = [shard("model", number, count) for number in range(count)] or [MODEL]
     model = read([*parts, *sorted(filter(is_frozen, manifest.files))], manifest.aliases)
     if count:
         trainer = put_back(trainer, read([shard("trainer", number, count) for number in range(count)], {}))
-    return model | others, trainer
+    return model | extra_state, trainer
 
 
 @contextlib.contextmanager
@@ -249,28 +253,28 @@ def _opened(path: Path) -> Iterator[str]:
 
 
 def by_file(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A model's state as it is saved: tensors, and what ``trainer.pt`` has besides, from ``get_extra_state()``."""
+    """Split a model's state into tensors, and values of ``get_extra_state()`` for ``trainer.pt``."""
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in model.items() if name not in tensors}
-    return tensors, {EXTRA: others} if others else {}
+    extra_state = {name: value for name, value in model.items() if name not in tensors}
+    return tensors, {EXTRA: extra_state} if extra_state else {}
 
 
-def walked(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
-    """``value`` with ``leaf(it, its place)`` for each leaf. Mappings become dicts, lists and tuples keep their kind."""
+def walked(value: Any, leaf: Callable[[Any, Place], Any], path: Place = ()) -> Any:
+    """Replace each leaf by ``leaf(value, path)``. Mappings become dicts, lists and tuples keep their type."""
     if isinstance(value, Mapping):
-        return {key: walked(item, leaf, (*place, key)) for key, item in value.items()}
+        return {key: walked(item, leaf, (*path, key)) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(walked(item, leaf, (*place, index)) for index, item in enumerate(value))
-    return leaf(value, place)
+        return type(value)(walked(item, leaf, (*path, index)) for index, item in enumerate(value))
+    return leaf(value, path)
 
 
 def mark(name: str) -> dict[str, str]:
-    """The placeholder in a training state for the tensor ``name`` of its shards."""
+    """Return the placeholder in a training state for the tensor ``name`` of its shards."""
     return {_MARK: name}
 
 
 def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
-    """``state`` with ``tensors`` in the places of their marks. Raises :class:`KeyError`."""
+    """Replace the marks in ``state`` by ``tensors``. Raises :class:`KeyError`."""
     if isinstance(state, dict):
         if state.keys() == {_MARK}:
             return tensors[state[_MARK]]
@@ -300,7 +304,7 @@ def check_trainer(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_trainer(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """What :func:`write_trainer` wrote; runs no code of the file's. Raises :class:`CheckpointError`."""
+    """Read the state of :func:`write_trainer`; runs no code of the file. Raises :class:`CheckpointError`."""
     try:
         with _opened(path) as name:
             return {**torch.load(name, map_location="cpu", weights_only=True, mmap=mmap)}
@@ -309,39 +313,39 @@ def read_trainer(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    why = f"{type(error).__name__}: {str(error)[:300]}"
-    return CheckpointError(f"cannot read {path}", why=why, fix="resume from an older checkpoint")
+    reason = f"{type(error).__name__}: {str(error)[:300]}"
+    return CheckpointError(f"cannot read {path}", why=reason, fix="resume from an older checkpoint")
 
 
 def check_saveable(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-    """Find out whether a state can be saved and read again; no tensor is copied, and nothing is written.
+    """Check that a state can be saved and read again; copies no tensor and writes nothing.
 
     Raises:
-        CheckpointError: naming the place and the type of what cannot be saved.
+        CheckpointError: names the path and type of a value that cannot be saved.
     """
-    tensors, others = by_file(model)
+    tensors, extra_state = by_file(model)
     for name, tensor in tensors.items():
         _check_model_tensor(name, tensor, ("cpu", "cuda"))
 
-    def check(leaf: Any, place: Place) -> None:
+    def check(leaf: Any, path: Place) -> None:
         if not _is_read_again(leaf):
-            raise _not_saveable(f"{'/'.join(map(str, place))} of the training state", leaf)
+            raise _not_saveable(f"the training state at {' → '.join(map(repr, path))}", leaf)
 
-    trainer = {**trainer, **others}
+    trainer = {**trainer, **extra_state}
     if not _is_read_again(trainer):
         walked(trainer, check)
         raise _not_saveable("the training state", trainer)
 
 
 def saveable(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``state`` without the entries that cannot be read again, and the names and classes of those."""
-    kept = {key: value for key, value in state.items() if _is_read_again({key: value})}
-    return kept, [f"{key} ({_class_of(value)})" for key, value in state.items() if key not in kept]
+    """Drop the entries of ``state`` that cannot be read again; returns also their names and classes."""
+    readable = {key: value for key, value in state.items() if _is_read_again({key: value})}
+    return readable, [f"{key} ({_class_of(value)})" for key, value in state.items() if key not in readable]
 
 
-def _not_saveable(what: str, value: Any) -> CheckpointError:
+def _not_saveable(location: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"cannot save {what}",
+        f"cannot save {location}",
         why=f"it is a {_class_of(value)}, which torch.load(weights_only=True) does not read again",
         fix="keep tensors, NumPy arrays, numbers, text, lists and dicts in state_dict() and get_extra_state()",
     )
@@ -353,12 +357,12 @@ def _class_of(value: Any) -> str:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether it is a tensor with values, one behind the other."""
+    """Return whether ``value`` is a strided tensor with values."""
     return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
 
 
 def _without_values(leaf: Any, _: Place) -> Any:
-    """What :class:`lockstep.checkpoint.writer.HostBuffers` makes of a leaf, with empty tensors."""
+    """Copy a leaf as :class:`lockstep.checkpoint.writer.HostBuffers` does, with empty tensors."""
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)
     if not is_dense(leaf):
@@ -372,6 +376,6 @@ def _is_read_again(state: Any) -> bool:
         torch.save(walked(state, _without_values), file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except Exception:  # whatever its own pickling raises
+    except Exception:  # pickling by the user's classes may raise anything
         return False
     return True

@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint holds, and the hashes that prove it."""
+"""``manifest.json``: the content of a checkpoint, with hashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.errors import CheckpointError, NewerFormatError, RunFolderError, UnreadableError
 from lockstep.rundir.files import open_regular, parse_json, plain
 
-#: 1: two files; 2: the same in shards; 3: with frozen weights in files of their own. The first that has a form for it.
+#: 1: two files; 2: the same in shards; 3: with frozen weights in separate files. The lowest possible one is written.
 FORMAT_VERSION = 3
 MODEL = "model.safetensors"
 #: Weights that training does not change. Checkpoints have links to one such file, as long as its hash is the same.
@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 _OWN_KEYS = {"format_version", "step", "files", "aliases", "checksum"}
 _MAX_BYTES = 64 << 20
-_FIX = "an older checkpoint is used where there is one"
+_FIX = "an older checkpoint is used if there is one"
 #: Of a name that leads to no file: none is there, a folder, a loop of links, a socket; or no regular one (``None``).
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, None}
 
@@ -41,7 +41,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``extra`` is what the run itself wants to say; it lies beside the keys of ours."""
+    """``extra``: keys of the run, beside those of the format."""
 
     step: int
     files: Mapping[str, Digest]
@@ -50,13 +50,13 @@ class Manifest:
 
     @property
     def shards(self) -> int:
-        """In how many parts model and trainer lie; 0 for a whole checkpoint."""
+        """The number of parts of model and trainer; 0 for a whole checkpoint."""
         return 0 if MODEL in self.files else (sum(not is_frozen(name) for name in self.files) - 1) // 2
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file. ``checksum`` is the hash of all the rest."""
         taken = _OWN_KEYS & self.extra.keys()
-        assert not taken, f"the manifest's own keys cannot be given: {taken}"
+        assert not taken, f"reserved keys of the manifest: {taken}"
         content = {
             "format_version": 3 if any(map(is_frozen, self.files)) else 2 if self.shards else 1,
             "step": self.step,
@@ -68,7 +68,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in ``folder``. Raises :class:`CheckpointError`, or a kind of it."""
+    """Read the manifest of the checkpoint in ``folder``. Raises :class:`CheckpointError` or a subclass."""
     path = folder / MANIFEST
     with _opened(path) as file:
         text = file.read(_MAX_BYTES)  # a longer one is cut, and so no JSON
@@ -109,18 +109,19 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, expected in manifest.files.items():
         path = folder / name
         with _opened(path) as file:
-            size, why = os.fstat(file.fileno()).st_size, ""
+            size = os.fstat(file.fileno()).st_size
+            damage = ""
             if size != expected.size:
-                why = f"it has {size:,} bytes; {expected.size:,} were written"
-            elif (found := hashlib.file_digest(file, "sha256").hexdigest()) != expected.sha256:
-                why = f"its sha256 is {found[:12]}…; {expected.sha256[:12]}… was written"
-        if why:
-            raise CheckpointError(f"{path} is damaged", why=why, fix=_FIX)
+                damage = f"it has {size:,} bytes; {expected.size:,} were written"
+            elif (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected.sha256:
+                damage = f"its sha256 is {digest[:12]}…; {expected.sha256[:12]}… was written"
+        if damage:
+            raise CheckpointError(f"{path} is damaged", why=damage, fix=_FIX)
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file of a checkpoint, to read in the block."""
+    """Open a file of a checkpoint for reading."""
     try:
         with open_regular(path, buffer_bytes=-1, links=True) as file:
             yield file
@@ -129,26 +130,26 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """What ``error`` shows: that the checkpoint lacks ``path``, or only that a disk, say, cannot be read now."""
-    why = error.strerror or str(error)
+    """Distinguish a checkpoint without ``path`` from a disk, for example, that cannot be read now."""
+    reason = error.strerror or str(error)
     if error.errno in _NO_FILE:
-        return CheckpointError(f"cannot read {path}", why=why, fix=_FIX)
+        return CheckpointError(f"cannot read {path}", why=reason, fix=_FIX)
     fix = "check disk, network share and permissions and try again; or move the checkpoint's folder away"
-    return UnreadableError(f"cannot read {path}", why=f"{why}; the checkpoint may be whole", fix=fix)
+    return UnreadableError(f"cannot read {path}", why=f"{reason}; the checkpoint may be whole", fix=fix)
 
 
 def shard(kind: str, number: int, shards: int) -> str:
-    """The file with part ``number`` (from 0) of the ``model``, its ``frozen`` weights, or the ``trainer``'s tensors."""
+    """Name the file of part ``number`` (from 0) of ``model``, ``frozen`` weights or ``trainer`` tensors."""
     return f"{kind}-{number + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def is_frozen(name: str) -> bool:
-    """Whether a file of a checkpoint has frozen weights."""
+    """Return whether a file of a checkpoint has frozen weights."""
     return re.fullmatch(r"frozen(-\d{5}-of-\d{5})?\.safetensors", name) is not None
 
 
 def file_names(shards: int) -> set[str]:
-    """The files of a checkpoint in N shards (0: whole), besides its manifest and frozen weights."""
+    """Return the files of a checkpoint in N shards (0: whole), without manifest and frozen weights."""
     if not shards:
         return {MODEL, TRAINER}
     return {TRAINER, *(shard(kind, number, shards) for kind in ("model", "trainer") for number in range(shards))}
@@ -159,7 +160,7 @@ def folder_name(step: int) -> str:
 
 
 def step_in(name: str) -> int | None:
-    """The step of a checkpoint's folder name; ``None`` for any other name."""
+    """Parse the step of a checkpoint's folder name; ``None`` for any other name."""
     match = re.fullmatch(r"step-([0-9]{8,15})", name)
     return int(match[1]) if match and folder_name(int(match[1])) == name else None
 

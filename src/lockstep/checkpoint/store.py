@@ -103,8 +103,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of which there is a checkpoint, whole or broken, ascending. Raises :class:`RunFolderError`."""
-        found = {step_in(name.removesuffix(REPLACED)) for name in names_in(self.folder)}
-        return sorted(step for step in found if step is not None)
+        steps = {step_in(name.removesuffix(REPLACED)) for name in names_in(self.folder)}
+        return sorted(step for step in steps if step is not None)
 
     def listed(self) -> list[dict[str, Any]]:
         """The checkpoints, ascending: step, folder, and whether it is the ``last`` and the ``best``; none is opened."""
@@ -115,7 +115,7 @@ class CheckpointStore:
         ]
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies, or would lie."""
+        """Return the folder of the checkpoint of ``step``, which may be missing."""
         return self.folder / folder_name(step)
 
     def step_of(self, pointer: str) -> int | None:
@@ -138,7 +138,7 @@ class CheckpointStore:
         return step if step in self.steps() else None
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """What the run wrote into the manifest of a checkpoint (:attr:`Snapshot.manifest`); the rest is not read."""
+        """Return the run's keys in the manifest of a checkpoint (:attr:`Snapshot.manifest`); reads no other file."""
         return dict(self._read(step, read_manifest).extra)
 
     def verify(self, step: int) -> Manifest:
@@ -146,7 +146,7 @@ class CheckpointStore:
         return self._read(step, _verified)
 
     def load(self, step: int) -> Snapshot:
-        """The checkpoint of ``step``, whole, compared with its hashes first. Runs no code of the files'."""
+        """Read the checkpoint of ``step`` after a comparison with its hashes. Runs no code of the files."""
         return self._read(step, lambda folder: _snapshot(folder, _verified(folder)))
 
     def open(self, step: int) -> Snapshot:
@@ -157,7 +157,7 @@ class CheckpointStore:
         return self._read(step, lambda folder: _snapshot(folder, read_manifest(folder), in_pieces=True))
 
     def newest_verified(self, report: Callable[[str], None]) -> int | None:
-        """The latest step whose checkpoint is valid, if any; ``report`` is called for each damaged one after it.
+        """Find the latest valid checkpoint; ``report`` is called for each damaged one after it.
 
         Raises:
             NewerFormatError: the newest is not for this version of Lockstep; falling back would throw work away.
@@ -181,7 +181,7 @@ class CheckpointStore:
                 return None
 
     def _read(self, step: int, use: Callable[[Path], Result]) -> Result:
-        """``use`` of a checkpoint's folder, again from the start if the folder is replaced meanwhile."""
+        """Call ``use`` with a checkpoint's folder, again if the folder is replaced meanwhile."""
         for _ in range(_READ_TRIES):
             folder, before = self._find(step)
             try:
@@ -192,8 +192,11 @@ class CheckpointStore:
             else:
                 if _identity(folder) == before:
                     return result
-        why = "its run is saving it again and again"
-        raise UnreadableError(f"the checkpoint of step {step} keeps changing", why=why, fix="try again later")
+        raise UnreadableError(
+            f"the checkpoint of step {step} keeps changing",
+            why="its run is saving it again and again",
+            fix="try again later",
+        )
 
     def _find(self, step: int) -> tuple[Path, tuple[int, ...]]:
         target = self.path_of(step)
@@ -244,7 +247,7 @@ class CheckpointStore:
     def _write_weights(
         self, folder: Path, snapshot: Snapshot, model: str, frozen: str
     ) -> tuple[dict[str, Digest], dict[str, str]]:
-        """Write the snapshot's weights to files of these names; returns what was written, and the tied tensors."""
+        """Write the snapshot's weights to files of these names; returns the digests, and the tied tensors."""
         from lockstep.checkpoint.content import by_file
 
         constant = {name: snapshot.model[name] for name in snapshot.frozen if name in snapshot.model}
@@ -321,7 +324,8 @@ class CheckpointStore:
         self._remove(replaced)
 
     def _point(self, pointer: str, step: int) -> None:
-        link, temporary = self.folder / pointer, self.folder / temporary_name(pointer)
+        link = self.folder / pointer
+        temporary = self.folder / temporary_name(pointer)
         try:
             temporary.symlink_to(folder_name(step), target_is_directory=True)
         except (OSError, NotImplementedError):
@@ -347,7 +351,7 @@ class CheckpointStore:
     def retain(self, keep: Collection[int]) -> None:
         """Remove all checkpoints but those of the steps in ``keep`` and those that ``last`` and ``best`` mean.
 
-        What was set aside goes as soon as there is a checkpoint of its step or a later one: training has passed it.
+        A checkpoint that was set aside is removed once there is one of its step or a later one.
         """
         there = self.steps()
         unwanted = sorted(set(there) - {*keep, self.step_of("last"), self.step_of("best")})
@@ -371,7 +375,8 @@ class CheckpointStore:
         """
         later = [other for other in self.steps() if step is None or other > step]
         for other in later:
-            target, aside = self.path_of(other), self.aside_of(other)
+            target = self.path_of(other)
+            aside = self.aside_of(other)
             with storing(target):
                 self._remove(aside)
                 target.rename(aside)
@@ -379,7 +384,7 @@ class CheckpointStore:
         return later
 
     def clean_temporary(self) -> None:
-        """Repair what a killed writer left behind; call it before an attempt, when no process writes."""
+        """Repair leftovers of a killed writer; call it before an attempt, when no process writes."""
         with storing(self.folder):
             remove_leftovers(self.folder)
             for name in names_in(self.folder):
@@ -422,8 +427,9 @@ def _snapshot(folder: Path, manifest: Manifest, *, in_pieces: bool = False) -> S
 def _verified(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     if step_in(folder.name.removesuffix(REPLACED)) != manifest.step:
-        why = f"its manifest is that of step {manifest.step}"
-        raise CheckpointError(f"{folder} is damaged", why=why, fix="rename the folder back")
+        raise CheckpointError(
+            f"{folder} is damaged", why=f"its manifest is that of step {manifest.step}", fix="rename the folder back"
+        )
     verify_files(folder, manifest)
     return manifest
 
@@ -439,7 +445,7 @@ def _holds(target: Path, manifest: Manifest) -> bool:
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
-    """Distinguishes a folder from the next of its name (its number may be used again); empty: there is none.
+    """Identify a folder, to detect its replacement by another of its name; empty: there is none.
 
     Raises:
         UnreadableError: it cannot be read now.
@@ -447,8 +453,8 @@ def _identity(folder: Path) -> tuple[int, ...]:
     try:
         status = folder.stat()
     except OSError as error:
-        found = refused(folder, error)
-        if isinstance(found, UnreadableError):
-            raise found from None
+        refusal = refused(folder, error)
+        if isinstance(refusal, UnreadableError):
+            raise refusal from None
         return ()
     return (status.st_dev, status.st_ino, status.st_mtime_ns) if stat.S_ISDIR(status.st_mode) else ()

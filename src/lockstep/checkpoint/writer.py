@@ -54,30 +54,34 @@ class HostBuffers:
         Raises:
             CheckpointError: a tensor that is not dense (named by its place in ``state``).
         """
-        stream, used, devices = None, dict[Place, Tensor](), set[torch.device]()
+        stream = None
+        used = dict[Place, Tensor]()
+        devices = set[torch.device]()
         if steady is not None and torch.cuda.is_initialized():
             stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-        seen: dict[Any, Tensor] = {}
+        copies: dict[Any, Tensor] = {}
 
-        def leaf(value: Any, place: Place) -> Any:
+        def leaf(value: Any, path: Place) -> Any:
             if not isinstance(value, Tensor):
                 return copy.deepcopy(value)
             tensor = value.detach()
             if not is_dense(tensor):
-                why = f"it is a tensor of layout {tensor.layout} on {tensor.device}"
-                fix = "keep dense tensors with values in the state"
-                raise CheckpointError(f"cannot save {'/'.join(map(str, place))}", why=why, fix=fix)
+                raise CheckpointError(
+                    f"cannot save {'/'.join(map(str, path))}",
+                    why=f"it is a tensor of layout {tensor.layout} on {tensor.device}",
+                    fix="keep dense tensors with values in the state",
+                )
             memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel() and memory in seen:
-                return seen[memory]
-            buffer = used[place] = seen[memory] = self._buffer(place, tensor)
+            if tensor.numel() and memory in copies:
+                return copies[memory]
+            buffer = used[path] = copies[memory] = self._buffer(path, tensor)
             if tensor.device.type == "cuda":
                 devices.add(tensor.device)
             if stream is None or steady is None or tensor.device != stream.device:
                 buffer.copy_(tensor, non_blocking=tensor.device.type == "cuda")
                 return buffer
-            if not steady(place, tensor):
+            if not steady(path, tensor):
                 tensor = tensor.clone()
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):
@@ -86,7 +90,8 @@ class HostBuffers:
             return buffer
 
         result = walked(state, leaf)
-        self._buffers, self.copied = used, None
+        self._buffers = used
+        self.copied = None
         if stream is not None:
             self.copied = stream.record_event(torch.cuda.Event(blocking=True))  # the thread that waits sleeps
             devices.discard(stream.device)
@@ -94,12 +99,13 @@ class HostBuffers:
             torch.cuda.current_stream(device).synchronize()
         return result
 
-    def _buffer(self, place: Place, tensor: Tensor) -> Tensor:
-        """The memory of the last copy of ``place``, if it fits ``tensor``; else new."""
-        pinned, kept = tensor.device.type == "cuda", self._buffers.get(place)
-        fits = kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype)
-        if kept is not None and fits and (kept.is_pinned() or not pinned):
-            return kept
+    def _buffer(self, path: Place, tensor: Tensor) -> Tensor:
+        """Return the memory of the last copy of ``path`` if it fits ``tensor``, else new memory."""
+        pinned = tensor.device.type == "cuda"
+        previous = self._buffers.get(path)
+        fits = previous is not None and (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype)
+        if previous is not None and fits and (previous.is_pinned() or not pinned):
+            return previous
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
@@ -147,7 +153,8 @@ class BackgroundWriter:
         begun when the save before failed, which is raised.
         """
         self.wait()
-        done, copied = list[Path | BaseException](), self.copied
+        done = list[Path | BaseException]()
+        copied = self.copied
 
         def write() -> None:
             try:
@@ -179,11 +186,11 @@ class BackgroundWriter:
             save.thread.join()
         pulse.writes_in(0)
         self._save = None
-        for found in save.done:
-            if isinstance(found, BaseException):
-                raise _surfaced(found, save.step) from found
+        for outcome in save.done:
+            if isinstance(outcome, BaseException):
+                raise _surfaced(outcome, save.step) from outcome
             if self._on_saved is not None:
-                self._on_saved(save.step, found, save.best)
+                self._on_saved(save.step, outcome, save.best)
 
     def close(self) -> None:
         """Wait for the save in flight and release the host memory."""
@@ -194,15 +201,15 @@ class BackgroundWriter:
 
 
 def _surfaced(error: BaseException, step: int) -> LockstepError:
-    """The error that users see when the save of ``step`` failed."""
+    """Make the error for users of a failed save of ``step``."""
     if isinstance(error, LockstepError):
         return error
-    why = f"{type(error).__name__}: {error}"
-    return StorageError(f"the checkpoint of step {step} could not be saved", why=why, fix=_FIX)
+    reason = f"{type(error).__name__}: {error}"
+    return StorageError(f"the checkpoint of step {step} could not be saved", why=reason, fix=_FIX)
 
 
 class Ranks(Protocol):
-    """The ranks of a run, over a process group of these calls' own. Every rank makes the same calls.
+    """The ranks of a run, over a separate process group. Every rank makes the same calls.
 
     ``broadcast`` gives the first rank's value to all, ``gather`` every rank's value, by rank, to the first.
     """
@@ -214,7 +221,7 @@ class Ranks(Protocol):
     def gather(self, value: T) -> list[T] | None: ...
 
 
-#: What a rank has written: its files, and the names of tensors that are the same as another.
+#: The files that a rank has written, and the names of tensors that are the same as another.
 _Part = tuple[dict[str, Digest], dict[str, str]]
 
 
@@ -233,7 +240,9 @@ class ShardedStore(CheckpointStore):
 
     def __init__(self, folder: Path, ranks: Ranks, shards: int) -> None:
         super().__init__(folder)
-        self._ranks, self._shards, self._is_main = ranks, shards, ranks.rank == 0
+        self._ranks = ranks
+        self._shards = shards
+        self._is_main = ranks.rank == 0
 
     def save(self, snapshot: Snapshot, best: bool = False) -> Path:
         """Write a checkpoint of the snapshots that the ranks have of one step. Collective; otherwise as the base's.
@@ -269,7 +278,8 @@ class ShardedStore(CheckpointStore):
             super().retain(keep)
 
     def _write_part(self, folder: Path, snapshot: Snapshot) -> _Part:
-        number, shards = self._ranks.rank, self._shards
+        number = self._ranks.rank
+        shards = self._shards
         if number >= shards:
             return {}, {}
         model, frozen, trainer = (shard(kind, number, shards) for kind in ("model", "frozen", "trainer"))
@@ -288,7 +298,7 @@ class ShardedStore(CheckpointStore):
         return folder.name
 
     def _tried(self, step: int, work: Callable[[], T]) -> T | LockstepError:
-        """The result of ``work``, or why there is none: for all ranks to hear."""
+        """Return the result of ``work``, or its error, for all ranks."""
         try:
             return work()
         except OSError as error:
@@ -297,10 +307,10 @@ class ShardedStore(CheckpointStore):
             return _surfaced(error, step)
 
 
-def _ok(found: T | LockstepError) -> T:
-    if isinstance(found, LockstepError):
-        raise found
-    return found
+def _ok(outcome: T | LockstepError) -> T:
+    if isinstance(outcome, LockstepError):
+        raise outcome
+    return outcome
 
 
 @contextlib.contextmanager
@@ -308,5 +318,8 @@ def _together(step: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's: a lost connection, or a time-out
-        what = f"the ranks could not agree that the checkpoint of step {step} is written"
-        raise CollectiveError(what, why=str(error).splitlines()[0], fix=_FIX) from error
+        raise CollectiveError(
+            f"the ranks could not agree that the checkpoint of step {step} is written",
+            why=str(error).splitlines()[0],
+            fix=_FIX,
+        ) from error

@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from lockstep.data.collation import find_misfit
 from lockstep.errors import DataError, TaskError, many
 
-#: The label, or target, of what does not count in a loss: ``ignore_index`` of torch's.
+#: The label, or target, that a loss ignores: torch's ``ignore_index``.
 NO_LABEL = -100
 Positions = npt.NDArray[np.int64]
 Gather = Callable[[Positions], Any]
@@ -76,21 +76,22 @@ class ArrayDataset:
     def __getitems__(self, indices: Indices) -> tuple[Tensor, ...]:
         """The samples at ``indices`` (each in [0, len)) as one batch: a tensor of shape ``(n, …)`` per array."""
         if isinstance(indices, Tensor):
-            where = indices.to(torch.int64)
+            rows = indices.to(torch.int64)
         else:
             array = np.asarray(indices, dtype=np.int64)
-            where = torch.from_numpy(array if array.flags.writeable else array.copy())
+            rows = torch.from_numpy(array if array.flags.writeable else array.copy())
         if self.is_on_gpu:  # page-locked: to copy other memory, the host would wait for all that the GPU has to do
-            where = where.pin_memory().to(self.tensors[0].device, non_blocking=True)
+            rows = rows.pin_memory().to(self.tensors[0].device, non_blocking=True)
         # Without Python's global lock, so a loader's thread can gather during the step.
-        return tuple(tensor.index_select(0, where) for tensor in self.tensors)
+        return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
 
 class FrameRows:
     """The rows of a frame; sample ``i`` is a dictionary of the values in row ``i``, whatever the frame's index."""
 
     def __init__(self, columns: dict[Any, npt.NDArray[Any]], samples: int) -> None:
-        self._columns, self._samples = columns, samples
+        self._columns = columns
+        self._samples = samples
         self.targets = next((self._columns[name] for name in LABELS if name in self._columns), None)
         numbers = all(column.dtype.kind in "biuf" and min(column.strides) >= 0 for column in self._columns.values())
         self._tensors = {name: as_tensor(column) for name, column in self._columns.items()} if numbers else {}
@@ -123,12 +124,12 @@ class FrameRows:
 
     def gathered(self, indices: Positions) -> dict[Any, Tensor]:
         """The batch that ``default_collate`` makes of the samples ``indices``."""
-        where = torch.from_numpy(indices)
-        return {name: tensor.index_select(0, where) for name, tensor in self._tensors.items()}
+        rows = torch.from_numpy(indices)
+        return {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}
 
 
-def is_loader(what: str, loader: DataLoader[Any], fix: str) -> TaskError:
-    """The error where a loader is given in place of its data set."""
+def is_loader(problem: str, loader: DataLoader[Any], fix: str) -> TaskError:
+    """Make the error of a loader that was passed in place of its data set."""
     ours = type(loader.batch_sampler) in (torch_data.BatchSampler, type(None))
     sampler = loader.sampler if ours else loader.batch_sampler
     if isinstance(sampler, torch_data.WeightedRandomSampler):
@@ -138,7 +139,7 @@ def is_loader(what: str, loader: DataLoader[Any], fix: str) -> TaskError:
             f". Its {type(sampler).__name__} then has no effect: write weights=…, or give an iterable data "
             "set that yields samples in that order"
         )
-    return TaskError(what, why="Lockstep makes the batches: their order must not depend on the devices", fix=fix)
+    return TaskError(problem, why="Lockstep makes the batches: their order must not depend on the devices", fix=fix)
 
 
 def by_row(dataset: Any) -> Any:
@@ -147,13 +148,17 @@ def by_row(dataset: Any) -> Any:
     Raises:
         DataError: something else with a length and items: a text, or a group of arrays. TaskError: a loader.
     """
-    package, name = type(dataset).__module__.partition(".")[0], type(dataset).__name__
+    package = type(dataset).__module__.partition(".")[0]
+    name = type(dataset).__name__
     if (package, name) in (("pandas", "DataFrame"), ("pyarrow", "Table")):
         columns = dataset.columns if package == "pandas" else dataset.column_names
         twice = next((column for column, count in Counter(columns).items() if count > 1), None)
         if twice is not None:
-            what = f"the column {twice!r} is in the {name} more than once"
-            raise DataError(what, why="a sample has one value for each name", fix="rename one of them, or leave it out")
+            raise DataError(
+                f"the column {twice!r} is in the {name} more than once",
+                why="a sample has one value for each name",
+                fix="rename one of them, or leave it out",
+            )
     if package in ("pandas", "polars") and name == "Series":
         return dataset.to_numpy()
     if package == "pandas" and name == "DataFrame":
@@ -172,9 +177,11 @@ def by_row(dataset: Any) -> Any:
         arrays = list(dataset.values()) if type(dataset) is dict else list(dataset)
         rows = {len(a) if isinstance(a, (Tensor, np.ndarray)) and a.ndim else 0 for a in arrays}
         if 0 not in rows and len(rows) == 1 and len(arrays) < max(rows):
-            what = f"the data set is a {type(dataset).__name__} of {many(len(arrays), 'array')} of {max(rows)} rows"
-            fix = "give TensorDataset(x, y), or StackDataset(x=…, y=…) for dictionaries, of torch.utils.data"
-            raise DataError(what, why="each sample would be a whole array", fix=fix)
+            raise DataError(
+                f"the data set is a {type(dataset).__name__} of {many(len(arrays), 'array')} of {max(rows)} rows",
+                why="each sample would be a whole array",
+                fix="give TensorDataset(x, y), or StackDataset(x=…, y=…) for dictionaries, of torch.utils.data",
+            )
     return dataset
 
 
@@ -187,7 +194,7 @@ def resolve_index(index: int, samples: int) -> int:
 
 
 def as_arrays(table: Any, gaps: Sequence[str] = ()) -> dict[Any, npt.NDArray[Any]]:
-    """Return the columns of a table of pyarrow by row: numbers, or Python's values where there are others.
+    """Return the columns of a table of pyarrow by row, as numbers or as Python's values.
 
     Args:
         gaps: columns in which other rows have no value: their rows are NumPy's numbers, and ``None``.
@@ -198,7 +205,8 @@ def as_arrays(table: Any, gaps: Sequence[str] = ()) -> dict[Any, npt.NDArray[Any
 def _by_row(column: Any, has_gaps: bool) -> npt.NDArray[Any]:
     from pyarrow import types
 
-    flat, shape = column, [len(column)]
+    flat = column
+    shape = [len(column)]
     is_list = types.is_fixed_size_list(column.type)
     kind = column.type.value_type if is_list else column.type
     has_gaps = has_gaps or column.null_count > 0
@@ -241,14 +249,14 @@ def as_tensor(array: Tensor | npt.NDArray[Any]) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor``, of any strides, in one dimension; shares memory where it is contiguous."""
+    """Return the bytes of ``tensor``, of any strides, in one dimension; shares the memory of a contiguous one."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # A tensor of one row is contiguous whatever its strides, and another type needs a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def draws_keyed(dataset: Any) -> bool:
-    """Whether ``dataset`` has our ``sample(index, rng)``, and no other method of that name, as replay buffers have."""
+    """Return whether ``dataset`` has Lockstep's ``sample(index, rng)``; replay buffers have another such method."""
     method = getattr(dataset, "sample", None)
     if not callable(method) or not hasattr(dataset, "__getitem__"):
         return callable(method)
@@ -262,26 +270,32 @@ def _takes_rng(function: Any, bound: int) -> bool:
         parameters = [*signature(function).parameters.values()][bound:]
     except (TypeError, ValueError):
         return False
-    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    by_place = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in needed)
-    return by_place and (len(needed) == 2 or [one.name for one in parameters[1:2]] == ["rng"])
+    needed = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    by_place = all(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in needed
+    )
+    return by_place and (len(needed) == 2 or [parameter.name for parameter in parameters[1:2]] == ["rng"])
 
 
 def leaf_of(dataset: Any, index: int) -> tuple[Any, int]:
-    """The data set behind ``Subset`` and ``ConcatDataset`` that has sample ``index``, and its number there."""
+    """Return the data set behind ``Subset`` and ``ConcatDataset`` that has sample ``index``, and its index there."""
     while True:
         if type(dataset) is Subset:
             dataset, index = dataset.dataset, int(dataset.indices[index])
         elif type(dataset) is ConcatDataset:
-            place = bisect_right(dataset.cumulative_sizes, index)
-            index -= dataset.cumulative_sizes[place - 1] if place else 0
-            dataset = dataset.datasets[place]
+            part = bisect_right(dataset.cumulative_sizes, index)
+            index -= dataset.cumulative_sizes[part - 1] if part else 0
+            dataset = dataset.datasets[part]
         else:
             return dataset, index
 
 
 def leaves(dataset: Any) -> Iterator[Any]:
-    """The data sets behind ``Subset`` and ``ConcatDataset``."""
+    """Yield the data sets behind ``Subset`` and ``ConcatDataset``."""
     if type(dataset) is Subset:
         yield from leaves(dataset.dataset)
     elif type(dataset) is ConcatDataset:
@@ -292,9 +306,9 @@ def leaves(dataset: Any) -> Iterator[Any]:
 
 
 def gather_of(dataset: Any, collate: Any) -> Gather | None:
-    """What makes the batch of ``dataset``'s samples at given indices that ``default_collate`` would make.
+    """Return a function that gathers the batch which ``default_collate`` would make of samples at given indices.
 
-    ``None``: they are read one by one, as of a class that overrides ``__getitem__``.
+    ``None``: samples are read one by one, as of a class that overrides ``__getitem__``.
     """
     if type(dataset) is ArrayDataset:
         return dataset.__getitems__
@@ -320,7 +334,7 @@ def gather_of(dataset: Any, collate: Any) -> Gather | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples of ``dataset`` can only be iterated over; a ``DataLoader`` gives batches."""
+    """Return whether samples of ``dataset`` can only be iterated over; a ``DataLoader`` gives batches."""
     from torch.utils.data import DataLoader, IterableDataset
 
     iterates = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
@@ -332,7 +346,7 @@ def is_hugging_face(dataset: Any) -> bool:
 
 
 def _rows(leaf: Any) -> tuple[Tensor, ...] | None:
-    """The tensors whose rows are ``leaf``'s samples; ``None`` where that is not known."""
+    """Return the tensors whose rows are ``leaf``'s samples, or ``None`` for other data sets."""
     if type(leaf) in (TensorDataset, ArrayDataset):
         tensors: tuple[Tensor, ...] = leaf.tensors
     elif type(leaf) in (np.ndarray, np.memmap) and leaf.ndim > 1 and leaf.dtype.kind in "biufc":
@@ -358,16 +372,17 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _gathered(dataset: Any, indices: Positions) -> list[Tensor]:
-    """The rows of a data set that :func:`gather_of` has looked at, as tensors of shape ``(n, …)``."""
+    """Gather rows of a data set that :func:`gather_of` supports, as tensors of shape ``(n, …)``."""
     if type(dataset) is Subset:
-        where: Any = dataset.indices
-        known = [where[i] for i in indices.tolist()] if isinstance(where, list) else where[indices]
-        return _gathered(dataset.dataset, np.asarray(known, dtype=np.int64))
+        subset: Any = dataset.indices
+        inner = [subset[i] for i in indices.tolist()] if isinstance(subset, list) else subset[indices]
+        return _gathered(dataset.dataset, np.asarray(inner, dtype=np.int64))
     if type(dataset) is not ConcatDataset:
         tensors = (as_tensor(dataset),) if isinstance(dataset, np.ndarray) else getattr(dataset, "tensors", (dataset,))
         index = torch.from_numpy(indices)
         return [tensor.index_select(0, index) for tensor in tensors]
-    parts, starts = np.searchsorted(dataset.cumulative_sizes, indices, side="right"), [0, *dataset.cumulative_sizes]
+    parts = np.searchsorted(dataset.cumulative_sizes, indices, side="right")
+    starts = [0, *dataset.cumulative_sizes]
     whole: list[Tensor] = []
     for part in np.unique(parts).tolist():
         mine = np.flatnonzero(parts == part)
@@ -381,18 +396,18 @@ def _gathered(dataset: Any, indices: Positions) -> list[Tensor]:
 def _of_hugging_face(dataset: Any, indices: Positions) -> dict[str, Any]:
     batch: dict[str, Any] = dataset[indices.tolist()]
     if not all(type(column) is Tensor and len(column) == len(indices) for column in batch.values()):
-        raise ValueError("samples of different sizes, or what is not a tensor")
+        raise ValueError("samples of different sizes, or values that are not tensors")
     return batch
 
 
 def filled(batch: Sequence[Tensor], samples: int, *labels: int) -> tuple[Tensor, ...]:
-    """Columns of ``batch`` with the last sample repeated, up to ``samples``, without its label: ``Task.pad`` for most.
+    """Repeat the last sample of ``batch`` up to ``samples``, without its label; serves as ``Task.pad``.
 
     Args:
         labels: which columns are labels.
     """
     whole = []
-    for place, column in enumerate(batch):
+    for number, column in enumerate(batch):
         last = column[-1:].expand(samples - len(column), *column.shape[1:])
-        whole.append(torch.cat([column, torch.full_like(last, NO_LABEL) if place in labels else last]))
+        whole.append(torch.cat([column, torch.full_like(last, NO_LABEL) if number in labels else last]))
     return tuple(whole)

@@ -32,7 +32,7 @@ def collated(samples: Sequence[Any]) -> Any:
 
 
 class Misfit(NamedTuple):
-    """A value that cannot be in a batch: what it is, in which sample, and what to do."""
+    """A value that cannot be in a batch: its description, its sample, and the fix."""
 
     text: str
     fix: str
@@ -60,9 +60,10 @@ def _reason_against(value: Any) -> tuple[str, str] | None:
         return None
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
         return None
-    text, name = f"{value!r:.60}", type(value).__name__
+    text = f"{value!r:.60}"
+    name = type(value).__name__
     if value is None or name in ("NAType", "NaTType"):
-        return f"{text}, a missing value", "fill it in, or leave the sample out with select()"
+        return f"{text}, a missing value", "fill it in, or exclude the sample with lockstep.data.select()"
     if name in ("Timestamp", "datetime", "date", "Timedelta", "timedelta", "datetime64", "timedelta64"):
         return f"{text}, a time", "convert it to a number, such as seconds since a date"
     if name == "Decimal":

@@ -36,7 +36,7 @@ CHUNK_BYTES = 1 << 18
 #: Answers that may be different the next time (RFC 9110; 425 and 429 from RFC 8470 and RFC 6585).
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_UNPACKED_BYTES = 16 * 1024**3
-#: What the libraries raise for a damaged or encrypted archive; gzip's error is an OSError.
+#: Errors of the libraries for a damaged or encrypted archive; gzip's error is an OSError.
 _BROKEN = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, RuntimeError, OSError)
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait and how often to try. Tries are counted from the last one that brought new bytes."""
+    """Waiting times and the number of tries, counted from the last one that received new bytes."""
 
     attempts: int = 5
     backoff_s: float = 1.0
@@ -59,7 +59,7 @@ def download(url: str, target: Path, sha256: str, *, patience: Patience | None =
     it fails they fail with its error; when it dies they resume from its bytes.
 
     Args:
-        sha256: what the file must hash to.
+        sha256: expected hash of the file.
 
     Raises:
         DataError: the address does not answer, the checksum is wrong, or the folder cannot be written.
@@ -72,8 +72,9 @@ def download(url: str, target: Path, sha256: str, *, patience: Patience | None =
             failure = file.read() if waited else ""
             if target.exists():
                 if problem := _mismatch(target, sha256):
-                    what = f"{target} is not the file that was expected"
-                    raise DataError(what, why=problem, fix="remove it and try again")
+                    raise DataError(
+                        f"{target} is not the file that was expected", why=problem, fix="remove it and try again"
+                    )
             elif failure.endswith("}"):  # of the process that this one has waited for
                 raise DataError(**json.loads(failure))
             else:
@@ -130,7 +131,8 @@ def _fetch(url: str, target: Path, sha256: str, patience: Patience) -> None:
 
 
 def _transfer(url: str, part: Path, patience: Patience) -> None:
-    failures, best = 0, _size(part)
+    failures = 0
+    best = _size(part)
     while True:
         try:
             return _try_once(url, part, patience.timeout_s)
@@ -161,11 +163,14 @@ def _try_once(url: str, part: Path, timeout_s: float) -> None:
                 if error.headers.get("Content-Range") == f"bytes */{start}":
                     return  # all bytes were there already
                 part.unlink()
-                raise _Interrupted("the server's file is shorter than what had come") from None
+                raise _Interrupted("the server's file is shorter than the received part") from None
             if error.code in TRANSIENT:
                 raise _Interrupted(f"HTTP {error.code} {error.reason}") from None
-            why, fix = f"the server answers {error.code} {error.reason}", "fetch the file by hand and give its folder"
-            raise DataError(f"cannot download {url}", why=why, fix=f"{fix} with --data-dir") from None
+            raise DataError(
+                f"cannot download {url}",
+                why=f"the server answers {error.code} {error.reason}",
+                fix="fetch the file by hand and give its folder with --data-dir",
+            ) from None
     except (OSError, http.client.HTTPException) as error:
         raise _Interrupted(getattr(error, "reason", None) or error) from None
     with response:
@@ -197,9 +202,9 @@ def hash_file(path: Path) -> str:
 
 
 def _mismatch(path: Path, sha256: str) -> str:
-    """What is wrong with the file, in words; nothing when all is well."""
-    found = hash_file(path)
-    return "" if found == sha256.lower() else f"its SHA-256 is {found}, not {sha256}"
+    """Describe a wrong checksum; empty for the right one."""
+    digest = hash_file(path)
+    return "" if digest == sha256.lower() else f"its SHA-256 is {digest}, not {sha256}"
 
 
 def extract(archive: Path, folder: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
@@ -215,18 +220,24 @@ def extract(archive: Path, folder: Path, *, max_bytes: int = MAX_UNPACKED_BYTES)
             for name, size, opened in files:
                 path = PurePosixPath(name.replace("\\", "/"))
                 if opened is None or path.is_absolute() or ".." in path.parts or ":" in name:
-                    why, fix = "it is a link, or would leave the folder", "fetch the archive from its publisher"
-                    raise DataError(f"{archive} has the entry {name!r}", why=why, fix=fix)
+                    raise DataError(
+                        f"{archive} has the entry {name!r}",
+                        why="it is a link, or would leave the folder",
+                        fix="fetch the archive from its publisher",
+                    )
                 total += size
                 if total > max_bytes:
-                    what = f"{archive} would grow to more than {max_bytes} bytes"
-                    raise DataError(what, why="that is the limit", fix="check where it comes from")
-                place = folder / path
-                place.parent.mkdir(parents=True, exist_ok=True)
-                with opened() as source, place.open("wb") as file:
+                    raise DataError(
+                        f"{archive} would grow to more than {max_bytes} bytes",
+                        why="that is the limit",
+                        fix="check the source of the archive",
+                    )
+                unpacked = folder / path
+                unpacked.parent.mkdir(parents=True, exist_ok=True)
+                with opened() as source, unpacked.open("wb") as file:
                     shutil.copyfileobj(source, file)
     except _BROKEN as error:
-        fix = "remove it and fetch it again; or free some space, if that is what is missing"
+        fix = "remove it and fetch it again; or free some disk space"
         raise DataError(f"cannot unpack {archive}", why=str(error), fix=fix) from error
     return folder
 
@@ -261,9 +272,12 @@ def put_unpacked(archive: Path, target: Path, unpack: Callable[[Path], Path]) ->
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as temporary:
         unpacked = unpack(Path(temporary))
         if not unpacked.is_dir():
-            why = f"there is no {unpacked.parent.name}/{unpacked.name} in it"
-            raise DataError(f"{archive} does not hold {target.name}", why=why, fix="remove it and fetch it again")
+            raise DataError(
+                f"{archive} does not hold {target.name}",
+                why=f"there is no {unpacked.parent.name}/{unpacked.name} in it",
+                fix="remove it and fetch it again",
+            )
         with contextlib.suppress(OSError):
             unpacked.rename(target)
     if not target.is_dir():
-        raise DataError(f"cannot write {target}", fix="move away what is there, or choose another --data-dir")
+        raise DataError(f"cannot write {target}", fix="move it away, or choose another --data-dir")

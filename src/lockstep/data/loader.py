@@ -61,7 +61,7 @@ def make_loader(
         return _in_place(source, requests, as_is)
     if plan.num_workers > 0:
         return _by_workers(source, requests, plan, rank)
-    # A plan may have been made where there was a GPU.
+    # A plan may be of a machine with a GPU.
     pin = plan.pin_memory and torch.cuda.is_available()
     finish = _pinned if pin else as_is
     small = source.is_at_hand and largest * source.row_bytes <= IN_PLACE_BYTES
@@ -84,7 +84,8 @@ def _pinned(batch: Any) -> Any:
 # In this process.
 
 #: Batches gathered at once, if they do not have more bytes than fit into a cache together.
-GATHER_BATCHES, GATHER_BYTES = 16, 2**22
+GATHER_BATCHES = 16
+GATHER_BYTES = 2**22
 #: Batches of at most this many bytes are gathered in the training thread: about 15 µs, less than a thread costs.
 IN_PLACE_BYTES = 2**17
 
@@ -92,14 +93,14 @@ IN_PLACE_BYTES = 2**17
 def _groups(source: Source, requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:
     """``requests`` by gather: one at first, so that the first step need not wait, then more, of one epoch.
 
-    What is written into the tensors between two epochs is thus seen in the next one.
+    So the next epoch has changes that are made to the tensors between two epochs.
     """
-    most = 1
+    batches = 1
     for _, of_epoch in groupby(requests, key=attrgetter("epoch")):
-        while group := list(islice(of_epoch, most)):
+        while group := list(islice(of_epoch, batches)):
             yield group
             size = max(1, max(request.size for request in group) * source.row_bytes)
-            most = min(2 * most, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.row_bytes else 1
+            batches = min(2 * batches, GATHER_BATCHES, max(1, GATHER_BYTES // size)) if source.row_bytes else 1
 
 
 def _in_place(
@@ -132,8 +133,9 @@ def _ahead(
 # As many processes as shorten a step.
 
 #: Each way of loading is timed for at least this many seconds and batches.
-TRIAL_S, TRIAL_BATCHES = 0.1, 8
-#: Batches at first that are not timed: what is allocated and compiled then happens once.
+TRIAL_S = 0.1
+TRIAL_BATCHES = 8
+#: First batches that are not timed: they allocate and compile.
 WARM_UP = 2
 #: Worker processes must save this part of a step, or they are ended.
 GAIN = 0.05
@@ -143,18 +145,26 @@ class _Pace:
     """Mean seconds to load a batch, and from one batch to the next, without the pauses between epochs."""
 
     def __init__(self, warm_up: int) -> None:
-        self._left, self._epoch, self._before = warm_up, -1, time.perf_counter()
-        self._loading, self._whole, self._batches = 0.0, 0.0, 0
+        self._left = warm_up
+        self._epoch = -1
+        self._before = time.perf_counter()
+        self._loading = 0.0
+        self._whole = 0.0
+        self._batches = 0
 
     def add(self, request: BatchRequest, loading: float = 0.0) -> bool:
         """Count a batch; whether enough of them have been counted."""
         now = time.perf_counter()
-        whole, self._before = now - self._before, now
-        is_first, self._epoch = request.epoch != self._epoch, request.epoch
+        whole = now - self._before
+        self._before = now
+        is_first = request.epoch != self._epoch
+        self._epoch = request.epoch
         if self._left or is_first:
             self._left = max(0, self._left - 1)
             return False
-        self._loading, self._whole, self._batches = self._loading + loading, self._whole + whole, self._batches + 1
+        self._loading = self._loading + loading
+        self._whole = self._whole + whole
+        self._batches = self._batches + 1
         return self._batches >= TRIAL_BATCHES and self._whole >= TRIAL_S
 
     @property
@@ -180,7 +190,8 @@ def _adaptive(
     help is started and timed, then twice as many while that shortens a step. The best number is kept; if a step is not
     shorter with any, or if they fail, they are ended.
     """
-    alone, size = _Pace(WARM_UP), 0
+    alone = _Pace(WARM_UP)
+    size = 0
     for request in requests:
         started = time.perf_counter()
         batch = finish(source.batch(request))
@@ -192,24 +203,27 @@ def _adaptive(
             break
     else:
         return
-    times, best, is_settled = {0: alone.step_s}, 0, False
+    times = {0: alone.step_s}
+    best = 0
+    is_settled = False
     workers = worth_trying(alone.load_s, alone.step_s, size, plan.most_workers)
     while workers:
-        asked, requests = tee(requests)
+        worker_requests, requests = tee(requests)
         pace = _Pace(workers * plan.prefetch_factor + WARM_UP)
-        with_these = plan.model_copy(update={"num_workers": workers})
-        with contextlib.closing(_by_workers(source, asked, with_these, rank)) as batches:
+        trial_plan = plan.model_copy(update={"num_workers": workers})
+        with contextlib.closing(_by_workers(source, worker_requests, trial_plan, rank)) as batches:
             while True:
                 try:
                     batch = next(batches)
                 except StopIteration:
                     return
-                except Exception as error:  # they were not asked for: without them, the run is slower at most
+                except Exception as error:  # the user did not request workers: without them, the run is only slower
                     if isinstance(error, LockstepError) and not isinstance(error, HandOverError):
                         raise
-                    why = (str(error) or type(error).__name__).splitlines()[0]
-                    settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({why}).")
-                    best, is_settled = 0, True
+                    reason = (str(error) or type(error).__name__).splitlines()[0]
+                    settled(0, f"Data are loaded in the training process: {_several(workers)} failed ({reason}).")
+                    best = 0
+                    is_settled = True
                     break
                 request = next(requests)
                 yield batch
@@ -230,10 +244,10 @@ def _adaptive(
 
 
 def _settlement(best: int, times: dict[int, float], alone: _Pace) -> str:
-    where = f"by {_several(best)}" if best else "in the training process"
-    found = ", ".join(f"{_ms(step_s)} with {_several(workers)}" for workers, step_s in times.items() if workers)
+    loaders = f"by {_several(best)}" if best else "in the training process"
+    measured = ", ".join(f"{_ms(step_s)} with {_several(workers)}" for workers, step_s in times.items() if workers)
     loading = f"{_ms(alone.step_s)} with {_ms(alone.load_s)} of loading in the training process"
-    return f"Data are loaded {where}: a step takes {loading}, {found}."
+    return f"Data are loaded {loaders}: a step takes {loading}, {measured}."
 
 
 def _several(workers: int) -> str:
@@ -265,7 +279,7 @@ START_S = (10.0, 20.0)
 
 
 class _ByRequest:
-    """What worker processes hold: a data set whose keys are requests."""
+    """The data set of worker processes; its keys are requests."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -279,7 +293,7 @@ class _ByRequest:
 
 
 def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
-    """A ``worker_init_fn`` that reports when it is through."""
+    """Initialise a worker (``worker_init_fn``) and report that it has started."""
     try:
         init(worker_id)
         torch.zeros(1).share_memory_()  # as the first batch will be: what torch registers then, it registers now
@@ -290,7 +304,7 @@ def _start(init: WorkerInit, started: Semaphore, worker_id: int) -> None:
 def _by_workers(
     source: Source, requests: Iterable[BatchRequest], plan: LoaderPlan, rank: int
 ) -> Generator[Any, None, None]:
-    """Batches by worker processes, which are forks of this one at the start of each epoch."""
+    """Yield batches of worker processes, which are forks of this one at the start of each epoch."""
     for epoch, of_epoch in groupby(requests, key=attrgetter("epoch")):
         with loader_processes():
             iterator = _started(source, of_epoch, plan, WorkerInit(source.seed, rank, epoch))
@@ -298,17 +312,17 @@ def _by_workers(
                 for batch in iterator:
                     yield received(batch)
             finally:
-                del iterator  # DataLoader's own way of ending its workers
+                del iterator  # ends DataLoader's workers
 
 
 def _started(source: Source, requests: Iterable[BatchRequest], plan: LoaderPlan, init: WorkerInit) -> Any:
-    """DataLoader's iterator, its workers up and fetching."""
+    """Start DataLoader's workers and return its iterator."""
     if multiprocessing.get_start_method() != "fork":
         return _forked(source, requests, plan, init)
     for patience_s in START_S:
         started = multiprocessing.Semaphore(0)
-        requests, asked = tee(requests)
-        iterator = _forked(source, asked, plan, partial(_start, init, started))
+        requests, worker_requests = tee(requests)
+        iterator = _forked(source, worker_requests, plan, partial(_start, init, started))
         workers = worker_processes(iterator)
         if _are_up(started, workers, patience_s):
             return iterator
@@ -343,7 +357,7 @@ def _forked(source: Source, requests: Iterable[BatchRequest], plan: LoaderPlan, 
 
 
 def _are_up(started: Semaphore, workers: list[Any], patience_s: float) -> bool:
-    """Whether all ``workers`` start in time; one that died is reported elsewhere."""
+    """Wait for the start of all ``workers``; ``False`` after ``patience_s``. A dead worker is reported elsewhere."""
     until = time.monotonic() + patience_s
     for _ in workers:
         while not started.acquire(timeout=0.05):
@@ -356,11 +370,12 @@ def _are_up(started: Semaphore, workers: list[Any], patience_s: float) -> bool:
 
 @contextlib.contextmanager
 def loader_processes() -> Iterator[None]:
-    """Around a ``DataLoader``'s workers: they can hand over batches, however long ``TMPDIR`` is.
+    """Enclose the use of ``DataLoader``'s workers, so that they can hand over batches with a long ``TMPDIR``.
 
-    DataLoader installs a SIGCHLD handler for good; the process that training was called from gets its own back.
+    DataLoader never removes its SIGCHLD handler, so the caller's handler is restored here.
     """
-    before, was_set = signal.getsignal(signal.SIGCHLD), child_handler_set()
+    before = signal.getsignal(signal.SIGCHLD)
+    was_set = child_handler_set()
     try:
         with short_socket_paths():
             yield

@@ -37,14 +37,14 @@ PERIOD = 65_536
 class Stage(NamedTuple):
     """From position ``start`` of the run on, by place of a period: its part, and that part's samples before it.
 
-    ``each``: samples of each part in a period. ``given``: what each has given before the stage.
+    ``each``: samples of each part in a period. ``drawn``: samples of each part before the stage.
     """
 
     start: int
     parts: Indices
     before: Indices
     each: Indices
-    given: Indices
+    drawn: Indices
 
     def counts(self, positions: int) -> Indices:
         """Samples of each part among the first ``positions`` of the stage."""
@@ -54,7 +54,7 @@ class Stage(NamedTuple):
 
 
 class Mixture(ConcatDataset[Any]):
-    """Several training sets, each seen as often as its share says; every part is shuffled in its own epochs.
+    """Several training sets, mixed by shares; the epochs of each part are shuffled separately.
 
     Example::
 
@@ -79,8 +79,10 @@ class Mixture(ConcatDataset[Any]):
         parts = {name: by_row(part) for name, part in parts.items()}
         for name, part in parts.items():
             if not hasattr(part, "__len__") or not hasattr(part, "__getitem__") or len(part) == 0:
-                what = f"the part {name!r} of a mixture is empty, or has no length or no items"
-                raise DataError(what, fix="give a map-style data set, or leave it out")
+                raise DataError(
+                    f"the part {name!r} of a mixture is empty, or has no length or no items",
+                    fix="give a map-style data set, or leave it out",
+                )
         super().__init__(parts.values())
         self.names = tuple(parts)
         #: The exact shares of each stage, by its first position.
@@ -118,51 +120,59 @@ class Mixture(ConcatDataset[Any]):
 
 
 class MixtureOrder(BlockOrder):
-    """The order of a mixture: indices count through its parts, one after the other."""
+    """The order of a mixture: indices count through all parts."""
 
     repeats = True
 
     def __init__(self, mixture: Mixture, samples: int, seed: int) -> None:
-        self.samples, self.seed = samples, seed
+        self.samples = samples
+        self.seed = seed
         self._offsets = [0, *mixture.cumulative_sizes]
         self._parts = [
-            Cycled(natural(part).order(size, derive_key("part", seed, place)), size)
-            for place, (part, size) in enumerate(zip(mixture.datasets, np.diff(self._offsets).tolist(), strict=True))
+            Cycled(natural(part).order(size, derive_key("part", seed, part_number)), size)
+            for part_number, (part, size) in enumerate(
+                zip(mixture.datasets, np.diff(self._offsets).tolist(), strict=True)
+            )
         ]
         self._stages: list[Stage] = []
-        given = np.zeros(len(self._parts), np.int64)
+        drawn = np.zeros(len(self._parts), np.int64)
         for start, shares in mixture.stages.items():
             if self._stages:
-                given = given + self._stages[-1].counts(start - self._stages[-1].start)
-            self._stages.append(Stage(start, *_period(shares), given))
+                drawn = drawn + self._stages[-1].counts(start - self._stages[-1].start)
+            self._stages.append(Stage(start, *_period(shares), drawn))
 
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
-        first, last = epoch * self.samples + start, epoch * self.samples + stop
-        found = np.empty(stop - start, np.int64)
+        first = epoch * self.samples + start
+        last = epoch * self.samples + stop
+        indices = np.empty(stop - start, np.int64)
         ends = [stage.start for stage in self._stages[1:]] + [last]
         for stage, end in zip(self._stages, ends, strict=True):
-            low, high = max(first, stage.start), min(last, end)
+            low = max(first, stage.start)
+            high = min(last, end)
             if low < high:
-                found[low - first : high - first] = self._of(stage, low - stage.start, high - stage.start)
-        return found
+                indices[low - first : high - first] = self._of(stage, low - stage.start, high - stage.start)
+        return indices
 
     def _of(self, stage: Stage, start: int, stop: int) -> Indices:
         rounds, places = np.divmod(np.arange(start, stop), len(stage.parts))
         parts = stage.parts[places]
-        number = stage.given[parts] + rounds * stage.each[parts] + stage.before[places]
-        found = np.empty(stop - start, np.int64)
+        number = stage.drawn[parts] + rounds * stage.each[parts] + stage.before[places]
+        indices = np.empty(stop - start, np.int64)
         for part in np.unique(parts).tolist():
             mine = np.flatnonzero(parts == part)
             first = int(number[mine[0]])
-            found[mine] = self._offsets[part] + self._parts[part].run(first, first + len(mine))
-        return found
+            indices[mine] = self._offsets[part] + self._parts[part].run(first, first + len(mine))
+        return indices
 
 
 def _fractions(shares: Shares, names: tuple[str, ...]) -> tuple[Fraction, ...]:
-    """The shares in the order of ``names``, exact, with a common denominator of at most :data:`PERIOD`."""
+    """Return the shares in the order of ``names``, exact, with a common denominator of at most :data:`PERIOD`."""
     if set(shares) != set(names):
-        what = f"the shares of a mixture are those of {', '.join(shares) or 'nothing'}"
-        raise DataError(what, why=f"its parts are {', '.join(names)}", fix="give each part one share, and no other")
+        raise DataError(
+            f"the shares of a mixture are those of {', '.join(shares) or 'nothing'}",
+            why=f"its parts are {', '.join(names)}",
+            fix="give each part one share, and no other",
+        )
     numbers = {name: _number(name, share) for name, share in shares.items()}
     total = sum(numbers.values())
     if not total:
@@ -179,14 +189,14 @@ def _fractions(shares: Shares, names: tuple[str, ...]) -> tuple[Fraction, ...]:
             )
     # The largest remainders are rounded up, so that the sum stays 1.
     counts = [int(share * PERIOD) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place] * PERIOD)
-    for place in by_remainder[: PERIOD - sum(counts)]:
-        counts[place] += 1
+    by_remainder = sorted(range(len(exact)), key=lambda part: counts[part] - exact[part] * PERIOD)
+    for part in by_remainder[: PERIOD - sum(counts)]:
+        counts[part] += 1
     return tuple(Fraction(count, PERIOD) for count in counts)
 
 
 def _number(name: str, share: Any) -> Fraction:
-    """The share as it is written: 0.1 is a tenth, in any type of number."""
+    """Convert a share by its decimal digits: 0.1 is a tenth, in any type of number."""
     if isinstance(share, Tensor) and share.dim() == 0:
         share = (share.float() if share.dtype == bfloat16 else share).detach().cpu().numpy()
     if isinstance(share, np.ndarray) and share.ndim == 0:
@@ -199,16 +209,19 @@ def _number(name: str, share: Any) -> Fraction:
 def _period(shares: tuple[Fraction, ...]) -> tuple[Indices, Indices, Indices]:
     length = lcm(*(share.denominator for share in shares))
     each = [int(share * length) for share in shares]
-    parts, before, given = np.empty(length, np.int64), np.empty(length, np.int64), [0] * len(shares)
-    waiting = [(0, place) for place, count in enumerate(each) if count]  # by release
+    parts = np.empty(length, np.int64)
+    before = np.empty(length, np.int64)
+    drawn = [0] * len(shares)
+    waiting = [(0, part) for part, count in enumerate(each) if count]  # by release
     heapq.heapify(waiting)
     ready: list[tuple[int, int]] = []  # by deadline
     for position in range(length):
         while waiting and waiting[0][0] <= position:
-            place = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (-(-(given[place] + 1) * length // each[place]), place))
-        place = heapq.heappop(ready)[1]
-        parts[position], before[position] = place, given[place]
-        given[place] += 1
-        heapq.heappush(waiting, (given[place] * length // each[place], place))
+            part = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(drawn[part] + 1) * length // each[part]), part))
+        part = heapq.heappop(ready)[1]
+        parts[position] = part
+        before[position] = drawn[part]
+        drawn[part] += 1
+        heapq.heappush(waiting, (drawn[part] * length // each[part], part))
     return parts, before, np.array(each)

@@ -43,13 +43,13 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def dropout_seed(seed: int, step: int, part: int, place: int = 0, purpose: str = "dropout") -> int:
+def dropout_seed(seed: int, step: int, part: int, device_number: int = 0, purpose: str = "dropout") -> int:
     """A seed in [0, 2**64) for ``torch.manual_seed``, before ``part`` of optimizer step ``step`` runs.
 
-    ``part`` is the lane in exact mode, the rank in fast mode, the chunk in an ``evaluation``; ``place`` is the device
-    among those of one rank. All bits are mixed, since torch's CPU generator takes only the lower 32 of them.
+    ``part`` is the lane in exact mode, the rank in fast mode, the chunk in an ``evaluation``; ``device_number`` is
+    the index of a device of the rank. All bits are mixed, since torch's CPU generator takes only the lower 32 of them.
     """
-    return derive_key(purpose, seed, step, part, *([place] if place else []))
+    return derive_key(purpose, seed, step, part, *([device_number] if device_number else []))
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,15 @@ class BlockOrder:
         return {name: value for name, value in vars(self).items() if name != "_latest"}
 
     def slice(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions [start, stop) of ``epoch``: shape [stop - start], the caller's own.
+        """The samples at positions [start, stop) of ``epoch``: shape [stop - start], a new array.
 
         Costs time and memory in proportion to ``stop - start``, and at most two blocks more.
         """
         check_slice(self.samples, epoch, start, stop)
         indices = np.empty(stop - start, dtype=np.int64)
         for first in range(start - start % self.block, stop, self.block):
-            low, high = max(start, first), min(stop, first + self.block)
+            low = max(start, first)
+            high = min(stop, first + self.block)
             if self._latest is None or self._latest[:2] != (epoch, first):
                 self._latest = epoch, first, self._compute(epoch, first, min(first + self.block, self.samples))
             indices[low - start : high - start] = self._latest[2][low - first : high - first]
@@ -136,9 +137,13 @@ class Order(BlockOrder):
 
     def __init__(self, samples: int, seed: int) -> None:
         if not 1 <= samples <= MAX_SAMPLES:
-            why, fix = f"an epoch needs 1 to {MAX_SAMPLES} samples", "check where the task's data lies, and its filters"
-            raise DataError(f"a data set of {samples} samples has no order", why=why, fix=fix)
-        self.samples, self.seed = samples, seed
+            raise DataError(
+                f"a data set of {samples} samples has no order",
+                why=f"an epoch needs 1 to {MAX_SAMPLES} samples",
+                fix="check where the task's data lies, and its filters",
+            )
+        self.samples = samples
+        self.seed = seed
 
     def __repr__(self) -> str:
         return f"Order(samples={self.samples}, seed={self.seed})"
@@ -184,9 +189,11 @@ def _permute(positions: _WORDS, samples: int, keys: list[int]) -> _WORDS:
 
 def _feistel(values: _WORDS, a: int, b: int, keys: list[int]) -> _WORDS:
     """One pass of the network over ``values`` in [0, ab); they stay as they are."""
-    modulus, other_modulus = np.uint64(a), np.uint64(b)
+    modulus = np.uint64(a)
+    other_modulus = np.uint64(b)
     half, other = np.divmod(values, other_modulus)
-    hashed, scratch = np.empty_like(values), np.empty_like(values)
+    hashed = np.empty_like(values)
+    scratch = np.empty_like(values)
     for key in keys:
         np.add(other, np.uint64(key), out=hashed)
         _mix(hashed, scratch)

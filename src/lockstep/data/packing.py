@@ -1,7 +1,7 @@
 """Token sequences packed into windows of one length, before any sample is dealt to a rank.
 
 Sequences are cut into pieces of at most a window, and each piece is put into the first open window that has room
-(first-fit, with a bounded number of open windows). What is in which window follows from the lengths alone.
+(first-fit, with a bounded number of open windows). The windows depend on the lengths only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Packed:
     Args:
         dataset: sequences of token numbers: a map-style data set, or one whose samples have them as ``tokens(sample)``.
         window: tokens of a window.
-        tokens: what takes the sequence from a sample; a name means that field. ``None``: the sample is the sequence.
+        tokens: function that returns the sequence of a sample, or a field's name. ``None``: the sample is the sequence.
         lengths: tokens of each sample, if known; else the data set's ``lengths``, else every sample is read once.
         open_windows: how many windows may wait for a piece that fits.
 
@@ -53,21 +53,27 @@ class Packed:
         if pad % 1:
             raise DataError(f"the padding is {pad!r}", why="it is a token", fix="give a whole number")
         check_shares(dataset, within="Packed")
-        self.dataset, self.window, self.pad, self._take = dataset, window, pad, tokens
-        given = getattr(dataset, "lengths", None) if lengths is None else lengths
-        if given is None:
-            given = [len(self._tokens(index)) for index in range(len(dataset))]
-        numbers = np.asarray(given)
+        self.dataset = dataset
+        self.window = window
+        self.pad = pad
+        self._take = tokens
+        token_counts = getattr(dataset, "lengths", None) if lengths is None else lengths
+        if token_counts is None:
+            token_counts = [len(self._tokens(index)) for index in range(len(dataset))]
+        numbers = np.asarray(token_counts)
         self._lengths = numbers.astype(np.int64)
         if numbers.shape != (len(dataset),) or (self._lengths < 0).any() or (self._lengths != numbers).any():
-            what = f"lengths of shape {numbers.shape} and type {numbers.dtype} do not fit {len(dataset)} sequences"
-            raise DataError(what, fix="give one whole number from 0 for each")
+            raise DataError(
+                f"lengths of shape {numbers.shape} and type {numbers.dtype} do not fit {len(dataset)} sequences",
+                fix="give one whole number from 0 for each",
+            )
         self._documents, self._starts, self._sizes, self._first = packed(self._lengths, window, open_windows)
         if len(self):
             self._tokens(int(self._documents[0]))
         else:
-            why = f"{len(dataset)} sequences have none"
-            raise DataError("there are no tokens to pack", why=why, fix="check the data")
+            raise DataError(
+                "there are no tokens to pack", why=f"{len(dataset)} sequences have none", fix="check the data"
+            )
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -79,39 +85,52 @@ class Packed:
 
     @property
     def remark(self) -> str:
-        """For the plan."""
+        """A note for the plan."""
         packed_into = f"{len(self._lengths)} sequences are packed into {len(self)} windows of {self.window} tokens"
         return f"{packed_into}; {self.waste:.2%} of them is padding."
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         index = resolve_index(index, len(self))
         tokens, documents, positions = np.zeros((3, self.window), np.int64)
-        tokens[:], place = self.pad, 0
+        tokens[:] = self.pad
+        offset = 0
         for number, piece in enumerate(range(self._first[index], self._first[index + 1]), start=1):
-            start, size = int(self._starts[piece]), int(self._sizes[piece])
+            start = int(self._starts[piece])
+            size = int(self._sizes[piece])
             whole = self._tokens(int(self._documents[piece]))
-            mine = slice(place, place + size)
-            tokens[mine], documents[mine], positions[mine] = whole[start : start + size], number, np.arange(size)
-            place += size
+            mine = slice(offset, offset + size)
+            tokens[mine] = whole[start : start + size]
+            documents[mine] = number
+            positions[mine] = np.arange(size)
+            offset += size
         columns = {"tokens": tokens, "documents": documents, "positions": positions}
         return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
 
     def _tokens(self, index: int) -> NDArray[Any]:
         sample = self.dataset[index]
-        found = self._take(sample) if callable(self._take) else sample if self._take is None else sample[self._take]
-        known = getattr(self, "_lengths", None)
-        fix = "give Packed(…, tokens=…) what takes them from it"
-        if not hasattr(found, "__len__") or isinstance(found, str | dict):
-            what = f"sample {index} is not a sequence of tokens but {type(found).__name__}"
-            raise DataError(what, why="only numbers can be packed", fix=fix)
-        tokens = as_tokens(found)
+        sequence = self._take(sample) if callable(self._take) else sample if self._take is None else sample[self._take]
+        lengths = getattr(self, "_lengths", None)
+        fix = "give Packed(…, tokens=…) the function or field that returns them"
+        if not hasattr(sequence, "__len__") or isinstance(sequence, str | dict):
+            raise DataError(
+                f"sample {index} is not a sequence of tokens but {type(sequence).__name__}",
+                why="only numbers can be packed",
+                fix=fix,
+            )
+        tokens = as_tokens(sequence)
         if tokens is None:
-            shape = f" of shape {list(found.shape)} and type {found.dtype}" if hasattr(found, "shape") else ""
-            what = f"sample {index} is a {type(found).__name__}{shape}, not a sequence of whole numbers"
-            raise DataError(what, why="a token is a whole number, and a sequence has one dimension", fix=fix)
-        if known is not None and len(tokens) != known[index]:
-            what = f"sequence {index} has {len(tokens)} tokens, not {known[index]}"
-            raise DataError(what, why="the windows were packed for the other length", fix="give the right lengths")
+            shape = f" of shape {list(sequence.shape)} and type {sequence.dtype}" if hasattr(sequence, "shape") else ""
+            raise DataError(
+                f"sample {index} is a {type(sequence).__name__}{shape}, not a sequence of whole numbers",
+                why="a token is a whole number, and a sequence has one dimension",
+                fix=fix,
+            )
+        if lengths is not None and len(tokens) != lengths[index]:
+            raise DataError(
+                f"sequence {index} has {len(tokens)} tokens, not {lengths[index]}",
+                why="the windows were packed for the other length",
+                fix="give the right lengths",
+            )
         return tokens
 
 
@@ -132,22 +151,26 @@ def packed(lengths: Ints, window: int, open_windows: int) -> tuple[Ints, Ints, I
     number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = number * window
     sizes = np.minimum(lengths[documents] - starts, window)
-    free, names = np.zeros(open_windows, np.int64), np.zeros(open_windows, np.int64)
-    of_window, used = np.empty(len(sizes), np.int64), 0
+    free = np.zeros(open_windows, np.int64)
+    names = np.zeros(open_windows, np.int64)
+    of_window = np.empty(len(sizes), np.int64)
+    used = 0
     for piece, size in enumerate(sizes.tolist()):
-        place = int(np.argmax(free >= size))
-        if free[place] < size:
-            place = int(np.argmin(free))  # the fullest window is closed
-            free[place], names[place], used = window, used, used + 1
-        free[place] -= size
-        of_window[piece] = names[place]
+        slot = int(np.argmax(free >= size))
+        if free[slot] < size:
+            slot = int(np.argmin(free))  # the fullest window is closed
+            free[slot] = window
+            names[slot] = used
+            used = used + 1
+        free[slot] -= size
+        of_window[piece] = names[slot]
     order = np.argsort(of_window, kind="stable")
     first = np.searchsorted(of_window[order], np.arange(used + 1))
     return documents[order], starts[order], sizes[order], first
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Which positions may attend to which: shape ``[…, window]`` to ``[…, window, window]``, within documents only.
+    """Make the attention mask within documents: shape ``[…, window]`` to ``[…, window, window]``.
 
     It has no causal part; padding attends to nothing.
     """
@@ -156,7 +179,7 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def causal_mask(documents: Tensor) -> Tensor:
-    """As models take it: shape ``[batch, window]`` to ``[batch, 1, window, window]``, each position to those before it.
+    """Make the causal mask of models: shape ``[batch, window]`` to ``[batch, 1, window, window]``.
 
     Padding attends to padding: a position that attends to nothing has no finite result.
     """

@@ -34,7 +34,7 @@ _np: Any = np.random
 
 
 class Generator(NamedTuple):
-    """A global generator; ``leave`` undoes what was seeded and drawn since the ``enter`` that returned its argument."""
+    """A global generator; ``leave`` restores the state that ``enter`` returned."""
 
     enter: Callable[[], Any]
     leave: Callable[[Any], Any]
@@ -99,7 +99,7 @@ def _entered() -> Iterator[None]:
 
 
 def draw_keys(seed: int, epoch: int, indices: NDArray[np.int64]) -> list[int]:
-    """What the draws of each of the samples ``indices`` are keyed by."""
+    """Return the key of each sample's draws."""
     keys: list[int] = mixed(words_of(indices.astype(np.uint64), derive_key("draws", seed, epoch))).tolist()
     return keys
 
@@ -117,7 +117,7 @@ class StreamEnded(DataError):
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In the place of a micro-batch without a readable sample. ``stand_in``: a batch of its size, to count nothing."""
+    """Replaces a micro-batch without a readable sample. ``stand_in``: a batch of its size, which counts nothing."""
 
     stand_in: Any
 
@@ -131,19 +131,24 @@ class _Wanted(NamedTuple):
 class Reader:
     """Reads batches of ``dataset``.
 
-    What a sample draws is keyed by (seed, epoch, index), what ``collate``, or a ``__getitems__`` that returns a batch,
-    draws by (seed, epoch, first position); afterwards the generators are as they were, but for the second normal number
-    that NumPy's may hold. The first batch shows which of them samples draw from, and only those are seeded for each
-    sample from then on. When another one is drawn from later, that batch is read again, seeded. ``sample(index, rng)``
-    is found behind ``Subset`` and ``ConcatDataset``, too.
+    Draws of a sample are keyed by (seed, epoch, index); those of ``collate``, or of a ``__getitems__`` that returns a
+    batch, by (seed, epoch, first position). Afterwards the generators have their previous states, except for the second
+    normal number that NumPy's may hold. The first batch shows the generators that samples draw from; only those are
+    seeded for each sample. After a draw from another one, that batch is read again, seeded. ``sample(index, rng)`` is
+    supported behind ``Subset`` and ``ConcatDataset``, too.
 
     Args:
         skipped: the file in which samples that cannot be read are recorded, and left out; ``None``: they raise.
-        least: a batch that they leave with fewer samples, which BatchNorm could not train on, is left out whole.
+        min_samples: a batch with fewer readable samples, on which BatchNorm could not train, is left out.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int, skipped: Path | None = None, least: int = 1) -> None:
-        self._dataset, self._seed, self._skipped, self._least = dataset, seed, skipped, least
+    def __init__(
+        self, dataset: Any, collate: Collate, seed: int, skipped: Path | None = None, min_samples: int = 1
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._skipped = skipped
+        self._least = min_samples
         self._collate = collated if collate is default_collate else collate
         self._gather = gather_of(dataset, collate)
         self._has_sample = any(map(draws_keyed, leaves(dataset)))
@@ -164,14 +169,14 @@ class Reader:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample, where those tensors lie ready; else 0."""
+        """Bytes of a sample of tensors in memory; else 0."""
         if not self.gathers_tensors or self._gather is None or not len(self._dataset):
             return 0
         try:
-            found = self._gather(np.zeros(1, dtype=np.int64))
+            columns = self._gather(np.zeros(1, dtype=np.int64))
         except Exception:  # as the first batch will show, which is read one by one then
             return 0
-        return sum(column.nbytes for column in ([found] if isinstance(found, Tensor) else found))
+        return sum(column.nbytes for column in ([columns] if isinstance(columns, Tensor) else columns))
 
     @property
     def gives_whole_batches(self) -> bool:
@@ -183,7 +188,7 @@ class Reader:
     def batch(self, epoch: int, indices: Indices, position: int, keys: Indices | None = None) -> Any:
         """The samples ``indices`` as a batch, which begins at ``position`` of ``epoch``.
 
-        ``keys``: what the draws of samples are keyed by, in place of their indices, where one may occur twice.
+        ``keys``: keys of the samples' draws, in place of their indices, if a sample may occur twice.
 
         Raises:
             SampleError: the data set failed, or ``collate``.
@@ -193,11 +198,11 @@ class Reader:
                 return self._gather(indices)
             except Exception:  # one by one, they show which of them it is
                 self._gather = None
-        wanted = _Wanted(epoch, indices, indices if keys is None else keys)
+        request = _Wanted(epoch, indices, indices if keys is None else keys)
         with _entered():
-            items, drawn = self._samples(wanted, self._sown)
+            items, drawn = self._samples(request, self._sown)
             if drawn and self._sown is not None:
-                items, drawn = self._samples(wanted, None)
+                items, drawn = self._samples(request, None)
             self._sown = drawn | (self._sown or frozenset())
             if items is None or self._collate is not collated:  # which draws nothing
                 key = derive_key("batch draws", self._seed, epoch, position)
@@ -206,7 +211,7 @@ class Reader:
             return self._collated(items, indices)
 
     def _samples(
-        self, wanted: _Wanted, sown: frozenset[Generator] | None
+        self, request: _Wanted, sown: frozenset[Generator] | None
     ) -> tuple[list[Any] | None, frozenset[Generator]]:
         """The samples, ``None`` if they are to be read as a whole, and which other generators they drew from.
 
@@ -214,20 +219,20 @@ class Reader:
         """
         if sown is None:
             drawn = set[Generator]()
-            return self._read(wanted, (), drawn), frozenset(drawn)
-        others = [generator for generator in GENERATORS if generator not in sown]
-        numbers = [_number_after_0(generator) for generator in others]
-        for generator in others:
+            return self._read(request, (), drawn), frozenset(drawn)
+        also_drawn = [generator for generator in GENERATORS if generator not in sown]
+        numbers = [_number_after_0(generator) for generator in also_drawn]
+        for generator in also_drawn:
             generator.seed(0)
-        items = self._read(wanted, sown)
-        pairs = zip(others, numbers, strict=True)
+        items = self._read(request, sown)
+        pairs = zip(also_drawn, numbers, strict=True)
         return items, frozenset(generator for generator, number in pairs if generator.number() != number)
 
     def _read(
-        self, wanted: _Wanted, sown: Collection[Generator], drawn: set[Generator] | None = None
+        self, request: _Wanted, sown: Collection[Generator], drawn: set[Generator] | None = None
     ) -> list[Any] | None:
         """The samples, ``None`` if they are to be read as a whole; generators that they drew from go into ``drawn``."""
-        numbers: list[int] = wanted.indices.tolist()
+        numbers: list[int] = request.indices.tolist()
         if self._gives_list is False:
             return None
         if self._gives_list and not sown and drawn is None:
@@ -236,18 +241,18 @@ class Reader:
         sowing: Iterable[Any] = repeat(None)  # seeds when it is advanced
         draws: Iterable[int] = repeat(0)
         if sown or drawn is not None:
-            draws = draw_keys(self._seed, wanted.epoch, wanted.keys)
+            draws = draw_keys(self._seed, request.epoch, request.keys)
             sowing = zip(*(map(generator.seed, draws) for generator in sown), strict=True) if sown else sowing
         if drawn is None and self._skipped is None and not self._has_sample and not self._has_items:
             return self._plain_samples(numbers, sowing)
         items: list[Any] = []
         readable: list[int] = []
-        for index, key, draw_key, _ in zip(numbers, wanted.keys.tolist(), draws, sowing, strict=False):
+        for index, key, draw_key, _ in zip(numbers, request.keys.tolist(), draws, sowing, strict=False):
             firsts = {} if drawn is None else {generator: generator.first(draw_key) for generator in GENERATORS}
             for generator in firsts:
                 generator.seed(draw_key)
             try:
-                items.append(self._item(wanted.epoch, index, key))
+                items.append(self._item(request.epoch, index, key))
             except Exception as error:
                 self._leave_out(index, error)
                 continue
@@ -267,7 +272,7 @@ class Reader:
         return []
 
     def _plain_samples(self, numbers: list[int], sowing: Iterable[Any]) -> list[Any]:
-        """What the loop in :meth:`_samples` does, without what most data sets do not need: 0.4 µs a sample less."""
+        """Read as the loop in :meth:`_samples`, but only for the common case: saves 0.4 µs a sample."""
         items: list[Any] = []
         try:
             for index, _ in zip(numbers, sowing, strict=False):
@@ -287,15 +292,19 @@ class Reader:
             file.write(line + "\n")
 
     def _readable_sample(self, after: int = -1) -> list[Any]:
-        """One sample that can be read; a stream has only those ``after`` what was asked for."""
-        first, later = range(min(TRIED, len(self._dataset))), range(after + 1, after + 1 + TRIED)
+        """Return one readable sample; a stream has only those ``after`` the requested ones."""
+        first = range(min(TRIED, len(self._dataset)))
+        later = range(after + 1, after + 1 + TRIED)
         for index in () if self._readable else chain(first, later):
             with contextlib.suppress(Exception):
                 self._readable = [self._item(0, index, index)]
                 break
         if not self._readable:
-            what = f"none of {TRIED:,} training samples could be read"
-            raise SampleError(what, why=f"some are listed in {self._skipped}", fix="check the data and Task.datasets()")
+            raise SampleError(
+                f"none of {TRIED:,} training samples could be read",
+                why=f"some are listed in {self._skipped}",
+                fix="check the data and Task.datasets()",
+            )
         return self._readable
 
     def _item(self, epoch: int, index: int, key: int) -> Any:
@@ -304,10 +313,10 @@ class Reader:
             return leaf.sample(at, sample_rng(self._seed, epoch, key)) if draws_keyed(leaf) else leaf[at]
         if not self._has_items:
             return self._dataset[index]
-        found = self._dataset.__getitems__([index])
+        items = self._dataset.__getitems__([index])
         if self._gives_list is None:
-            self._gives_list = isinstance(found, list)
-        return found[0] if self._gives_list else None
+            self._gives_list = isinstance(items, list)
+        return items[0] if self._gives_list else None
 
     def _collated(self, items: list[Any] | None, indices: Indices) -> Any:
         if items is not None and not items and len(indices):
@@ -317,43 +326,46 @@ class Reader:
             if batch is None:
                 raise TaskError(
                     f"collate made None of {len(indices)} samples" if items is not None else "__getitems__ gave None",
-                    why="what it returns is the batch that the loss takes",
+                    why="the loss takes its result as the batch",
                     fix="return the batch at its end",
                 )
             return batch
         except LockstepError:
             raise
         except Exception as error:
-            name, numbers = type(self._dataset).__name__, indices.tolist()
+            name = type(self._dataset).__name__
+            numbers = indices.tolist()
             none = [index for index, item in zip(numbers, items or (), strict=False) if item is None]
             few = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-            what, fix = f"samples {few} of {name} could not be made into a batch", _FIX
+            problem = f"collating samples {few} of {name} failed"
+            fix = _FIX
             if none:
-                what, fix = f"sample {none[0]} of {name} is None", "leave it out with select()"
+                problem = f"sample {none[0]} of {name} is None"
+                fix = "exclude it with lockstep.data.select()"
             elif items is not None:
                 pairs = zip(items, numbers, strict=False) if self._collate is collated else ()
                 misfit = next(filter(None, starmap(find_misfit, pairs)), None)
                 fix = "return tensors, arrays or numbers" if isinstance(error, TypeError) else "make their shapes equal"
-                what, fix = misfit or (what, fix)
+                problem, fix = misfit or (problem, fix)
                 fix += " in the data set, or write Task.collate (or pass collate=)"
-            raise SampleError(what, why=_told(error), fix=fix) from error
+            raise SampleError(problem, why=_told(error), fix=fix) from error
 
 
 def sample_error(dataset: Any, index: int, error: Exception) -> SampleError:
-    """What to raise from ``error``, which ``dataset`` raised for sample ``index``."""
+    """Make the error of sample ``index``, for which ``dataset`` raised ``error``."""
     name = type(dataset).__name__
-    with contextlib.suppress(Exception):  # its own indices may be what is wrong
+    with contextlib.suppress(Exception):  # the indices of a Subset may be wrong
         leaf, at = leaf_of(dataset, index)
         if leaf is not dataset:
             name += f" (sample {at} of {type(leaf).__name__})"
     return SampleError(f"sample {index} of {name} could not be read", why=_told(error), fix=_FIX)
 
 
-_FIX = "fix the data set, or leave the sample out"
+_FIX = "fix the data set, or exclude the sample with lockstep.data.select()"
 
 
 def _told(error: Exception) -> str:
-    """The error, and the line of the user's that raised it."""
-    where = traceback.extract_tb(error.__traceback__)
-    place = f" ({where[-1].filename}:{where[-1].lineno}, in {where[-1].name})" if len(where) > 1 else ""
-    return f"{type(error).__name__}{': ' if str(error) else ''}{error}{place}"
+    """Describe the error and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    position = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}{': ' if str(error) else ''}{error}{position}"

@@ -69,7 +69,8 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
     while epoch < epochs:
         span = batch.window(position)
         if span is None:
-            epoch, position = epoch + 1, 0
+            epoch = epoch + 1
+            position = 0
             continue
         start, position = span
         size = position - start
@@ -86,17 +87,18 @@ def _layout(
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], bool]:
     """``(part, start, stop, ghost)`` of a rank's micro-batches in a window of ``size``, and whether it is irregular."""
     shares = batch.split(size)
-    mine, most = shares[rank], max(map(len, shares))
+    mine = shares[rank]
+    max_parts = max(map(len, shares))
     first = 0 if batch.lanes is None else rank * len(mine)  # lanes are numbered through all ranks
-    parts = [(first + place, *span, False) for place, span in enumerate((*mine, *[(0, 0)] * (most - len(mine))))]
+    parts = [(first + number, *span, False) for number, span in enumerate((*mine, *[(0, 0)] * (max_parts - len(mine))))]
     if batch.lanes is None or ghosts:
         parts = [part if part[1] < part[2] else (part[0], 0, batch.least_part, True) for part in parts]
-    irregular = any(len(share) != most or any(a == b for a, b in share) for share in shares)
+    irregular = any(len(share) != max_parts or any(a == b for a, b in share) for share in shares)
     return tuple(part for part in parts if ghosts or not part[3]), irregular and batch.lanes is None
 
 
 def readable(request: BatchRequest, batch: Any) -> tuple[BatchRequest, Any]:
-    """``batch``, or its stand-in, which counts nothing, where none of its samples could be read."""
+    """Replace a batch without a readable sample by its stand-in, which counts nothing."""
     return (request._replace(ghost=True), batch.stand_in) if isinstance(batch, Unreadable) else (request, batch)
 
 
@@ -106,10 +108,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Source:
-    """Where batches come from: a data set, how its samples become a batch, and in which order they are taken.
+    """The source of batches: a data set, its collate function and its order.
 
     ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`.deal`), for an order whose
-    neighbours are alike; ``None`` leaves them in order. ``skipped``, ``least``: see :class:`Reader`.
+    neighbours are alike; ``None`` leaves them in order. ``skipped``, ``min_samples``: see :class:`Reader`.
     ``full``: a batch of fewer samples is filled up to this number by ``pad(batch, full)``.
     ``arrangement``: of samples within a batch, for :mod:`lockstep.verification`; ``None`` lets batches be gathered.
     """
@@ -120,7 +122,7 @@ class Source:
     order: SampleOrder
     lanes: int | None = None
     skipped: Path | None = None
-    least: int = 1
+    min_samples: int = 1
     pad: Callable[[Any, int], Any] | None = None
     full: int = 0
     arrangement: str | None = None
@@ -139,7 +141,7 @@ class Source:
 
     @cached_property
     def reader(self) -> Reader:
-        return Reader(self.dataset, self.collate, self.seed, self.skipped, self.least)
+        return Reader(self.dataset, self.collate, self.seed, self.skipped, self.min_samples)
 
     def indices(self, request: BatchRequest) -> Indices:
         """The samples of ``request``: shape [size]."""
@@ -150,7 +152,7 @@ class Source:
         return self._taken(request, np.arange)
 
     def _taken(self, request: BatchRequest, span: Callable[[int, int], Indices]) -> Indices:
-        """``span(start, stop)`` of what the request takes, dealt and arranged."""
+        """Return ``span(start, stop)`` of the request, dealt to lanes and arranged."""
         if self.lanes is None:
             values = span(request.start, request.stop)
         else:
@@ -176,7 +178,7 @@ class Source:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a sample, where batches are rows of tensors that can be cut out of a larger gather; else 0."""
+        """Bytes of a sample if batches are rows of tensors that can be cut out of a larger gather; else 0."""
         if self.gathers:
             return int(self.dataset.row_bytes)
         return self.reader.row_bytes if self.arrangement is None and self.skipped is None else 0
@@ -186,12 +188,12 @@ class Source:
         if len(requests) == 1 or not self.row_bytes:
             return [finish(self.batch(request)) for request in requests]
         slices = [self.indices(request) for request in requests]
-        found = finish(self.reader.batch(requests[0].epoch, np.concatenate(slices), requests[0].start))
+        gathered = finish(self.reader.batch(requests[0].epoch, np.concatenate(slices), requests[0].start))
         sizes = [len(indices) for indices in slices]
-        if isinstance(found, Tensor):  # a sample is not a tuple
-            rows: Iterable[Any] = _cut(found, sizes)
+        if isinstance(gathered, Tensor):  # a sample is not a tuple
+            rows: Iterable[Any] = _cut(gathered, sizes)
         else:
-            rows = map(type(found), zip(*(_cut(column, sizes) for column in found), strict=True))
+            rows = map(type(gathered), zip(*(_cut(column, sizes) for column in gathered), strict=True))
         return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -209,7 +211,9 @@ def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:
 class InOrder:
     """The order of evaluation: index order."""
 
-    samples, seed, repeats = 2**62, 0, False
+    samples = 2**62
+    seed = 0
+    repeats = False
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         return np.arange(start, stop, dtype=np.int64)

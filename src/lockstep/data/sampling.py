@@ -25,12 +25,12 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 #: Weights that follow from the epoch, from 0: a curriculum.
 Curriculum = Callable[[int], Any]
-#: One number for each training sample, or what gives them.
+#: One number for each training sample, or a function or sampler that returns them.
 Weights = Curriculum | WeightedRandomSampler | Any
 
 
 class SampleOrder(Protocol):
-    """Which sample is at each position of an epoch of ``samples`` positions.
+    """The sample at each position of an epoch of ``samples`` positions.
 
     ``repeats``: one sample may be at several positions, and then draws other random numbers at each.
     """
@@ -43,7 +43,7 @@ class SampleOrder(Protocol):
 
 
 class Sampling(Protocol):
-    """How samples are chosen; the plan has ``facts``."""
+    """The choice of samples; the plan has ``facts``."""
 
     @property
     def facts(self) -> SamplingFacts: ...
@@ -68,8 +68,12 @@ class BucketedOrder(BlockOrder):
     def __init__(self, order: SampleOrder, lengths: Sequence[float] | NDArray[Any], window: int, block: int) -> None:
         check_sizes(window, block)
         self._lengths = check_lengths(lengths, order.samples if type(order) is Order else len(lengths))
-        self.order, self.samples, self.repeats = order, order.samples, order.repeats
-        self.seed, self.block, self._blocks = order.seed, window, block
+        self.order = order
+        self.samples = order.samples
+        self.repeats = order.repeats
+        self.seed = order.seed
+        self.block = window
+        self._blocks = block
 
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
         samples = self.order.slice(epoch, start, stop)
@@ -84,12 +88,14 @@ class BucketedOrder(BlockOrder):
 
 def check_lengths(lengths: Sequence[float] | NDArray[Any], samples: int) -> NDArray[Any]:
     """``lengths`` as an array of shape [samples]. Raises :class:`DataError`: it is not one number per sample."""
-    given: NDArray[Any] = np.asanyarray(lengths)
-    if given.shape != (samples,) or given.dtype.kind not in "uif":
-        what = f"lengths of shape {given.shape} and type {given.dtype} do not fit {samples} samples"
-        fix = f"give a one-dimensional array of {samples} lengths"
-        raise DataError(what, why="a length-bucketed order needs one number per sample", fix=fix)
-    return given
+    array: NDArray[Any] = np.asanyarray(lengths)
+    if array.shape != (samples,) or array.dtype.kind not in "uif":
+        raise DataError(
+            f"lengths of shape {array.shape} and type {array.dtype} do not fit {samples} samples",
+            why="a length-bucketed order needs one number per sample",
+            fix=f"give a one-dimensional array of {samples} lengths",
+        )
+    return array
 
 
 def hash_lengths(lengths: NDArray[Any]) -> str:
@@ -104,8 +110,8 @@ def deal(items: int, lanes: int) -> Indices:
     """Which item stands at each place when ``items`` are dealt to ``lanes`` in turn: shape [items], read-only.
 
     Lane l has the places j with ⌊j·lanes/items⌋ = l, as in :class:`lockstep.planning.BatchPlan`, and gets the items
-    l, l + lanes, l + 2·lanes, …: neighbours in a block grow in length, so lanes have equal work. What is left of the
-    last round goes to the lanes that have one more.
+    l, l + lanes, l + 2·lanes, …: neighbours in a block grow in length, so lanes have equal work. The rest of the last
+    round goes to the lanes that have one more.
     """
     places = np.arange(items, dtype=np.int64)
     lane = places * lanes // items
@@ -122,7 +128,9 @@ class Cycled:
     repeats = True
 
     def __init__(self, order: SampleOrder, samples: int) -> None:
-        self.samples, self.seed, self._order = samples, order.seed, order
+        self.samples = samples
+        self.seed = order.seed
+        self._order = order
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         check_slice(self.samples, epoch, start, stop)
@@ -130,7 +138,8 @@ class Cycled:
 
     def run(self, start: int, stop: int) -> Indices:
         """Samples at positions counted from the start of the run."""
-        pieces, whole = [], self._order.samples
+        pieces = []
+        whole = self._order.samples
         while start < stop:
             epoch, first = divmod(start, whole)
             last = min(whole, first + stop - start)
@@ -149,7 +158,10 @@ class WeightedOrder(BlockOrder):
     """
 
     def __init__(self, weights: Callable[[int], Floats], samples: int, seed: int, *, replacement: bool) -> None:
-        self.samples, self.seed, self.repeats, self._weights = samples, seed, replacement, weights
+        self.samples = samples
+        self.seed = seed
+        self.repeats = replacement
+        self._weights = weights
         self._known: tuple[int, NDArray[Any]] | None = None  # an epoch; the sums of its weights, or its order
 
     def _compute(self, epoch: int, start: int, stop: int) -> Indices:
@@ -159,18 +171,19 @@ class WeightedOrder(BlockOrder):
                 # By a power of two, which rounds nothing: sums of the smallest numbers have too few bits to draw by.
                 weights = np.cumsum(np.ldexp(weights, -np.frexp(weights.max())[1]))
             self._known = epoch, weights if self.repeats else self._sorted(weights, epoch)
-        known = self._known[1]
+        latest = self._known[1]
         if not self.repeats:
-            return cast(Indices, known[start:stop].astype(np.int64))
+            return cast(Indices, latest[start:stop].astype(np.int64))
         places = np.arange(start, stop, dtype=np.uint64)
-        drawn = uniform(places, derive_key("weighted", self.seed, epoch)) * known[-1]
+        drawn = uniform(places, derive_key("weighted", self.seed, epoch)) * latest[-1]
         # Rounding could reach the sum itself, after which there is no sample.
-        last = np.searchsorted(known, known[-1], side="left")
-        found: Indices = np.minimum(np.searchsorted(known, drawn, side="right"), last)
-        return found
+        last = np.searchsorted(latest, latest[-1], side="left")
+        indices: Indices = np.minimum(np.searchsorted(latest, drawn, side="right"), last)
+        return indices
 
     def _sorted(self, weights: Floats, epoch: int) -> Indices:
-        times, places = np.full(len(weights), np.inf), np.flatnonzero(weights)
+        times = np.full(len(weights), np.inf)
+        places = np.flatnonzero(weights)
         if len(places) < self.samples:
             raise DataError(
                 f"an epoch of {self.samples} samples cannot be drawn without replacement in epoch {epoch}",
@@ -193,7 +206,8 @@ def logarithm(values: Floats) -> Floats:
     """The natural logarithm by operations that round alike on every machine, which ``np.log`` does not."""
     mantissa, exponent = np.frexp(values)
     z = (mantissa - 1) / (mantissa + 1)
-    square, total = z * z, np.zeros_like(z)
+    square = z * z
+    total = np.zeros_like(z)
     for power in range(33, 0, -2):  # 2 artanh(z), |z| ≤ 1/3
         total = total * square + 1 / power
     return cast(Floats, exponent * 0.6931471805599453 + 2 * z * total)
@@ -205,11 +219,11 @@ class _Sampling(NamedTuple):
 
 
 def natural(dataset: Any) -> Sampling:
-    """A data set's own sampling (a mixture's, a stream's), or else each sample once an epoch."""
+    """Return the sampling of a mixture or a stream; for other data sets, each sample once an epoch."""
     check_shares(dataset)
-    own = getattr(dataset, "sampling", None)
-    if callable(own):
-        return cast(Sampling, own())
+    make_sampling = getattr(dataset, "sampling", None)
+    if callable(make_sampling):
+        return cast(Sampling, make_sampling())
     samples = len(dataset)
 
     def order(positions: int, seed: int) -> SampleOrder:
@@ -223,7 +237,8 @@ def check_shares(dataset: Any, within: str | None = None) -> None:
     """Refuse a mixture among the parts of ``dataset``, or as a part ``within`` another: it would lose its shares."""
     for leaf in leaves(dataset):
         if (within is not None or leaf is not dataset) and callable(getattr(leaf, "sampling", None)):
-            outer, inner = within or type(dataset).__name__, type(leaf).__name__
+            outer = within or type(dataset).__name__
+            inner = type(leaf).__name__
             raise ConfigError(
                 f"a {inner} within a {outer} would lose its shares",
                 why=f"a {outer} takes samples by number, and a {inner} decides which come, and when",
@@ -232,12 +247,13 @@ def check_shares(dataset: Any, within: str | None = None) -> None:
 
 
 def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Sampling | None:
-    """How the samples of ``dataset`` are chosen; ``None``: each of them once an epoch.
+    """Resolve the choice of samples; ``None``: each of them once an epoch.
 
     Raises:
-        ConfigError: settings that lack what they need. DataError: weights or labels that cannot be used.
+        ConfigError: settings without the weights that they need. DataError: unusable weights or labels.
     """
-    given, name, unlabelled = weights, config.sampling, 0
+    name = config.sampling
+    unlabelled = 0
     whole = natural(dataset)
     if callable(getattr(dataset, "sampling", None)) and (weights is not None or name not in ("auto", "uniform")):
         raise ConfigError(
@@ -253,63 +269,68 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
         )
     if name == "balanced":
         labels = labels_of(dataset)
-        given, unlabelled = balanced_weights(labels), int(np.count_nonzero(labels == NO_LABEL))
-    if given is None or name == "uniform":
+        weights = balanced_weights(labels)
+        unlabelled = int(np.count_nonzero(labels == NO_LABEL))
+    if weights is None or name == "uniform":
         return whole
-    samples, positions, replacement = len(dataset), None, config.replacement
-    if isinstance(given, WeightedRandomSampler):
-        positions = given.num_samples
-        replacement = bool(given.replacement) if replacement is None else replacement
-        given = given.weights
+    samples = len(dataset)
+    positions = None
+    replacement = config.replacement
+    if isinstance(weights, WeightedRandomSampler):
+        positions = weights.num_samples
+        replacement = bool(weights.replacement) if replacement is None else replacement
+        weights = weights.weights
     replacement = replacement is not False
-    kind = ("balanced by class" if name == "balanced" else "weighted") + (" by epoch" if callable(given) else "")
+    kind = ("balanced by class" if name == "balanced" else "weighted") + (" by epoch" if callable(weights) else "")
     kind += f", without {many(unlabelled, 'sample')} of label {NO_LABEL}" if unlabelled else ""
     kind += ", with replacement" if replacement else ", without replacement"
-    if not callable(given):
-        given = check_weights(given, samples)
+    if not callable(weights):
+        weights = check_weights(weights, samples)
     # Not a closure: loader workers that are not forks get the order by pickle.
-    by_epoch = partial(_weights_of, given, samples)
+    by_epoch = partial(_weights_of, weights, samples)
     first = by_epoch(0)
     drawable = int(np.count_nonzero(first))
     positions = (samples if replacement else drawable) if positions is None else positions
     digest = hashlib.sha256(str(replacement).encode() + first.tobytes()).hexdigest()[:16]
     facts = SamplingFacts(
-        kind=kind, digest=digest, positions=positions, most=None if callable(given) or replacement else drawable
+        kind=kind, digest=digest, positions=positions, most=None if callable(weights) or replacement else drawable
     )
     return _Sampling(facts, partial(WeightedOrder, by_epoch, replacement=replacement))
 
 
-def _weights_of(given: Floats | Curriculum, samples: int, epoch: int) -> Floats:
-    return check_weights(given(epoch), samples, f" of epoch {epoch}") if callable(given) else given
+def _weights_of(weights: Floats | Curriculum, samples: int, epoch: int) -> Floats:
+    return check_weights(weights(epoch), samples, f" of epoch {epoch}") if callable(weights) else weights
 
 
-def check_weights(given: Any, samples: int, where: str = "") -> Floats:
+def check_weights(values: Any, samples: int, epoch_text: str = "") -> Floats:
     """One weight for each sample, as an array. Raises :class:`DataError`: they cannot be weights."""
     fix = "give one finite number from 0 for each training sample, and not only zeros"
     try:
-        if isinstance(given, Tensor):  # NumPy has no bfloat16
-            given = given.detach().cpu()
-            given = given.double() if given.is_floating_point() else given
-        weights = np.asarray(given)
+        if isinstance(values, Tensor):  # NumPy has no bfloat16
+            values = values.detach().cpu()
+            values = values.double() if values.is_floating_point() else values
+        weights = np.asarray(values)
         if weights.dtype.kind == "c":
-            raise DataError(f"the weights{where} are complex numbers", fix=fix)
+            raise DataError(f"the weights{epoch_text} are complex numbers", fix=fix)
         weights = weights.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"the weights{where} are not numbers", why=str(error), fix=fix) from None
+        raise DataError(f"the weights{epoch_text} are not numbers", why=str(error), fix=fix) from None
     if weights.shape != (samples,):
-        raise DataError(f"weights{where} of shape {weights.shape} do not fit {samples} samples", fix=fix)
+        raise DataError(f"weights{epoch_text} of shape {weights.shape} do not fit {samples} samples", fix=fix)
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if wrong.size:
-        raise DataError(f"the weight of sample {wrong[0]}{where} is {weights[wrong[0]]:g}", fix=fix)
+        raise DataError(f"the weight of sample {wrong[0]}{epoch_text} is {weights[wrong[0]]:g}", fix=fix)
     if not weights.any() or not np.isfinite(weights.sum()):
-        raise DataError(f"the sum of all weights{where} is {weights.sum():g}", why="no sample can be drawn", fix=fix)
+        raise DataError(
+            f"the sum of all weights{epoch_text} is {weights.sum():g}", why="no sample can be drawn", fix=fix
+        )
     return weights
 
 
 def balanced_weights(labels: NDArray[Any]) -> Floats:
     """Weights with which every class is drawn equally often; samples without a label (-100) are left out."""
-    _, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    weights: Floats = np.where(labels == NO_LABEL, 0.0, 1.0 / counts[place])
+    _, class_number, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    weights: Floats = np.where(labels == NO_LABEL, 0.0, 1.0 / counts[class_number])
     return weights
 
 
@@ -320,13 +341,13 @@ def labels_of(dataset: Any) -> NDArray[Any]:
         return labels
     if type(dataset) is ConcatDataset:
         return np.concatenate([labels_of(part) for part in dataset.datasets])
-    found: Any = next((getattr(dataset, name) for name in LABELS if hasattr(dataset, name)), None)
-    if found is None and is_hugging_face(dataset):
-        found = next((dataset.with_format("numpy")[name] for name in LABELS if name in dataset.features), None)
-        found = None if found is None else found[:]
-    if found is None and hasattr(dataset, "tensors"):
-        found = dataset.tensors[-1]
-    labels = np.asarray(found) if found is not None else np.empty(())
+    column: Any = next((getattr(dataset, name) for name in LABELS if hasattr(dataset, name)), None)
+    if column is None and is_hugging_face(dataset):
+        column = next((dataset.with_format("numpy")[name] for name in LABELS if name in dataset.features), None)
+        column = None if column is None else column[:]
+    if column is None and hasattr(dataset, "tensors"):
+        column = dataset.tensors[-1]
+    labels = np.asarray(column) if column is not None else np.empty(())
     if labels.shape != (len(dataset),) or labels.dtype.kind == "f":
         raise ConfigError(
             f"the labels of {type(dataset).__name__} are not known",

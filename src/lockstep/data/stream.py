@@ -1,7 +1,7 @@
 """Iterable data sets: read once on each node, in the order in which they come, and handed to its ranks.
 
 One rank of a node reads; the others ask it, over a Unix socket in a folder of the user's. Item n of a run is the n-th
-item that the data set gives; what was read is kept until no rank can ask for it again. When the data set ends, it is
+item of the data set; items are kept until no rank can request them again. When the data set ends, it is
 read again. With ``state_dict`` and ``load_state_dict``, the state before every :data:`EVERY` items is kept until those
 have been trained on: a checkpoint has one at or before its position, and a resume skips the items between the two.
 
@@ -44,7 +44,7 @@ from lockstep.planning.batch import DRAWS, OWN, SamplingFacts
 LAG = 32
 #: Items between two states of a data set that has a cursor.
 EVERY = 64
-#: How long a rank waits for the reader of its node, in seconds.
+#: Maximum time that a rank waits for the reader of its node, in seconds.
 PATIENCE_S = 120.0
 #: Samples of an epoch of unknown length: the run ends after ``training.max_steps``.
 ENDLESS = 2**40
@@ -71,19 +71,23 @@ class Stream:
     """
 
     def __init__(self, dataset: Any, samples: int) -> None:
-        self.dataset, self._samples = dataset, samples
+        self.dataset = dataset
+        self._samples = samples
         self._connection: Connection | None = None
         self._listener: Listener | None = None
         self._threads: list[threading.Thread] = []
         self._open = contextlib.ExitStack()
         self._lock = threading.Lock()
-        self._asked, self._window = [0], EVERY
+        self._asked = [0]
+        self._window = EVERY
         self._draws: bool | None = None  # whether the first items did, from the global generators
         self._begin_at(0)
 
     def _begin_at(self, position: int) -> None:
         self._iterator: Iterator[Any] | None = None
-        self._first, self._passes, self._given = position, 0, 0
+        self._first = position
+        self._passes = 0
+        self._given = 0
         #: Items from number ``_first`` on; in the place of one that could not be read, its error.
         self._kept: list[Any] = []
         #: What :meth:`state_dict` returns, by item.
@@ -124,7 +128,8 @@ class Stream:
 
     @property
     def facts(self) -> SamplingFacts:
-        kind, draws = "in the order of the stream", bool(self._draws)
+        kind = "in the order of the stream"
+        draws = bool(self._draws)
         return SamplingFacts(kind=kind, digest="stream", positions=self._samples, stream=True, draws=draws)
 
     def order(self, positions: int, seed: int) -> StreamOrder:
@@ -133,15 +138,15 @@ class Stream:
     def __getitem__(self, number: int) -> Any:
         return self.__getitems__([number])[0]
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        wanted = [int(number) for number in numbers]
+    def __getitems__(self, item_numbers: Sequence[int]) -> list[Any]:
+        numbers = [int(number) for number in item_numbers]
         if self._connection is None:
-            return self._read(wanted, 0)
-        self._connection.send(wanted)
-        found = pickle.loads(self._connection.recv_bytes())
-        if isinstance(found, Exception):
-            raise found
-        return list(found)
+            return self._read(numbers, 0)
+        self._connection.send(numbers)
+        items = pickle.loads(self._connection.recv_bytes())
+        if isinstance(items, Exception):
+            raise items
+        return list(items)
 
     def _read(self, numbers: list[int], rank: int) -> list[Any]:
         with self._lock:
@@ -153,8 +158,8 @@ class Stream:
                     fix="use a map-style data set for what reads samples again",
                 )
             self._fill(max(numbers) + 1)
-            found = [self._kept[number - self._first] for number in numbers]
-            for item in found:
+            items = [self._kept[number - self._first] for number in numbers]
+            for item in items:
                 if isinstance(item, LockstepError):
                     raise item
             self._asked[rank] = max(self._asked[rank], first)
@@ -166,7 +171,7 @@ class Stream:
                 # A checkpoint may be some steps behind, as batches are fetched ahead; a step has one state at most.
                 for number in sorted(number for number in self._states if number <= before)[:-4]:
                     del self._states[number]
-            return found
+            return items
 
     def _fill(self, stop: int) -> None:
         """Read until there is item ``stop - 1``."""
@@ -175,7 +180,8 @@ class Stream:
         while self._next < stop:
             if self._ended is not None:
                 raise self._ended
-            before, ended = self._next, False
+            before = self._next
+            ended = False
             end = min(stop, before - before % every + every)
             try:
                 if self._iterator is None:
@@ -187,8 +193,13 @@ class Stream:
             except LockstepError as error:
                 self._failed(error)
             except Exception as error:
-                what = f"item {self._next} of {type(self.dataset).__name__} could not be read"
-                self._failed(SampleError(what, why=f"{type(error).__name__}: {error}", fix="fix the data set"))
+                self._failed(
+                    SampleError(
+                        f"item {self._next} of {type(self.dataset).__name__} could not be read",
+                        why=f"{type(error).__name__}: {error}",
+                        fix="fix the data set",
+                    )
+                )
             self._given += self._next - before
             if ended:
                 self._again()
@@ -210,12 +221,17 @@ class Stream:
 
     def _again(self) -> None:
         if not self._given:
-            what, why, fix = f"{type(self.dataset).__name__} gives no item", "", "check its files and filters"
-            if self._passes:
-                what, why = f"{what} when it is iterated over again", "a generator can be iterated over once"
-                fix = "give an object whose __iter__() begins again, or train for the items that there are"
-            raise DataError(what, why=why, fix=fix)
-        self._passes, self._given, self._iterator = self._passes + 1, 0, None
+            name = type(self.dataset).__name__
+            if not self._passes:
+                raise DataError(f"{name} gives no item", fix="check its files and filters")
+            raise DataError(
+                f"{name} gives no item when it is iterated over again",
+                why="a generator can be iterated over once",
+                fix="give an object whose __iter__() begins again, or train for the items that there are",
+            )
+        self._passes += 1
+        self._given = 0
+        self._iterator = None
         self._set_epoch()
 
     def _set_epoch(self) -> None:
@@ -223,7 +239,7 @@ class Stream:
             self.dataset.set_epoch(self._passes)
 
     def begin(self, folder: Path, attempt: int, world: World, position: int, window: int, saved: Any) -> None:
-        """Before the first step of an attempt: where it begins, and who reads.
+        """Prepare an attempt: set its position, and connect the ranks of this node to the reader.
 
         Args:
             position: items of the run that have been trained on.
@@ -246,10 +262,13 @@ class Stream:
         elif position:
             self._first = position
             self._states = {position + n: {**state, "item": position + n} for n, state in self._states.items()}
-        # It is at its beginning: what the plan has looked at stays.
-        self._asked, self._window = [position] * world.local_size, window
+        # It is at its beginning, and items that the plan has read stay.
+        self._asked = [position] * world.local_size
+        self._window = window
         if saved is not None:
-            self._first, self._passes, self._given = saved["item"], saved["passes"], saved["given"]
+            self._first = saved["item"]
+            self._passes = saved["passes"]
+            self._given = saved["given"]
             self._set_epoch()
             self.dataset.load_state_dict(copy.deepcopy(saved["state"]))
             self._states[self._first] = saved
@@ -262,7 +281,7 @@ class Stream:
                 self._threads[-1].start()
 
     def state_dict(self, position: int) -> dict[str, Any] | None:
-        """Where to continue after ``position`` items of the run; ``None``: no cursor, or another rank reads."""
+        """Return the state after ``position`` items of the run; ``None``: no cursor, or another rank reads."""
         if self._connection is not None or not self.has_cursor:
             return None
         with self._lock:
@@ -276,28 +295,30 @@ class Stream:
         with contextlib.suppress(OSError, EOFError), self._listener.accept() as connection:
             rank = connection.recv()
             while True:
-                wanted = connection.recv()
+                numbers = connection.recv()
                 try:
-                    found: Any = self._read(wanted, rank)
+                    items: Any = self._read(numbers, rank)
                 except LockstepError as error:
-                    found = error
+                    items = error
                 # Not by send(), which shares the memory of tensors with processes of one family only.
-                connection.send_bytes(pickle.dumps(found))
+                connection.send_bytes(pickle.dumps(items))
 
     def end(self) -> None:
-        """After the last step: the ranks of this node have ended, or will be ended."""
+        """Close the connections after the last step."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._listener is not None:
-            address, until = str(self._listener.address), time.monotonic() + 5
+            address = str(self._listener.address)
+            until = time.monotonic() + 5
             for thread in self._threads:
                 while thread.is_alive() and time.monotonic() < until:
                     thread.join(0.05)
                     with contextlib.suppress(OSError, EOFError):
                         Client(address, "AF_UNIX").close()
             self._listener.close()
-            self._listener, self._threads = None, []
+            self._listener = None
+            self._threads = []
         self._open.close()
 
 
@@ -312,14 +333,14 @@ def _connected(address: str, key: bytes) -> Connection:
             time.sleep(0.02)
 
 
-#: Of what says which rank this is, or that a stream is one rank's part.
+#: Names in code that reads the rank, or makes a stream one rank's part.
 _RANK = {"get_rank", "get_world_size", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "split_by_node"}
 
 
 def reads_rank(dataset: Any) -> str:
-    """A function of ``dataset``'s that looks at the rank, by name; empty: none is known.
+    """Return the name of a function of ``dataset`` that reads the rank; empty: none was detected.
 
-    Looked at are the names and texts in the code of its class, and of functions that it has or that are called there.
+    Only names and texts are checked, in the code of its class, of functions in its attributes, and of their callees.
     """
     things: list[Any] = []
     for value in getattr(dataset, "__dict__", {}).values():  # generators and classes with __slots__ have none
@@ -327,20 +348,21 @@ def reads_rank(dataset: Any) -> str:
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] not in ("torch", "datasets"):
             things += [getattr(m, "fget", None) or getattr(m, "__func__", m) for m in vars(kind).values()]
-    ahead, known = [one for one in things if isinstance(one, FunctionType)], set[CodeType]()
+    ahead = [one for one in things if isinstance(one, FunctionType)]
+    visited = set[CodeType]()
     while ahead:
         function = ahead.pop()
         codes = [function.__code__]
         for code in codes:
-            if code in known:
+            if code in visited:
                 continue
-            known.add(code)
+            visited.add(code)
             names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str)), function.__name__}
             if names & _RANK:
                 return function.__qualname__
             codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-            others = [function.__globals__.get(name) for name in code.co_names]
-            ahead += [o for o in others if isinstance(o, FunctionType) and _package(o) == _package(function)]
+            callees = [function.__globals__.get(name) for name in code.co_names]
+            ahead += [o for o in callees if isinstance(o, FunctionType) and _package(o) == _package(function)]
     return ""
 
 
@@ -349,7 +371,7 @@ def _package(function: FunctionType) -> str:
 
 
 def as_stream(dataset: Any, *, epoch_samples: int | None, max_steps: int | None) -> Stream:
-    """``dataset`` by item number. Raises :class:`ConfigError`: nothing says when the run should end."""
+    """Make a stream of ``dataset``. Raises :class:`ConfigError` if the end of the run is not defined."""
     part = node_of(dataset)
     if part is not None and part[1] > 1:
         raise DataError(

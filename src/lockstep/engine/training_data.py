@@ -125,7 +125,7 @@ def training_source(task: Task, datasets: Datasets, plan: Plan, skipped: Path = 
         order,
         plan.order.lanes,
         skipped=skipped if skips else None,
-        least=plan.batch.least_part,
+        min_samples=plan.batch.least_part,
     )
 
 

@@ -83,13 +83,18 @@ class ParquetFiles(FileSamples):
     def tables(self, number: int) -> Iterator[Any]:
         import pyarrow
 
-        name, schema, fragment = self.files[number], self._whole.schema, self._fragments[number]
+        name = self.files[number]
+        schema = self._whole.schema
+        fragment = self._fragments[number]
         types = [_types(fragment), _types(self._fragments[0])]
         for column in self.columns or {**types[1], **types[0]}:
             if types[0].get(column) != types[1].get(column) or column not in types[0]:
-                why = f"{self.files[0]} has {types[1].get(column, 'none')}, {name} has {types[0].get(column, 'none')}"
-                what = f"the column {column!r} of {name} is missing or differs"
-                raise DataError(what, why=why, fix="name the columns to read: columns=[…]")
+                raise DataError(
+                    f"the column {column!r} of {name} is missing or differs",
+                    why=f"{self.files[0]} has {types[1].get(column, 'none')}, "
+                    f"{name} has {types[0].get(column, 'none')}",
+                    fix="name the columns to read: columns=[…]",
+                )
         for batch in fragment.to_batches(schema=schema, columns=self.columns, use_threads=False, batch_readahead=0):
             yield pyarrow.Table.from_batches([batch])
 
@@ -112,9 +117,11 @@ class ParquetFiles(FileSamples):
             assert misfit is not None
             ends = np.cumsum([fragment.count_rows() for fragment in self._fragments])
             file = int(np.searchsorted(ends, row, side="right"))
-            what = f"{misfit.text}: row {row - int(ends[file - 1] if file else 0) + 1} of {self.files[file]}"
-            fix = "fill it in with transform=…, name other columns with columns=[…], or write Task.collate"
-            raise DataError(what, why="a batch has numbers and texts", fix=fix)
+            raise DataError(
+                f"{misfit.text}: row {row - int(ends[file - 1] if file else 0) + 1} of {self.files[file]}",
+                why="a batch has numbers and texts",
+                fix="fill it in with transform=…, name other columns with columns=[…], or write Task.collate",
+            )
 
     @cached_property
     def is_plain(self) -> bool:

@@ -45,7 +45,7 @@ class _Builder(datasets.ArrowBasedBuilder):  # type: ignore[misc, unused-ignore]
         for number in numbers:
             try:
                 for part, table in enumerate(self._source.tables(number)):
-                    # A table of `datasets` names its own types in its metadata: values stay those of the file.
+                    # The metadata of a table of `datasets` has types of `datasets`; the file's types stay.
                     plain = table.replace_schema_metadata(None)
                     datasets.Features.from_arrow_schema(plain.schema)
                     rows += len(plain)
@@ -53,12 +53,17 @@ class _Builder(datasets.ArrowBasedBuilder):  # type: ignore[misc, unused-ignore]
             except LockstepError:
                 raise
             except Exception as error:  # of pyarrow, tarfile, csv or a file system
-                what = f"{self._source.files[number]} cannot be read as {self._source.suffixes[0]}"
-                fix = "write it again, or leave it out"
-                raise DataError(what, why=f"{type(error).__name__}: {error}", fix=fix) from error
+                raise DataError(
+                    f"{self._source.files[number]} cannot be read as {self._source.suffixes[0]}",
+                    why=f"{type(error).__name__}: {error}",
+                    fix="write it again, or leave it out",
+                ) from error
         if not rows:
-            what = f"the {len(self._source.files)} files have no sample"
-            raise DataError(what, why=self._source.files[0], fix="check what wrote them")
+            raise DataError(
+                f"the {len(self._source.files)} files have no sample",
+                why=self._source.files[0],
+                fix="check what wrote them",
+            )
 
 
 def copied(source: Source, folder: Path) -> Any:
@@ -80,9 +85,11 @@ def copied(source: Source, folder: Path) -> Any:
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
             raise cause from None
-        why = f"{type(error).__name__}: {error.__cause__ or error}"
-        fix = "check the disk, or set LOCKSTEP_CACHE to a folder with room"
-        raise DataError(f"the rows of {source.files[0]} cannot be copied to {folder}", why=why, fix=fix) from error
+        raise DataError(
+            f"the rows of {source.files[0]} cannot be copied to {folder}",
+            why=f"{type(error).__name__}: {error.__cause__ or error}",
+            fix="check the disk, or set LOCKSTEP_CACHE to a folder with room",
+        ) from error
 
 
 def streamed(source: Source, folder: Path) -> Any:

@@ -20,12 +20,14 @@ MOST_ENTRIES = 1_000_000
 
 
 def cache_folder() -> Path:
-    """Where things are kept that can be made again: ``LOCKSTEP_CACHE``, or ``lockstep`` in the user's cache folder.
+    """Return the folder of files that can be made again: ``LOCKSTEP_CACHE``, or ``lockstep`` in the user's cache.
 
-    The latter is that of the XDG Base Directory Specification 0.8. It may not exist yet.
+    The user's cache folder is that of the XDG Base Directory Specification 0.8. It may not exist yet.
     """
-    own, given = os.environ.get("LOCKSTEP_CACHE"), Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return Path(own) if own else (given if given.is_absolute() else Path.home() / ".cache") / "lockstep"
+    if folder := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(folder)
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (user_cache if user_cache.is_absolute() else Path.home() / ".cache") / "lockstep"
 
 
 class DataFiles:
@@ -38,9 +40,11 @@ class DataFiles:
         folders = [f"{name}".rstrip("/") + "/" for name in _listed(files) if Path(name).is_dir()]
         below = [name[len(folder) :] for name in self.files for folder in folders if name.startswith(folder)]
         deeper = [name for name in below if "/" in name]
-        what = f"{len(deeper)} of {len(self.files)} data files lie in folders within the one that was given, as"
-        #: For the plan.
-        self.remark = f"{what} {deeper[0]}." if deeper else None
+        #: A note for the plan.
+        self.remark: str | None = None
+        if deeper:
+            count = f"{len(deeper)} of {len(self.files)}"
+            self.remark = f"{count} data files are in subfolders of the given folder, as {deeper[0]}."
 
 
 class FileSamples(DataFiles):
@@ -69,8 +73,8 @@ class FileSamples(DataFiles):
         self.folder = cache_folder() / "datasets" / digest.hexdigest()[:20]
         self.rows: Any = None if streaming else _copies().copied(self, self.folder)
         if not streaming:
-            place = f"The rows of {len(self.files)} data files are read from a copy, {self.folder}."
-            self.remark = f"{self.remark} {place}" if self.remark else place
+            copy_note = f"The rows of {len(self.files)} data files are read from a copy, {self.folder}."
+            self.remark = f"{self.remark} {copy_note}" if self.remark else copy_note
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -91,7 +95,8 @@ class FileStream:
     """The samples of files in their order, read while they are iterated over; nothing is copied."""
 
     def __init__(self, source: FileSamples) -> None:
-        self.source, self.remark = source, source.remark
+        self.source = source
+        self.remark = source.remark
         self._rows = _copies().streamed(source, source.folder)
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,8 +145,11 @@ def find_files(files: Files, suffixes: tuple[str, ...]) -> list[str]:
             names.append(name)
     missing = [name for name in names if "://" not in name and not Path(name).is_file()]
     if missing or not names:
-        what = f"{missing[0]} is missing" if missing else f"there is no {' or '.join(suffixes)} file in {files}"
-        raise DataError(what, why=f"{len(names)} files were named", fix="check the path, or data.data_dir")
+        raise DataError(
+            f"{missing[0]} is missing" if missing else f"there is no {' or '.join(suffixes)} file in {files}",
+            why=f"{len(names)} files were named",
+            fix="check the path, or data.data_dir",
+        )
     return names
 
 
@@ -150,39 +158,47 @@ def _listed(files: Files) -> Sequence[str | Path]:
 
 
 def _expanded(file: str | Path) -> list[str]:
-    """What a shell makes of ``{00..19}``, as WebDataset's users write it."""
+    """Expand ``{00..19}`` as a shell does; WebDataset's users write it."""
     name = str(file)
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", name)
     if numbers is None or Path(name).exists():
         return [name]
-    (first, last), (start, end) = numbers.groups(), numbers.span()
+    (first, last) = numbers.groups()
+    (start, end) = numbers.span()
     each = (f"{name[:start]}{number:0{len(first)}}{name[end:]}" for number in range(int(first), int(last) + 1))
     return list(chain.from_iterable(map(_expanded, each)))
 
 
 def class_folders(root: Path) -> list[Path]:
-    """The folders in ``root``, sorted; without hidden ones, and without what a Mac adds to an archive."""
+    """The folders in ``root``, sorted; without hidden ones and those that a Mac adds to an archive."""
     return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != "__MACOSX")
 
 
 def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
-    """The files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without what is hidden.
+    """The files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without hidden ones.
 
     Raises:
         DataError: there are too many files, or a linked folder leads back to one that it is in.
     """
-    names, looked_at = list[str](), 0
-    for place, folders, files in os.walk(folder.rstrip("/") or "/", followlinks=True):
+    names = list[str]()
+    looked_at = 0
+    for folder_path, folders, files in os.walk(folder.rstrip("/") or "/", followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [f"{place}/{n}" for n in files if n.lower().endswith(suffixes) and not n.startswith(".")]
+        names += [f"{folder_path}/{n}" for n in files if n.lower().endswith(suffixes) and not n.startswith(".")]
         looked_at += len(folders) + len(files)
         if looked_at > MOST_ENTRIES:
-            what, why = f"{folder} has more than {MOST_ENTRIES:,} files", "a folder is searched with all folders in it"
-            raise DataError(what, why=why, fix=f"give a pattern, such as {folder}/*{suffixes[0]}")
-        for link in filter(os.path.islink, (f"{place}/{name}" for name in folders)):
-            if Path(place).resolve().is_relative_to(Path(link).resolve()):
-                why = "its files would be read again and again"
-                raise DataError(f"the link {link} leads to a folder that it is in", why=why, fix="remove the link")
+            raise DataError(
+                f"{folder} has more than {MOST_ENTRIES:,} files",
+                why="a folder is searched with all folders in it",
+                fix=f"give a pattern, such as {folder}/*{suffixes[0]}",
+            )
+        for link in filter(os.path.islink, (f"{folder_path}/{name}" for name in folders)):
+            if Path(folder_path).resolve().is_relative_to(Path(link).resolve()):
+                raise DataError(
+                    f"the link {link} leads to a folder that it is in",
+                    why="its files would be read again and again",
+                    fix="remove the link",
+                )
     return sorted(names)
 
 

@@ -45,7 +45,7 @@ class _Records(FileSamples):
     """Records that are copied as they are in the files, and decoded when they are read.
 
     A subclass has ``type``: of a record, for pyarrow, ``contents(number, file)``: the records of a file with their
-    sizes in bytes, and ``decode(content)``: what a record says.
+    sizes in bytes, and ``decode(content)``: the value of a record.
     """
 
     contents: Callable[[int, BinaryIO], Iterator[tuple[Any, int]]]
@@ -69,10 +69,15 @@ class _Records(FileSamples):
     def tables(self, number: int) -> Iterator[Any]:
         with open_file(self.files[number]) as file:
             if _COMPRESSED.match(file.read(8)):
-                why, fix = "its records could not be read by number", "unpack it, with gunzip, unxz, bunzip2 or unzstd"
-                raise DataError(f"{self.files[number]} is compressed", why=why, fix=fix)
+                raise DataError(
+                    f"{self.files[number]} is compressed",
+                    why="its records could not be read by number",
+                    fix="unpack it, with gunzip, unxz, bunzip2 or unzstd",
+                )
             file.seek(0)
-            contents, size, rows = list[Any](), 0, 0
+            contents = list[Any]()
+            size = 0
+            rows = 0
             for content, content_size in self.contents(number, file):
                 contents.append(content)
                 size += content_size
@@ -99,9 +104,13 @@ class _Records(FileSamples):
             try:
                 records.append(self.decode(content))
             except Exception as error:
-                file, record = table.column("file")[row].as_py(), table.column("row")[row].as_py()
-                what, why = f"record {record} of {self.files[file]} cannot be read", f"{type(error).__name__}: {error}"
-                raise DataError(what, why=why, fix="repair that record or the file") from error
+                file = table.column("file")[row].as_py()
+                record = table.column("row")[row].as_py()
+                raise DataError(
+                    f"record {record} of {self.files[file]} cannot be read",
+                    why=f"{type(error).__name__}: {error}",
+                    fix="repair that record or the file",
+                ) from error
         return records
 
 
@@ -120,12 +129,14 @@ class JsonLines(_Records):
     suffixes = (".jsonl", ".ndjson")
 
     def contents(self, number: int, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-        lines, first = 0, b""
+        lines = 0
+        first = b""
         for line in file:
             text = (line.removeprefix(codecs.BOM_UTF8) if not lines else line).strip()
             if not text:
                 continue
-            lines, first = lines + 1, first or text
+            lines = lines + 1
+            first = first or text
             if lines == 2:
                 self._refuse_array(number, first, is_whole=False)
             yield text, len(text)
@@ -186,20 +197,27 @@ class CsvFiles(_Records):
         return pyarrow.list_(pyarrow.string())
 
     def contents(self, number: int, file: BinaryIO) -> Iterator[tuple[list[str], int]]:
-        name, rows = self.files[number], self._rows(file)
+        name = self.files[number]
+        rows = self._rows(file)
         header = next(rows, [])
         with open_file(self.files[0]) as first:
             expected = next(self._rows(first), [])
         if header != expected:
-            why = f"{self.files[0]} has {', '.join(expected)}; {name} has {', '.join(header)}"
-            raise DataError(f"the columns of {name} differ", why=why, fix="give files with the same columns")
+            raise DataError(
+                f"the columns of {name} differ",
+                why=f"{self.files[0]} has {', '.join(expected)}; {name} has {', '.join(header)}",
+                fix="give files with the same columns",
+            )
         if len(set(header)) < len(header):
             twice = next(column for column in header if header.count(column) > 1)
-            raise DataError(f"{name} has two columns {twice!r}", fix="give each its own name in line 1")
+            raise DataError(f"{name} has two columns {twice!r}", fix="give each column another name in line 1")
         other = next((mark for mark in _DELIMITERS if mark in header[0]), None) if len(header) == 1 else None
         if other is not None:
-            what, why = f"{name} has one column, {header[0]!r}", f"its delimiter seems to be {other!r}, not a comma"
-            raise DataError(what, why=why, fix=f"give CsvFiles(…, delimiter={other!r}); decimal commas stay in texts")
+            raise DataError(
+                f"{name} has one column, {header[0]!r}",
+                why=f"its delimiter seems to be {other!r}, not a comma",
+                fix=f"give CsvFiles(…, delimiter={other!r}); decimal commas stay in texts",
+            )
         for row in rows:
             yield row, sum(map(len, row))
 
@@ -248,32 +266,36 @@ class TarShards(_Records):
         return pyarrow.list_(pyarrow.struct({"name": pyarrow.string(), "content": pyarrow.binary()}))
 
     def contents(self, number: int, file: BinaryIO) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        members, known = list[dict[str, Any]](), dict[str, set[str]]()
-        before, size = None, 0
+        members = list[dict[str, Any]]()
+        extensions = dict[str, set[str]]()
+        before = None
+        size = 0
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 key, extension = _key(member.name)
                 if not (member.isreg() or member.islnk() or member.issym()) or not extension:
                     continue
-                if key != before and extension not in known.get(key, ()) and key in known:
+                if key != before and extension not in extensions.get(key, ()) and key in extensions:
                     raise ValueError(f"the members of {key} are not neighbours; make it with tar --sort=name")
-                if key == before and extension in known[key]:
+                if key == before and extension in extensions[key]:
                     raise ValueError(f"{member.name} is in it twice")
                 if key != before:
                     if members:
                         yield members, size
                     # Names may be no UTF-8, which bytes can have and Arrow's texts cannot.
                     members = [{"name": "__key__", "content": key.encode("utf-8", "surrogateescape")}]
-                    before, size, known[key] = key, 0, set()
-                known[key].add(extension)
+                    before = key
+                    size = 0
+                    extensions[key] = set()
+                extensions[key].add(extension)
                 content = _content(tar, member)
                 members.append({"name": extension, "content": content})
                 size += len(content)
             file.seek(tar.offset)  # tarfile takes anything for the end
             rest = file.read(_BLOCK)
         if len(rest) < 512 or rest.strip(b"\0"):
-            why = "cut short" if len(rest) < 512 else "damaged there, or several archives were joined"
-            raise EOFError(f"byte {tar.offset} should be its end or another member: it is {why}")
+            damage = "cut short" if len(rest) < 512 else "damaged there, or several archives were joined"
+            raise EOFError(f"byte {tar.offset} should be its end or another member: it is {damage}")
         if members:
             yield members, size
 
@@ -324,7 +346,9 @@ class TokenFile(DataFiles):
     is_plain = True
 
     def __init__(self, files: Files, window: int, *, dtype: str = "uint16", targets: bool = True) -> None:
-        self.window, self._size, self._dtype = window, window + targets, np.dtype(dtype)
+        self.window = window
+        self._size = window + targets
+        self._dtype = np.dtype(dtype)
         if window < 1 or self._dtype.kind not in "iu":
             fix = "give a window from 1, and a type of integers, such as 'uint16' or 'uint32'"
             raise DataError(f"windows of {window} tokens of dtype {dtype!r}", fix=fix)
@@ -345,12 +369,17 @@ class TokenFile(DataFiles):
         with path.open("rb") as file:
             is_numpy = file.read(6) == b"\x93NUMPY"
         if more or is_numpy:
-            why = f"it has {tokens} and a part of one" if more else "it is a NumPy file, with a header"
-            fix = "give its dtype=; of a NumPy file, write the array with array.tofile()"
-            raise DataError(f"{self.files[number]} does not have {self._dtype} tokens", why=why, fix=fix)
+            raise DataError(
+                f"{self.files[number]} does not have {self._dtype} tokens",
+                why=f"it has {tokens} and a part of one" if more else "it is a NumPy file, with a header",
+                fix="give its dtype=; of a NumPy file, write the array with array.tofile()",
+            )
         if tokens < self._size:
-            why = f"it has {tokens} tokens, a sample has {self._size}"
-            raise DataError(f"{self.files[number]} is too small", why=why, fix="give a smaller window, or check dtype")
+            raise DataError(
+                f"{self.files[number]} is too small",
+                why=f"it has {tokens} tokens, a sample has {self._size}",
+                fix="give a smaller window, or check dtype",
+            )
         return (tokens - (self._size - self.window)) // self.window
 
     def __len__(self) -> int:
@@ -367,8 +396,11 @@ class TokenFile(DataFiles):
         sample = index - self._ends[number - 1] if number else index
         start = sample * self.window
         if self._paths[number].stat().st_size < (start + self._size) * self._dtype.itemsize:
-            what, why = f"sample {sample} of {self.files[number]} cannot be read", "the file was cut short while in use"
-            raise DataError(what, why=why, fix="write the file again")
+            raise DataError(
+                f"sample {sample} of {self.files[number]} cannot be read",
+                why="the file was cut short while in use",
+                fix="write the file again",
+            )
         return self._maps[number][start : start + self._size].astype(np.int64)
 
     def gathered(self, indices: NDArray[np.int64]) -> Tensor:
@@ -387,8 +419,9 @@ def _local(name: str) -> Path:
     try:
         return Path(fsspec.open_local(f"filecache::{name}", filecache=settings))
     except OSError as error:
-        what = f"{name} cannot be copied"
-        raise DataError(what, why=str(error), fix="check the URL, the network and the disk") from error
+        raise DataError(
+            f"{name} cannot be copied", why=str(error), fix="check the URL, the network and the disk"
+        ) from error
 
 
 class ClassFolders:
@@ -400,7 +433,9 @@ class ClassFolders:
     def __init__(self, folder: str | Path, load: Callable[[Path], Any], *, suffix: str = "") -> None:
         root = Path(folder)
         self.classes = [path.name for path in class_folders(root)] if root.is_dir() else []
-        self.load, self.paths, self.targets = load, list[Path](), list[int]()
+        self.load = load
+        self.paths = list[Path]()
+        self.targets = list[int]()
         for number, name in enumerate(self.classes):
             files = sorted(map(Path, inside(str(root / name), (suffix,))))
             self.paths += files

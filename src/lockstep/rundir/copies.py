@@ -90,7 +90,7 @@ class CopiedRuns:
         def run() -> None:
             while True:
                 time.sleep(INTERVAL_S)
-                with contextlib.suppress(LockstepError):  # an outage: the page shows what was there
+                with contextlib.suppress(LockstepError):  # an outage: the page shows the last copy
                     self.refresh()
 
         folder = self.refresh()

@@ -27,10 +27,13 @@ from lockstep.errors import RunFolderError, StorageError
 MAX_JSON_BYTES = 64 << 20
 MAX_JSONL_BYTES = 512 << 20
 _MAX_LINE_BYTES = 64 << 20
-#: What is read of a file's end: a row of ``ranks.jsonl`` has about 200 bytes a rank.
-_TAIL_BYTES, _MAX_TAIL_BYTES = 64 << 10, 4 << 20
-#: A file of this size takes long to read; what is read of it for a sparse sample, and of a line of it.
-LONG_BYTES, _SPARSE_BYTES, _MAX_SPARSE_LINE = 8 << 20, 2 << 20, 1 << 20
+#: Bytes read at a file's end: a row of ``ranks.jsonl`` has about 200 bytes a rank.
+_TAIL_BYTES = 64 << 10
+_MAX_TAIL_BYTES = 4 << 20
+#: A file of this size is sampled; bytes read of it for the sample, and maximum bytes of a line.
+LONG_BYTES = 8 << 20
+_SPARSE_BYTES = 2 << 20
+_MAX_SPARSE_LINE = 1 << 20
 
 #: Part of every temporary name, to recognise leftovers of a killed process.
 TEMPORARY = ".tmp-"
@@ -76,14 +79,14 @@ def temporary_name(name: str) -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in ``folder``; call it when no other process writes. Raises :class:`OSError`."""
+    """Remove leftovers of killed writers in ``folder``, when no other process writes. Raises :class:`OSError`."""
     for name in names_in(folder):
         if name.startswith(".") and TEMPORARY in name:
             remove(folder / name)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with what is in it, as far as that is possible, or anything else. Raises :class:`OSError`."""
+    """Remove a folder with its content, as far as possible, or anything else. Raises :class:`OSError`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -91,7 +94,7 @@ def remove(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make ``folder`` and what is above it, as far as it is missing. Raises :class:`StorageError`."""
+    """Make ``folder`` and its missing parents. Raises :class:`StorageError`."""
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -120,22 +123,23 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
                     remove(entry)
                 raise
         except ValueError as error:  # a null character in the path
-            what = f"{str(path)!r} is not a valid path"
-            raise StorageError(what, why=str(error), fix="choose another --save-dir") from None
+            raise StorageError(
+                f"{str(path)!r} is not a valid path", why=str(error), fix="choose another --save-dir"
+            ) from None
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
 
 def check_place(folder: Path) -> None:
     """Raise :class:`RunFolderError` unless ``folder`` could be made and written, before hours of work."""
-    place = absolute(folder)
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    why = "" if is_folder(place) else f"{place} is not a folder"
-    if not why and not os.access(place, os.W_OK | os.X_OK):
-        why = f"you have no permission to write {place}"
-    if why:
-        raise RunFolderError(f"{folder} cannot be written", why=why, fix="choose another --save-dir")
+    ancestor = absolute(folder)
+    while not os.path.lexists(ancestor) and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
+    problem = "" if is_folder(ancestor) else f"{ancestor} is not a folder"
+    if not problem and not os.access(ancestor, os.W_OK | os.X_OK):
+        problem = f"you have no permission to write {ancestor}"
+    if problem:
+        raise RunFolderError(f"{folder} cannot be written", why=problem, fix="choose another --save-dir")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -177,14 +181,14 @@ def plain(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends rows to a JSON lines file, after cutting off what a killed writer left. One writer per file."""
+    """Appends rows to a JSON lines file, after cutting off a torn last line. One writer per file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._repaired = False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one line. Raises :class:`StorageError`, after which the file ends where it ended before."""
+        """Add one line. Raises :class:`StorageError`, and then leaves the file unchanged."""
         line = json.dumps(plain(row), ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         with storing(self.path), os.fdopen(open_own(self.path, flags), "r+b", buffering=0) as file:
@@ -230,7 +234,7 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
 def check_own_files(folder: Path) -> None:
     """Raise :class:`RunFolderError` unless ``folder`` has nothing but folders, regular files and links inside itself.
 
-    What would be written through another link, or to a pipe, would be written outside.
+    Writing through another link, or to a pipe, would write outside.
     """
     root = folder.resolve()
     for path, folders, names in os.walk(root):
@@ -239,12 +243,17 @@ def check_own_files(folder: Path) -> None:
                 status = entry.lstat()
                 if stat.S_ISLNK(status.st_mode):
                     if not _resolved(entry).is_relative_to(root):
-                        why = f"{entry.readlink()}: a training would write there"
-                        fix = "replace the link by what it leads to; only the whole run folder may be behind a link"
-                        raise RunFolderError(f"{entry} is a link that leaves the run folder", why=why, fix=fix)
+                        raise RunFolderError(
+                            f"{entry} is a link that leaves the run folder",
+                            why=f"{entry.readlink()}: a training would write there",
+                            fix="replace the link by its target; only the whole run folder may be behind a link",
+                        )
                 elif not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-                    why = "a run folder contains regular files and folders only"
-                    raise RunFolderError(f"{entry} is a pipe, a socket or a device", why=why, fix="remove it")
+                    raise RunFolderError(
+                        f"{entry} is a pipe, a socket or a device",
+                        why="a run folder contains regular files and folders only",
+                        fix="remove it",
+                    )
 
 
 def is_in_run_folder(folder: Path) -> bool:
@@ -260,25 +269,30 @@ def _resolved(link: Path) -> Path:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """What an operating system's refusal to write ``path`` means, and what to do about it."""
+    """Translate an operating system's refusal to write ``path`` to an error with a fix."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            what = f"no space left to write {path}"
+            problem = f"no space left to write {path}"
             fix = "free some space (or raise the quota), then `lockstep resume` the run"
         case errno.EROFS:
-            what, fix = f"{path} is on a read-only file system", "choose another --save-dir, or mount it writable"
+            problem = f"{path} is on a read-only file system"
+            fix = "choose another --save-dir, or mount it writable"
         case errno.EEXIST:
-            what, fix = f"{path} is there already, and no folder", "choose another --save-dir"
+            problem = f"{path} exists and is not a folder"
+            fix = "choose another --save-dir"
         case errno.ELOOP | errno.EINVAL | errno.ENXIO:
-            what, fix = f"{path} is not a regular file", "replace it by a file, or remove it"
+            problem = f"{path} is not a regular file"
+            fix = "replace it by a file, or remove it"
         case errno.EACCES | errno.EPERM:
-            what = f"no permission to write {path}"
+            problem = f"no permission to write {path}"
             fix = "change the folder's permissions, or choose another --save-dir"
         case errno.ENOENT | errno.ENOTDIR:
-            what, fix = f"the folder of {path} is not there", "do not move or delete a run folder while the run is on"
+            problem = f"the folder of {path} is missing"
+            fix = "do not move or delete a run folder during its run"
         case _:
-            what, fix = f"cannot write {path}", "check the disk or network share that holds the run folder"
-    return StorageError(what, why=error.strerror or str(error), fix=fix)
+            problem = f"cannot write {path}"
+            fix = "check the disk or network share that holds the run folder"
+    return StorageError(problem, why=error.strerror or str(error), fix=fix)
 
 
 @contextlib.contextmanager
@@ -309,7 +323,7 @@ class FileContent(BaseModel):
 
     @classmethod
     def read(cls, path: Path, max_bytes: int) -> Self | None:
-        """The content of ``path``; ``None`` where that is missing or something else."""
+        """Read ``path``; ``None`` if it is missing or has another content."""
         try:
             return cls.model_validate(read_json(path, max_bytes=max_bytes))
         except (RunFolderError, ValidationError):
@@ -328,8 +342,8 @@ def parse_json(content: bytes, path: Path) -> Any:
         raise damaged(path, f"not valid JSON: {str(error)[:200]}") from None
 
 
-def damaged(path: Path, why: str, fix: str = "restore the file, or use another run folder") -> RunFolderError:
-    return RunFolderError(f"{path} is damaged", why=why, fix=fix)
+def damaged(path: Path, reason: str, fix: str = "restore the file, or use another run folder") -> RunFolderError:
+    return RunFolderError(f"{path} is damaged", why=reason, fix=fix)
 
 
 def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str, Any]]:
@@ -343,15 +357,15 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     return rows
 
 
-def last_row(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any] | None:
-    """The last row of a growing JSON lines file that is ``wanted``; ``None`` when its last 4 MiB have none."""
+def last_row(path: Path, matches: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any] | None:
+    """Return the last row that ``matches`` of a growing JSON lines file; ``None`` if its last 4 MiB have none."""
     try:
         with open_regular(path, links=True) as file:
             size = file.seek(0, os.SEEK_END)
             for tail_bytes in (_TAIL_BYTES, _MAX_TAIL_BYTES):
                 file.seek(max(0, size - tail_bytes))
                 *lines, _torn = file.read(tail_bytes).split(b"\n")
-                row = next((row for row in map(row_of, reversed(lines)) if row is not None and wanted(row)), None)
+                row = next((row for row in map(row_of, reversed(lines)) if row is not None and matches(row)), None)
                 if row is not None or tail_bytes >= size:
                     return row
     except OSError:
@@ -367,7 +381,7 @@ class AppendedRows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Whether the file is longer than what has been read of it.
+        #: Whether the file has content that was not read yet.
         self.behind = False
         #: Whether the last read began at the start of the file.
         self.is_first = True
@@ -376,7 +390,8 @@ class AppendedRows:
 
     def restart(self) -> None:
         """Begin again at the start of the file."""
-        self._offset, self._rest = 0, b""
+        self._offset = 0
+        self._rest = b""
 
     def read(self) -> list[dict[str, Any]]:
         """The rows of at most one chunk, without damaged ones. Raises :class:`OSError`."""
@@ -401,19 +416,20 @@ class AppendedRows:
         return rows_of(lines)
 
 
-def sparse_rows(path: Path, most: int, *, links: bool = True) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file that may be larger than memory: all of a short one, else ``most`` at equal distances.
+def sparse_rows(path: Path, max_rows: int, *, links: bool = True) -> list[dict[str, Any]]:
+    """Read rows of a JSON lines file that may be larger than memory: all, or ``max_rows`` at equal distances.
 
-    Rows with hundreds of values are fewer.
+    Of rows with hundreds of values, fewer are read.
     """
     with _reading(path), open_regular(path, buffer_bytes=8192, links=links) as file:
         size = os.fstat(file.fileno()).st_size
         if size < LONG_BYTES:
             *lines, _torn = file.read(size).split(b"\n")
             return rows_of(lines)
-        lines, room = [], _SPARSE_BYTES
-        most = max(2, min(most, room // max(1, len(file.readline(_MAX_SPARSE_LINE)))))
-        for position in range(0, size, math.ceil(size / most)):
+        lines = []
+        room = _SPARSE_BYTES
+        max_rows = max(2, min(max_rows, room // max(1, len(file.readline(_MAX_SPARSE_LINE)))))
+        for position in range(0, size, math.ceil(size / max_rows)):
             file.seek(_next_data(file.fileno(), position))
             file.readline(_MAX_SPARSE_LINE)  # rest of a line
             line = file.readline(_MAX_SPARSE_LINE)
@@ -466,9 +482,11 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     with _reading(path), open_regular(path, buffer_bytes=-1, links=True) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            why = f"no run writes more than {max_bytes:,} bytes there"
-            fix = "restore the file, or use another run folder"
-            raise RunFolderError(f"{path} is too large: {size:,} bytes", why=why, fix=fix)
+            raise RunFolderError(
+                f"{path} is too large: {size:,} bytes",
+                why=f"no run writes more than {max_bytes:,} bytes there",
+                fix="restore the file, or use another run folder",
+            )
         return file.read(size)  # more than the size would allocate all of it
 
 

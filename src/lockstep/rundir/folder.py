@@ -2,8 +2,8 @@
 
 One writer per file; shared files are the launcher's until rank 0 begins an attempt, then rank 0's.
 JSON files are replaced atomically, JSONL files appended (see :mod:`lockstep.rundir.files`).
-Nothing here runs code from a folder: only the launcher reads ``task.pkl``. What is written of a configuration can be
-read again, and names no code in the run folder.
+Nothing here runs code from a folder: only the launcher reads ``task.pkl``. A configuration is only written if it can be
+read again and names no code in the run folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.rundir.heartbeat import Beat, Heartbeat, announce, is_alive, read_
 
 __all__ = ["LIVE", "Beat", "Heartbeat", "RunDir", "RunRecord", "new_run_id", "read_json", "utc_now", "write_json"]
 
-#: In ``logs``, with the rank behind it: what NCCL writes when a collective times out.
+#: Prefix of NCCL's dump after a collective timed out, in ``logs``; the rank follows.
 NCCL_DUMP = "nccl-rank-"
 #: How long a run may stay pending after its creator ended: the time to hand it over to a launcher.
 PENDING_GRACE_S = 15.0
@@ -84,7 +84,7 @@ class GitState(BaseModel):
 class RunRecord(BaseModel):
     """The content of ``run.json``. Times are UTC; ``pid`` and ``host`` are the process to signal.
 
-    ``status`` is what the run itself wrote last; :meth:`RunDir.status` also checks whether it is alive.
+    ``status``: written by the run; :meth:`RunDir.status` also checks whether its process is alive.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -121,8 +121,11 @@ def parse_record(content: Any, path: Path) -> RunRecord:
     """``content`` of ``path``, a ``run.json``. Raises :class:`RunFolderError`."""
     version = content.get("format_version") if isinstance(content, dict) else None
     if not isinstance(version, int) or isinstance(version, bool):
-        why, fix = "its run.json is not one of Lockstep's", "`lockstep runs` lists the runs"
-        raise RunFolderError(f"{path.parent} is not a run folder", why=why, fix=fix)
+        raise RunFolderError(
+            f"{path.parent} is not a run folder",
+            why="its run.json is not one of Lockstep's",
+            fix="`lockstep runs` lists the runs",
+        )
     if version > FORMAT_VERSION:
         raise RunFolderError(
             f"{path.parent} was written by a newer version of Lockstep",
@@ -133,7 +136,7 @@ def parse_record(content: Any, path: Path) -> RunRecord:
         return RunRecord.model_validate(content)
     except ValidationError as error:
         places = [(".".join(map(str, item["loc"]))[:100], item["msg"][:200]) for item in error.errors()[:3]]
-        raise damaged(path, "; ".join(f"{place}: {said}" for place, said in places)) from None
+        raise damaged(path, "; ".join(f"{key}: {message}" for key, message in places)) from None
     except RecursionError as error:
         raise damaged(path, str(error)) from None
 
@@ -154,13 +157,13 @@ def versions() -> dict[str, str]:
     import platform
     from importlib import metadata
 
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    installed = {"python": platform.python_version(), "platform": platform.platform()}
     for name, distribution in {"lockstep": "lockstep-train", "torch": "torch", "numpy": "numpy"}.items():
         try:
-            found[name] = metadata.version(distribution)
+            installed[name] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            installed[name] = "unknown"
+    return installed
 
 
 def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
@@ -171,18 +174,19 @@ def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -
     or beyond. Rows without a usable attempt or step cannot be placed and are kept.
     """
     limits: dict[int, float] = {}
-    kept: list[dict[str, Any]] = []
+    survivors: list[dict[str, Any]] = []
     for row in rows:
-        attempt, step = row.get("attempt", 1), row.get("step")
+        attempt = row.get("attempt", 1)
+        step = row.get("step")
         if isinstance(attempt, int) and isinstance(step, int | float):
             if attempt not in limits:
                 limits[attempt] = min((s for later, s in resumed_from.items() if later > attempt), default=math.inf)
             if step > limits[attempt]:
                 continue
-            while kept and isinstance(before := kept[-1].get("step"), int | float) and before >= step:
-                kept.pop()
-        kept.append(row)
-    return kept
+            while survivors and isinstance(before := survivors[-1].get("step"), int | float) and before >= step:
+                survivors.pop()
+        survivors.append(row)
+    return survivors
 
 
 def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -194,12 +198,12 @@ def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(chosen.values())
 
 
-#: What :func:`parse_frozen` raises when there is no configuration in the text, or none that may be used.
+#: Errors of :func:`parse_frozen`: no configuration in the text, or one that must not be used.
 NO_CONFIG = (yaml.YAMLError, ValueError, TypeError, RuntimeError, ConfigError)
 
 
 def frozen_text(config: RunConfig, folder: Path) -> str:
-    """What :func:`parse_frozen` will read in the run folder ``folder``. Raises :class:`ConfigError` if it could not."""
+    """Make the text for :func:`parse_frozen` in ``folder``. Raises :class:`ConfigError` if it cannot be read back."""
     content = dump(config)
     try:
         size = len(content.encode("utf-8"))
@@ -235,14 +239,14 @@ def _refuse_own_code(config: RunConfig, folder: Path) -> None:
     settings = config.task.settings
     imported = (config.task.name, settings.get("datamodule"))
     for setting in (config.task.name, *settings.values()):
-        place = setting.rpartition(":")[0] if isinstance(setting, str) else ""
-        if not place.endswith(".py"):
+        file_name = setting.rpartition(":")[0] if isinstance(setting, str) else ""
+        if not file_name.endswith(".py"):
             continue
-        file = Path(place).resolve()
+        file = Path(file_name).resolve()
         if file.is_relative_to(folder.resolve()):
-            raise ValueError(f"it names {place[:200]}, inside the run folder: code in a run folder is not run")
-        if setting in imported and str(file) != place:
-            raise ValueError(f"it names {place[:200]}, which is not an absolute, resolved path")
+            raise ValueError(f"it names {file_name[:200]}, inside the run folder: code in a run folder is not run")
+        if setting in imported and str(file) != file_name:
+            raise ValueError(f"it names {file_name[:200]}, which is not an absolute, resolved path")
 
 
 class _In:
@@ -356,9 +360,15 @@ class RunDir:
                 shutil.rmtree(building, ignore_errors=True)
         write_json(self.plan_file, plan)
         announce(self.heartbeat_file, resumed_from_step, handing_over=True)
-        process = {"pid": os.getpid(), "host": socket.gethostname()}
-        begun = {"status": "pending", "error": None, "completed_at": None}
-        self.update(attempt=attempt, placement=dict(placement), **process, **begun)
+        self.update(
+            attempt=attempt,
+            placement=dict(placement),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            status="pending",
+            error=None,
+            completed_at=None,
+        )
         return attempt
 
     def last_attempt(self) -> int:
@@ -370,13 +380,16 @@ class RunDir:
         for file in (self.plan_file, self.attempts / str(attempt) / self.plan_file.name):
             write_json(file, plan)
 
-    # What the run is.
+    # Record, configuration and plan.
 
     def read(self) -> RunRecord:
         if not os.path.lexists(self.run_file):
             there = os.path.lexists(self.path)
-            what = f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}"
-            raise RunFolderError(what, why="it has no run.json", fix="`lockstep runs` lists the runs")
+            raise RunFolderError(
+                f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}",
+                why="it has no run.json",
+                fix="`lockstep runs` lists the runs",
+            )
         return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)
 
     def update(self, **changes: Any) -> RunRecord:
@@ -402,7 +415,8 @@ class RunDir:
     def plan(self) -> dict[str, Any]:
         plan = _mapping(read_json(self.plan_file), self.plan_file)
         try:
-            names, decisions = ("key", "title", "shown", "reason"), plan.get("decisions", {}).values()
+            names = ("key", "title", "shown", "reason")
+            decisions = plan.get("decisions", {}).values()
             if all(isinstance(decision[name], str) for decision in decisions for name in names):
                 return plan
         except (AttributeError, KeyError, TypeError):
@@ -419,8 +433,8 @@ class RunDir:
     def judge(self, record: RunRecord, now: float | None = None) -> str:
         """pending, running, completed, failed, stopped or lost; ``now`` is in seconds since the epoch.
 
-        A pending or running run whose process is gone is lost: at once where that can be seen, after
-        some minutes of silence when it ran on another host.
+        A pending or running run whose process has ended is lost: immediately on its host, after some minutes of
+        silence on another.
         """
         if record.status not in LIVE:
             return record.status
@@ -474,14 +488,14 @@ class RunDir:
 
     def resumed_from(self) -> dict[int, int]:
         """From which step each attempt resumed; attempts that cannot be read are left out."""
-        found = {}
+        steps = {}
         names = names_in(self.attempts)
         for name in names if len(names) > 1 else ():  # a single one supersedes nothing
             placement = or_else(partial(read_json, self.attempts / name / "placement.json"), None)
             step = placement.get("resumed_from_step") if isinstance(placement, dict) else None
             if _is_number(name) and isinstance(step, int):
-                found[int(name)] = step
-        return found
+                steps[int(name)] = step
+        return steps
 
 
 def refuse_occupied(path: Path) -> None:
@@ -493,20 +507,25 @@ def refuse_occupied(path: Path) -> None:
     run = RunDir(path)
     if not os.path.lexists(run.run_file):
         if names := sorted(names_in(path)):
-            why, fix = f"for example {names[0]}", "choose another --save-dir: a missing or an empty folder"
-            raise RunFolderError(f"{path} contains files that are not a run's", why=why, fix=fix)
+            raise RunFolderError(
+                f"{path} contains files that are not a run's",
+                why=f"for example {names[0]}",
+                fix="choose another --save-dir: a missing or an empty folder",
+            )
         return
     record = run.read()
     status = run.judge(record)
-    kind, why = "unfinished", f"its status is {status}"
+    kind = "unfinished"
+    reason = f"its status is {status}"
     fix = "add --resume to resume it, or choose another --save-dir"
     if status == "completed":
-        kind, why = "finished", "a run folder contains one run, and it is not overwritten"
+        kind = "finished"
+        reason = "a run folder contains one run, and it is not overwritten"
         fix = "choose another --save-dir"
     elif status in LIVE:
-        why = f"process {record.pid} on {record.host} is still training it"
+        reason = f"process {record.pid} on {record.host} is still training it"
         fix = f"wait for it, or `lockstep stop {record.id}` and add --resume"
-    raise RunFolderError(f"{path} contains the {kind} run {record.id}", why=why, fix=fix)
+    raise RunFolderError(f"{path} contains the {kind} run {record.id}", why=reason, fix=fix)
 
 
 def _mapping(content: Any, path: Path) -> dict[str, Any]:
@@ -520,7 +539,7 @@ def _is_number(name: str) -> bool:
 
 
 def or_else(read: Callable[[], T], otherwise: Any) -> T | Any:
-    """What ``read`` returns of a run folder; ``otherwise`` if the file is missing or damaged."""
+    """Return the result of ``read``, or ``otherwise`` if the file is missing or damaged."""
     try:
         return read()
     except RunFolderError:

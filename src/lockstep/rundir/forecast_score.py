@@ -24,12 +24,14 @@ def score(
     """Predicted and measured samples a second; ``None`` while nothing was measured.
 
     The first epoch counts only when there is no other: start-up is in it. ``ratio``: measured over predicted;
-    ``within`` the error bars; ``differs``: in what the run is not what was forecast.
+    ``within`` the error bars; ``differs``: properties of the run that differ from the forecast.
     """
     rates = [row["samples_per_s"] for row in epochs if row.get("samples_per_s")]
     if not rates:
         return None
-    placement, batch, settings = plan["placement"], plan["batch"], forecast["settings"]
+    placement = plan["placement"]
+    batch = plan["batch"]
+    settings = forecast["settings"]
     devices = len(placement["devices"]) if placement["nodes"] == 1 else placement["world_size"]
     measured = statistics.median(rates[1:] or rates)
     row = next((row for row in forecast["rows"] if row["gpus"] == devices), None)
@@ -56,13 +58,13 @@ def score(
     }
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def in_words(score: Mapping[str, Any]) -> str:
     """A score in one line."""
-    differs = f" (not comparable: {'; '.join(found['differs'])})" if found["differs"] else ""
-    if "predicted" not in found:
-        return f"measured {found['measured']:,.0f} samples/s{differs}"
-    place = "within" if found["within"] else "outside"
+    differs = f" (not comparable: {'; '.join(score['differs'])})" if score["differs"] else ""
+    if "predicted" not in score:
+        return f"measured {score['measured']:,.0f} samples/s{differs}"
+    relation = "within" if score["within"] else "outside"
     return (
-        f"predicted {found['predicted']:,.0f} samples/s ({found['low']:,.0f} to {found['high']:,.0f}), measured "
-        f"{found['measured']:,.0f}: {found['ratio']:.0%} of it, {place} the error bars{differs}"
+        f"predicted {score['predicted']:,.0f} samples/s ({score['low']:,.0f} to {score['high']:,.0f}), measured "
+        f"{score['measured']:,.0f}: {score['ratio']:.0%} of it, {relation} the error bars{differs}"
     )

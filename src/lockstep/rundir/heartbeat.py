@@ -4,7 +4,7 @@
 record its end. So its heartbeat names it by host, pid and creation time (pids are reused, the pair is not): a reader on
 the same host sees the end at once, another after the beats have stopped for long enough.
 
-**The record of a rank** says what it is doing. It is written where the rank makes progress, not by a thread, so it
+**The record of a rank** has its activity. It is written when the rank makes progress, not by a thread, so it
 stops changing whatever blocks the rank: a signal, native code that holds the interpreter lock, a collective call that
 another rank does not join. Writing it costs a system call. A process without a launcher writes nothing: there the rank
 watches itself (:mod:`lockstep.launch.failure.watchdog`).
@@ -133,14 +133,14 @@ def works_on(pid: int, folder: Path) -> bool:
 
     Files in the folder, such as ``heartbeat.json``, may name any process; this cannot be written into a file.
     """
-    place = folder.resolve()
+    run_folder = folder.resolve()
     try:
-        if str(place) in psutil.Process(pid).cmdline():
+        if str(run_folder) in psutil.Process(pid).cmdline():
             return True
         links = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir()]
     except (psutil.Error, OSError, ValueError, OverflowError):
         return False
-    return any(file.is_relative_to(place) for file in links)
+    return any(file.is_relative_to(run_folder) for file in links)
 
 
 class Heartbeat:
@@ -212,7 +212,7 @@ _RECORD = struct.Struct("<qqqq")
 
 
 class Activity(IntEnum):
-    """What a rank is at."""
+    """The activity of a rank."""
 
     STARTING = 0
     FIRST_STEP = 1
@@ -240,7 +240,7 @@ class Activity(IntEnum):
         return self in (Activity.EVALUATING, Activity.COMPUTING_METRICS)
 
     def phrase(self, step: int) -> str:
-        """What a rank that has finished ``step`` optimizer steps is at, in words."""
+        """Describe the activity of a rank that has finished ``step`` optimizer steps."""
         if self in (Activity.WAITING_FOR_DATA, Activity.STEP):
             return f"step {step + 1}" + (", waiting for data" if self is Activity.WAITING_FOR_DATA else "")
         return _PHRASES.get(self, self.name.lower().replace("_", " ")) + (f" after step {step}" if step else "")

@@ -1,4 +1,4 @@
-"""What a run folder would start when it is resumed, and the refusal of all that the user has not named here.
+"""Code that a resume of a run folder would start, and its refusal unless the user has named it.
 
 The rule is :mod:`lockstep.config.named`'s; the command line, the library and the page ask it through these functions.
 """
@@ -45,7 +45,9 @@ def script_of(run: RunDir) -> Script | None:
         return None
     content = read_json(file)
     try:
-        path, arguments, folder = content["path"], content["arguments"], content["folder"]
+        path = content["path"]
+        arguments = content["arguments"]
+        folder = content["folder"]
         if not all(isinstance(text, str) for text in (path, folder, *arguments)):
             raise TypeError("path, folder and arguments must be texts")
         return Script(path, tuple(arguments), folder, dict(content["given"]))
@@ -77,7 +79,9 @@ def require_named(
         words = [word for reference in missing for word in reference.words]
         return shlex.join(["lockstep", "resume", str(run.path), *words])
 
-    references = [one for one in references_in(config) if not (task_is_given and one.setting == "task.name")]
+    references = references_in(config)
+    if task_is_given:
+        references = [reference for reference in references if reference.setting != "task.name"]
     named.require(references, f"run {run.read().id}", references_in(changes), command=command)
 
 

@@ -14,7 +14,9 @@ from lockstep.errors import ConfigError, LockstepError, RunFolderError
 from lockstep.rundir.files import TEMPORARY, make_folders, temporary_name
 from lockstep.rundir.folder import RunRecord, parse_record
 
-MANIFEST, CHECKPOINTS, POINTERS = "manifest.json", "checkpoints", ("best", "last")
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+POINTERS = ("best", "last")
 #: The name of a checkpoint's folder.
 CHECKPOINT = re.compile(r"step-\d{8,15}")
 #: Never copied: the lock of the local folder, and a pickle, which runs code.
@@ -63,7 +65,7 @@ class Remote:
             return None
 
     def write(self, name: str, content: bytes, *, mode: str = "overwrite") -> None:
-        """Write a file; ``mode="create"`` raises :class:`FileExistsError` where there is one."""
+        """Write a file; ``mode="create"`` raises :class:`FileExistsError` if it exists."""
         self._put(name, lambda path: self._files.pipe_file(path, content, mode=mode), is_new=mode == "create")
 
     def put(self, source: Path, name: str) -> None:

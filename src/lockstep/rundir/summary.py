@@ -23,10 +23,12 @@ from lockstep.rundir.folder import RunDir, RunRecord, or_else
 from lockstep.rundir.remote import is_url
 
 #: A run folder from elsewhere may contain texts of any length.
-_MAX_NAME, _MAX_TAGS, _MAX_ERROR = 200, 20, 20_000
+_MAX_NAME = 200
+_MAX_TAGS = 20
+_MAX_ERROR = 20_000
 #: Older samples are stale: the run has ended, or its node has stopped.
 FRESH_S = 15.0
-#: Of a plan: what the configuration says already, and texts.
+#: Parts of a plan that are not compared: the configuration, and texts.
 _NOT_COMPARED = ("config", "reasons", "notes", "decisions", "task.")
 
 
@@ -37,7 +39,7 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
     - ``devices``, ``strategy``, ``precision``, ``world_size``: of the newest attempt
     - ``step`` of ``total_steps`` (optimizer steps), ``progress`` from 0 to 1, ``epoch`` (completed) of ``epochs``
     - ``monitor``: the metric that decides which checkpoint is best, the ``min`` or ``max`` of ``monitor_mode``
-    - ``eta_s``: seconds to the end of a running run, where that can be estimated
+    - ``eta_s``: seconds to the end of a running run, if that can be estimated
     - ``metrics``: validation metrics of the best epoch, and the test's
     - ``last_epoch``: the newest row of ``metrics.json``; ``samples_per_s``: the median of all rows
 
@@ -45,13 +47,17 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
         RunFolderError: the folder holds no run, or its record is damaged.
     """
     record = record or run.read()
-    status, beat, rows = run.judge(record), run.progress(), or_else(run.epochs, [])
+    status = run.judge(record)
+    beat = run.progress()
+    rows = or_else(run.epochs, [])
     plan = or_else(run.plan, {})
-    placement, last = record.placement or {}, rows[-1] if rows else {}
+    placement = record.placement or {}
+    last = rows[-1] if rows else {}
     devices = placement.get("devices") or []
     if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
-        why = "the devices of its placement are not a list of names"
-        raise damaged(run.run_file, why, "restore the file, or delete the run")
+        raise damaged(
+            run.run_file, "the devices of its placement are not a list of names", "restore the file, or delete the run"
+        )
     step, total = (beat.step, beat.total) if beat else (None, None)
     speeds = [speed for row in rows if isinstance(speed := row.get("samples_per_s"), int | float)]
     return {
@@ -89,19 +95,20 @@ def results(record: RunRecord, epochs: Sequence[Mapping[str, Any]]) -> dict[str,
 
 def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """The summary of each run in the folders below ``root``, newest first; ``report`` receives what cannot be read."""
-    found = []
+    rows = []
     for run, record in read_runs(root, report):
         try:
-            found.append(summarize(run, record))
+            rows.append(summarize(run, record))
         except RunFolderError as error:
             report(one_line(error))
-    return found
+    return rows
 
 
 def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
     """``run``: its summary, the newest logged step, every rank; ``nodes``: the newest sample of each. For polling."""
     now = time.time() if now is None else now
-    summary, ranks = summarize(run), last_row(run.ranks_file) or {}
+    summary = summarize(run)
+    ranks = last_row(run.ranks_file) or {}
     state = {
         **summary,
         "seconds_left": summary["eta_s"],
@@ -125,8 +132,8 @@ def _ranks(run: RunDir, newest: dict[str, Any]) -> list[dict[str, Any]]:
     if len(rows) < 2 or _has_own(newest):
         return rows
     before = last_row(run.ranks_file, _has_own) or {}
-    known = {rank["rank"]: rank["own_s"] for rank in before.get("ranks", [])}
-    return [{**rank, "own_s": known.get(rank["rank"])} for rank in rows]
+    previous_own_s = {rank["rank"]: rank["own_s"] for rank in before.get("ranks", [])}
+    return [{**rank, "own_s": previous_own_s.get(rank["rank"])} for rank in rows]
 
 
 def _has_own(row: dict[str, Any]) -> bool:
@@ -149,12 +156,12 @@ class Comparison:
 
 def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None) -> Comparison:
     """Compare ``runs``; what cannot be read of one counts as not set. ``more``: further results by name."""
-    found = [summarize(run) for run in runs]
+    run_summaries = [summarize(run) for run in runs]
     plans = [flattened(or_else(run.plan, {})) for run in runs]
     decided = differences(plans)
     return Comparison(
-        labels=labels(found),
-        results=_results(found, plans, more or {}),
+        labels=labels(run_summaries),
+        results=_results(run_summaries, plans, more or {}),
         settings=differences([settings_of(run) for run in runs]),
         plan={key: row for key, row in decided.items() if not key.startswith(_NOT_COMPARED) and ".reasons." not in key},
     )
@@ -162,35 +169,35 @@ def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None)
 
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The name of each run, or its folder's, by default its id; with the id where several have the same."""
-    names = [one["name"] or one["location"] for one in summaries]
+    names = [summary["name"] or summary["location"] for summary in summaries]
     pairs = zip(names, summaries, strict=True)
-    return [f"{name} ({one['id']})" if names.count(name) > 1 else name for name, one in pairs]
+    return [f"{name} ({summary['id']})" if names.count(name) > 1 else name for name, summary in pairs]
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
-    """The run's configuration with dotted keys, without the run's own place; empty if it cannot be read."""
+    """Return the run's configuration with dotted keys, without its folder; empty if it cannot be read."""
     config = or_else(run.config, None)
     return {} if config is None else flattened(config.model_dump(mode="json", exclude={"save_dir"}))
 
 
 def _results(
-    found: Sequence[Mapping[str, Any]], plans: Sequence[Mapping[str, Any]], more: Mapping[str, list[Any]]
+    run_summaries: Sequence[Mapping[str, Any]], plans: Sequence[Mapping[str, Any]], more: Mapping[str, list[Any]]
 ) -> dict[str, list[Any]]:
     rows: dict[str, list[Any]] = {
-        "run": [one["id"] for one in found],
-        **{name: [one[name] for one in found] for name in ("task", "status")},
-        "devices": [", ".join(one["devices"]) for one in found],
-        "strategy": [one["strategy"] for one in found],
+        "run": [summary["id"] for summary in run_summaries],
+        **{name: [summary[name] for summary in run_summaries] for name in ("task", "status")},
+        "devices": [", ".join(summary["devices"]) for summary in run_summaries],
+        "strategy": [summary["strategy"] for summary in run_summaries],
         "global batch": [plan.get("batch.global_batch") for plan in plans],
-        "steps": [one["step"] for one in found],
-        "samples/s": [one["samples_per_s"] for one in found],
-        "git commit": [commit_text(one["git"]) for one in found],
+        "steps": [summary["step"] for summary in run_summaries],
+        "samples/s": [summary["samples_per_s"] for summary in run_summaries],
+        "git commit": [commit_text(summary["git"]) for summary in run_summaries],
         **more,
-        "best epoch": [one["best_epoch"] for one in found],
+        "best epoch": [summary["best_epoch"] for summary in run_summaries],
     }
     for prefix, of in (("best", "best_metric"), ("final", "final_metrics")):
-        for name in dict.fromkeys(name for one in found for name in one[of]):
-            rows[f"{prefix} {name}"] = [one[of].get(name) for one in found]
+        for name in dict.fromkeys(name for summary in run_summaries for name in summary[of]):
+            rows[f"{prefix} {name}"] = [summary[of].get(name) for summary in run_summaries]
     return {name: values for name, values in rows.items() if any(value not in (None, "") for value in values)}
 
 
@@ -200,11 +207,11 @@ def commit_text(git: Mapping[str, Any] | None) -> str:
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same everywhere, with the value of each (``None`` where it has none)."""
-    keys = sorted({key for one in values for key in one})
-    found = {key: [one.get(key) for one in values] for key in keys}
+    """Return keys whose values differ, with the value of each mapping (``None``: it lacks the key)."""
+    keys = sorted({key for mapping in values for key in mapping})
+    rows = {key: [mapping.get(key) for mapping in values] for key in keys}
     comparable = partial(json.dumps, sort_keys=True, default=str)
-    return {key: row for key, row in found.items() if len(set(map(comparable, row))) > 1}
+    return {key: row for key, row in rows.items() if len(set(map(comparable, row))) > 1}
 
 
 def one_line(error: RunFolderError) -> str:
@@ -213,18 +220,18 @@ def one_line(error: RunFolderError) -> str:
 
 def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
     """Runs directly below ``root`` with their records, newest first; ``report`` receives why one cannot be read."""
-    found = []
+    pairs = []
     root = absolute(root)
     for name in names_in(root):
         run = RunDir(root / name)
         if name.startswith(".") or not os.path.lexists(run.run_file):
             continue
         try:
-            found.append((run, run.read()))
+            pairs.append((run, run.read()))
         except RunFolderError as error:
             if report is not None:
                 report(one_line(error))
-    return sorted(found, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
+    return sorted(pairs, key=lambda pair: (pair[1].created_at, pair[1].id), reverse=True)
 
 
 def find_run(ref: str, runs_dir: Path) -> RunDir:
@@ -250,8 +257,10 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
     if len(near) == 1:
         return near[0]
     if near:
-        what = f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}"
-        raise RunFolderError(what, fix="give more of the id, or the folder")
+        raise RunFolderError(
+            f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}",
+            fix="give more of the id, or the folder",
+        )
     if is_folder(here):
         return RunDir.open(here)
     close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
@@ -278,10 +287,10 @@ def read_forecast(path: Path) -> dict[str, Any]:
     fix = "name the folder that `lockstep forecast` printed, or its report.json"
     rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
     try:
-        found = read_json(file)
-        complete = all(rates <= row.keys() for row in found["rows"]) and "task" in found
-        if found["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= found["settings"].keys():
-            return dict(found)
+        report = read_json(file)
+        complete = all(rates <= row.keys() for row in report["rows"]) and "task" in report
+        if report["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= report["settings"].keys():
+            return dict(report)
     except RunFolderError as error:
         raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
     except (TypeError, KeyError, AttributeError):

@@ -20,7 +20,8 @@ class RunBar(Progress):
     """
 
     def __init__(self, console: Console, started: RunStarted, texts: Callable[[int], tuple[str, str]]) -> None:
-        self._position, self._texts = started.position, texts
+        self._position = started.position
+        self._texts = texts
         super().__init__(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),

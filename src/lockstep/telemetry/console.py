@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: the plan, one progress bar or plain lines, one summary; and tables of any command.
+"""The terminal's view of a run: the plan, one progress bar or plain lines, one summary; and tables of any command.
 
 Elsewhere tables are plain aligned text, never truncated in a pipe; figures are files.
 """
@@ -55,7 +55,8 @@ class ConsoleSink:
         self._newest: StepLogged | None = None  # shown beside the bar
         self._loss_label = ""
         self._noted: set[str] = set()
-        self._logged_step, self._crosses_epochs = 0, False  # of the interval that the next line is about
+        self._logged_step = 0
+        self._crosses_epochs = False  # of the interval that the next line is about
 
     def emit(self, event: Event) -> None:
         try:
@@ -80,7 +81,8 @@ class ConsoleSink:
                 self._show_step(event)
             case EpochEnded():
                 self._crosses_epochs = True
-                seconds, speed = event.row.get("duration_s", 0.0), event.row.get("samples_per_s", 0.0)
+                seconds = event.row.get("duration_s", 0.0)
+                speed = event.row.get("samples_per_s", 0.0)
                 self._samples = (self._samples[0] + seconds, self._samples[1] + seconds * speed)
                 if self._mode != "off":
                     self._line(epoch_line(event, self._started.plan.get("epochs") if self._started else None))
@@ -98,17 +100,22 @@ class ConsoleSink:
     def _show_step(self, event: StepLogged) -> None:
         # The mean of all steps since the last line: not of the epoch that stands beside it.
         steps = f" of steps {self._logged_step + 1}-{event.step}" if self._crosses_epochs else ""
-        self._logged_step, self._crosses_epochs = event.step, False
+        self._logged_step = event.step
+        self._crosses_epochs = False
         if self._bar is not None:
-            self._newest, self._loss_label = event, f"loss{steps}"
+            self._newest = event
+            self._loss_label = f"loss{steps}"
             self._bar.show(event.step)
         elif self._mode == "plain":
             total = self._started.total_steps if self._started else 0
             self._line(step_line(event, total, self._seconds_left(event.step), f"loss{steps}"))
 
     def _start(self, event: RunStarted) -> None:
-        self._started, self._logged_step, self._crosses_epochs = event, event.step, False
-        self._began, self._newest = self._clock(), None
+        self._started = event
+        self._logged_step = event.step
+        self._crosses_epochs = False
+        self._began = self._clock()
+        self._newest = None
         if self._mode != "off":
             attempt = f", attempt {event.attempt} from step {event.step}" if event.attempt > 1 else ""
             self._line(f"{event.plan.get('task', {}).get('name', '')}{attempt} → {event.run_dir}")
@@ -161,7 +168,8 @@ class ConsoleSink:
 
     def _bar_texts(self, step: int, width: int) -> tuple[str, str]:
         """The texts on the left and on the right of the bar, as many values as fit."""
-        newest, seconds_left = self._newest, self._seconds_left(step)
+        newest = self._newest
+        seconds_left = self._seconds_left(step)
         left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
         if newest is None or self._started is None:
             return "starting", "".join(left)

@@ -57,7 +57,8 @@ class BackgroundSink:
 
     def __init__(self, sink: Logger, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self.name = sink.name
-        self._sink, self._close_timeout_s = sink, close_timeout_s
+        self._sink = sink
+        self._close_timeout_s = close_timeout_s
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -84,7 +85,8 @@ class BackgroundSink:
 
     def _raise(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def _run(self) -> None:
@@ -135,7 +137,7 @@ class Logger:
 
 
 class CsvSink(Logger):
-    """A line an event, a column a name, empty where it has none; a resumed run removes superseded rows."""
+    """A line for each event and a column for each name; a resumed run removes superseded rows."""
 
     name = "CSV"
 
@@ -144,9 +146,9 @@ class CsvSink(Logger):
         self._columns = ["step"]
 
     def start(self, event: RunStarted) -> None:
-        kept = [row for row in self._read() if event.step and int(row["step"]) <= event.step]
-        self._columns = list(kept[0]) if kept else ["step"]
-        self._rewrite(kept)
+        rows = [row for row in self._read() if event.step and int(row["step"]) <= event.step]
+        self._columns = list(rows[0]) if rows else ["step"]
+        self._rewrite(rows)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         row = {"step": str(step), **{name: repr(value) for name, value in values.items()}}
@@ -178,7 +180,7 @@ class CsvSink(Logger):
 
 
 class TensorBoardSink(Logger):
-    """Event files in ``folder``; a resumed run adds one, which hides what it supersedes."""
+    """Event files in ``folder``; a resumed run adds one, which hides superseded steps."""
 
     name = "TensorBoard"
 
@@ -204,29 +206,31 @@ class TensorBoardSink(Logger):
 
 
 def wandb_mode(config: RunConfig) -> str:
-    """The setting; ``auto`` means what W&B's own variable says."""
-    wanted = config.telemetry.wandb_mode
-    return os.environ.get("WANDB_MODE") or "online" if wanted == "auto" else wanted
+    """Return the mode of W&B: the setting, or for ``auto`` the variable ``WANDB_MODE``."""
+    mode = config.telemetry.wandb_mode
+    return os.environ.get("WANDB_MODE") or "online" if mode == "auto" else mode
 
 
 class WandbSink(Logger):
     """Scalars over ``step``; settings and the plan's decisions as the run's config; results in its summary.
 
-    Every attempt of a run has the id ``run_id`` there too, so a resumed run continues it. W&B's own files go to
+    Every attempt of a run has the id ``run_id`` there too, so a resumed run continues it. Files of W&B go to
     ``folder/wandb``.
     """
 
     name = "W&B"
 
     def __init__(self, folder: Path, run_id: str, config: RunConfig) -> None:
-        self._folder, self._run_id, self._config = folder, run_id, config
+        self._folder = folder
+        self._run_id = run_id
+        self._config = config
         self._run: wandb.Run
 
     def start(self, event: RunStarted) -> None:
         import wandb
 
         mode: Any = wandb_mode(self._config)
-        # Silent: else a terminal would be asked for an API key in mid-run. Its own patience outlasts a short run.
+        # Silent: else a terminal would be asked for an API key in mid-run. W&B's time-out is longer than a short run.
         quiet = wandb.Settings(silent=True, console="off", init_timeout=CLOSE_TIMEOUT_S)
         wandb.setup(quiet)
         self._run = wandb.init(
@@ -239,7 +243,7 @@ class WandbSink(Logger):
             config={**self._config.model_dump(mode="json"), "plan": plan_values(event.plan)},
             settings=quiet,
         )
-        # Not W&B's own step, which cannot go back: a resumed run repeats what came after its checkpoint.
+        # Not W&B's step, which cannot go back: a resumed run repeats steps after its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -260,7 +264,8 @@ class WandbSink(Logger):
 
 
 #: Limits of MLflow's REST API ("Log Batch") and of its parameters' values in older servers.
-_PARAMS_A_CALL, _VALUE_LENGTH = 100, 500
+_PARAMS_A_CALL = 100
+_VALUE_LENGTH = 500
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _RUN_TAG = "lockstep.run"
 
@@ -279,7 +284,8 @@ class MlflowSink(Logger):
         uri = config.telemetry.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._uri = uri or (folder / "mlruns").as_uri()
         self._folder = None if uri else folder.resolve()
-        self._run_id, self._config = run_id, config
+        self._run_id = run_id
+        self._config = config
         self._client: MlflowClient
         self._there = ""
         self._takes_pictures = True
@@ -291,11 +297,12 @@ class MlflowSink(Logger):
         with _files_allowed(self._uri):
             client = self._client = MlflowClient(tracking_uri=self._uri)
         name = self._config.telemetry.mlflow_experiment
-        found = client.get_experiment_by_name(name)
-        experiment = client.create_experiment(name) if found is None else found.experiment_id
-        earlier = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{self._run_id}'", max_results=1)
-        tags, run_name = {_RUN_TAG: self._run_id}, self._config.name or self._run_id
-        info = (earlier[0] if earlier else client.create_run(experiment, run_name=run_name, tags=tags)).info
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+        earlier = client.search_runs([experiment_id], f"tags.`{_RUN_TAG}` = '{self._run_id}'", max_results=1)
+        tags = {_RUN_TAG: self._run_id}
+        run_name = self._config.name or self._run_id
+        info = (earlier[0] if earlier else client.create_run(experiment_id, run_name=run_name, tags=tags)).info
         self._there = info.run_id
         if self._folder is not None and not _is_below(info.artifact_uri, self._folder):
             self._takes_pictures = False
@@ -394,21 +401,22 @@ Value = TypeVar("Value")
 
 
 def row_name(name: str) -> str:
-    """What rows, reports and loggers know a user's ``val/acc``, ``valid_acc`` or ``validation/acc`` by: ``val_acc``."""
-    found = _SPLIT.fullmatch(name)
-    if found is None:
+    """Normalise a user's name for rows, reports and loggers: ``val/acc`` or ``valid_acc`` to ``val_acc``."""
+    row = _SPLIT.fullmatch(name)
+    if row is None:
         return name
-    return f"val_{found[3]}" if found[1] is None else f"{found[1]}_{found[2]}"
+    return f"val_{row[3]}" if row[1] is None else f"{row[1]}_{row[2]}"
 
 
 def monitored(row: Mapping[str, Value], monitor: str) -> tuple[str, Value] | None:
     """The value that ``monitor`` means, and its name: as logged, as in rows, or of the first of several loaders."""
     name = row_name(monitor)
-    return next(((known, row[known]) for known in (monitor, name, f"{name}/dataloader_idx_0") if known in row), None)
+    names = (monitor, name, f"{name}/dataloader_idx_0")
+    return next(((candidate, row[candidate]) for candidate in names if candidate in row), None)
 
 
 def as_row(values: Mapping[str, Value], *, taken: Container[str] = ()) -> dict[str, Value]:
-    """``values`` by :func:`row_name`; one whose name another value has, or that is ``taken``, keeps its own."""
+    """Rename ``values`` by :func:`row_name`; a value keeps its name if another has the new one, or it is ``taken``."""
     row: dict[str, Value] = {}
     for name, value in values.items():
         new = row_name(name)
@@ -432,8 +440,8 @@ def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
             return event.step, {name: value for name, value in values.items() if value is not None}
         case RanksLogged():
             extremes = {"ranks/peak_gb_max": max(rank.peak_gb for rank in event.ranks)}
-            if own := [rank.own_s for rank in event.ranks if rank.own_s is not None]:
-                extremes |= {"ranks/own_s_min": min(own), "ranks/own_s_max": max(own)}
+            if own_times_s := [rank.own_s for rank in event.ranks if rank.own_s is not None]:
+                extremes |= {"ranks/own_s_min": min(own_times_s), "ranks/own_s_max": max(own_times_s)}
             return event.step, extremes
         case EpochEnded():
             return event.step, {"epoch": event.epoch, **_by_split(event.row, train="train_epoch")}
@@ -457,5 +465,5 @@ def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | 
 
 
 def plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
-    """What the plan decided, by title; ``plan`` as ``Plan.as_dict()`` gives it."""
+    """Return the plan's decisions by title; ``plan``: of ``Plan.as_dict()``."""
     return {decision["title"]: decision["shown"] for decision in plan.get("decisions", {}).values()}

@@ -60,7 +60,7 @@ def monitored(
     lines = JsonLines(folder / f"system-{node}.jsonl")
 
     def write(sample: Mapping[str, Any]) -> None:
-        with contextlib.suppress(StorageError):  # a full disk is for the run's own record to report
+        with contextlib.suppress(StorageError):  # the run's record reports a full disk
             lines.append(sample)
 
     with Monitor(SystemSource(devices), write, interval_s=interval_s) as monitor:
@@ -89,7 +89,7 @@ class RunLogSink:
 
 
 class RunFolderSink:
-    """Writes the run folder's files; what it cannot write raises :class:`~lockstep.errors.StorageError`."""
+    """Writes the run folder's files. Raises :class:`~lockstep.errors.StorageError`."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run = run_dir
@@ -110,19 +110,19 @@ class RunFolderSink:
             case events.EpochEnded():
                 row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
                 row |= _samples(event) | ({} if event.is_complete else {"complete": False})
-                self._rows = [*(kept for kept in self._rows if kept["epoch"] != event.epoch), row]
+                self._rows = [*(earlier for earlier in self._rows if earlier["epoch"] != event.epoch), row]
                 self._run.write_epochs(self._rows)
                 self._keep_best(event, event.row)
             case events.Evaluated():
-                place = _place(event) | _samples(event)
-                self._evaluations.append({**place, "improved": event.improved, **event.metrics})
+                position = _place(event) | _samples(event)
+                self._evaluations.append({**position, "improved": event.improved, **event.metrics})
                 self._keep_best(event, event.metrics)
             case events.PictureDrawn():
                 make_folders(self._run.pictures)
                 file = self._run.pictures / f"{event.name}-epoch-{event.epoch:04d}.png"
                 write_bytes(file, encode_png(event.pixels), durable=False)
             case events.Remarked():
-                self._remarks.append({**_place(event), "remarks": [self._remark(one) for one in event.remarks]})
+                self._remarks.append({**_place(event), "remarks": [self._remark(rank) for rank in event.remarks]})
             case events.Restarted():
                 self._run.update(restarts=[*self._run.read().restarts, {**asdict(event), "at": utc_now()}])
             case events.RunEnded():
@@ -186,7 +186,8 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
 
 def check_picture(name: str, pixels: Any) -> None:
     """Raises :class:`TaskError` when ``pixels`` are no picture, or ``name`` cannot be that of a file."""
-    kind, shape = str(getattr(pixels, "dtype", type(pixels).__name__)), tuple(getattr(pixels, "shape", ()))
+    kind = str(getattr(pixels, "dtype", type(pixels).__name__))
+    shape = tuple(getattr(pixels, "shape", ()))
     has_shape = 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[2] == 3))
     if kind != "uint8" or not has_shape or not name.isidentifier():
         raise TaskError(
@@ -215,7 +216,7 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def encode_wav(samples: npt.NDArray[np.float32], rate_hz: int) -> bytes:
-    """Samples from -1 to 1, shape [samples], as WAV of 16 bits, one channel; what is beyond is clipped."""
+    """Samples from -1 to 1, shape [samples], as WAV of 16 bits, one channel, clipped."""
     content = io.BytesIO()
     with wave.open(content, "wb") as file:
         file.setnchannels(1)
