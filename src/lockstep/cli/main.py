@@ -200,7 +200,7 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
         unused = error.unused_tokens or ()
-        what = f"more words than the command takes: {' '.join(unused)}"
+        what = f"unexpected {'arguments' if len(unused) > 1 else 'argument'}: {' '.join(unused)}"
         listed = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
         return UsageError(what, fix="write a list with commas: --gpu-ids 0,1" if listed else _help_of(tokens))
     what, asked, suggestion = str(error).strip().partition(" Did you mean ")

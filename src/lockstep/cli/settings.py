@@ -139,7 +139,7 @@ def refuse_arguments(task: str | None, arguments: Sequence[str]) -> None:
     """Raise :class:`UsageError` where ``arguments`` are for no script."""
     if arguments and not (task or "").endswith(".py"):
         raise UsageError(
-            f"more words than the command takes: {' '.join(arguments)}",
+            f"unexpected {'arguments' if len(arguments) > 1 else 'argument'}: {' '.join(arguments)}",
             fix="write a list with commas: --gpu-ids 0,1. A script with a session takes arguments after --",
         )
 

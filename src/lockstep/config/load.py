@@ -79,7 +79,7 @@ _PEER_NAMES = {
     "training.early_stopping_patience": "patience early_stopping",
     "training.reproducibility": "deterministic",
     "optimizer.lr": "learning_rate base_lr",
-    "hardware.selected_devices": "device devices gpus num_gpus",
+    "hardware.selected_devices": "device devices gpus num_gpus world_size nproc_per_node distributed.enabled",
     "hardware.precision": "mixed_precision",
     "scheduler.name": "lr_scheduler lr_scheduler_type",
     "scheduler.warmup_epochs": "warmup_ratio",
@@ -336,8 +336,10 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
     """Find the key most similar to an unknown one: by name in other trainers, in its section, then anywhere."""
     *parents, unknown = (str(part) for part in location)
-    if model is RunConfig and unknown in _BY_PEER_NAME:
-        return _BY_PEER_NAME[unknown]
+    if model is RunConfig:
+        for name in (".".join([*parents, unknown]), unknown):
+            if name in _BY_PEER_NAME:
+                return _BY_PEER_NAME[name]
     keys = all_keys(model)
     section = "".join(f"{part}." for part in parents)
     section_names = [key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section)]
