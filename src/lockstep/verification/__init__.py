@@ -1,4 +1,4 @@
-"""Whether several devices compute what one computes, for the user's own task: both are run and compared."""
+"""Verify that several devices compute the same result as one, by running and comparing both."""
 
 from __future__ import annotations
 
@@ -43,21 +43,25 @@ def verify(
     """Train the same steps on one device and on the chosen ones, and compare the results.
 
     Half of the steps lie before an epoch's end, so that the short last batch and a validation are among them.
-    What rounding alone changes is measured on one device, with the samples of each micro-batch in other orders.
+    The effect of rounding is measured on one device, with the samples of each micro-batch in other orders.
     Each run is a complete run of Lockstep, with the user's strategy, loader and precision, in a temporary folder.
 
     See :func:`lockstep.verify`.
     """
     if read_world(os.environ).from_outside:
-        fix = "start it without them"
-        raise UnsupportedError("verify starts its own ranks", why="torchrun or srun has started this process", fix=fix)
+        fix = "start it without torchrun or srun"
+        raise UnsupportedError(
+            "verify starts the ranks itself", why="this process is a rank of torchrun or srun", fix=fix
+        )
     if steps < 1:
         raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
     prepared = prepare(task, native_settings(task, config))
     plan = prepared.plan
     if len(plan.placement["devices"]) < 2:
-        what = f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one"
-        raise UsageError(what, fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for two CPU ranks")
+        raise UsageError(
+            f"verify compares several devices with one, and {', '.join(plan.placement['devices'])} is one",
+            fix="name two or more: --devices gpu:0,gpu:1, or --devices cpu,cpu for two CPU ranks",
+        )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         lab = Lab(task, prepared.config, plan, steps, eval_batches, Path(folder), say)
         if lab.config.launch.nodes not in (None, "1"):
@@ -66,33 +70,35 @@ def verify(
 
 
 def _report(lab: Lab) -> VerifyReport:
-    """The order of the runs, each decided by the results of those before."""
+    """Start the runs in order, each decided by the results of the previous ones."""
     configured = lab.compare()
-    one, many = configured.one, configured.many
+    single = configured.one
+    many = configured.many
 
     def different(compared: Comparison, floor: Floor, *causes: Cause) -> VerifyReport:
         return _conclude(lab, compared, floor, configured.gap, causes, "different")
 
     def same(compared: Comparison, floor: Floor, outcome: Outcome) -> VerifyReport:
-        """Unless a run that is interrupted and resumed shows otherwise."""
+        """Conclude that the results agree, unless an interrupted and resumed run differs."""
         cause = diagnose.interrupted(lab, Variant("many", compared.off, precision=compared.precision), floor)
         as_configured = lab.compare(compared.off).gap if outcome == "equal in float32" else configured.gap
         return _conclude(lab, compared, floor, as_configured, () if cause is None else (cause,), outcome)
 
-    # What is wrong whatever the losses are; then nothing can be said about rounding.
-    cause = diagnose.other_samples(lab, one, many) or diagnose.diverged(many) or diagnose.not_finite(one, many)
-    nothing = floor_of([], one)
+    # Errors that do not depend on the losses; they make rounding unknowable.
+    cause = diagnose.other_samples(lab, single, many) or diagnose.diverged(many) or diagnose.not_finite(single, many)
+    nothing = floor_of([], single)
     if cause is not None:
         return different(configured, nothing, cause)
-    same_weights = one.fingerprint == many.fingerprint and np.array_equal(one.loss, many.loss, equal_nan=True)
+    same_weights = single.fingerprint == many.fingerprint and np.array_equal(single.loss, many.loss, equal_nan=True)
     if same_weights and not configured.gap["validation loss"].max(initial=0) > ROUNDING:
         return same(configured, nothing, "identical")
     again = lab.run(Variant("one", repeat=1))
-    cause = diagnose.unseeded(one, again)
+    cause = diagnose.unseeded(single, again)
     if cause is not None:
         return different(configured, nothing, cause)
-    quiet: tuple[str, ...] = ("dropout",) if "dropout" in one.draws else ()
-    floor, compared = _floor(lab, quiet, gap_between(one, again)), configured
+    quiet: tuple[str, ...] = ("dropout",) if "dropout" in single.draws else ()
+    floor = _floor(lab, quiet, gap_between(single, again))
+    compared = configured
     if lab.plan.reproducibility == "fast":
         if floor.parting(compared.gap) is None:
             return same(compared, floor, "equal")
@@ -108,8 +114,9 @@ def _report(lab: Lab) -> VerifyReport:
 
 
 def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
-    """What rounding does: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
-    base, gaps = lab.run(Variant("one", quiet)), [repeated]
+    """Measure rounding: the same samples in each micro-batch, in other orders; on a GPU, repetition too."""
+    base = lab.run(Variant("one", quiet))
+    gaps = [repeated]
     if set(base.draws) - {"dropout"}:
         lab.notes.append(
             f"the forward pass draws random numbers ({', '.join(base.draws)}), so the noise floor could not be "
@@ -118,16 +125,17 @@ def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
         return floor_of(gaps, base)
     for arrangement in ("reversed", "shuffled"):
         arranged = lab.run(Variant("one", quiet, trace=arrangement))
-        gap, when = gap_between(base, arranged), f"with the samples of each batch {arrangement}"
+        gap = gap_between(base, arranged)
+        when = f"with the samples of each batch {arrangement}"
         if base.first_other_samples(arranged) is not None:
             lab.notes.append(
-                f"{when} the data set returns other samples: each depends on those read before it, so that run says "
-                "nothing about rounding"
+                f"{when} the data set returns other samples: each depends on those read before it, so that run does "
+                "not measure rounding"
             )
         elif (effect := order_effect(gap)) is not None:
             lab.notes.append(
                 f"{when} the loss of step {effect[0]} differs by {effect[1]:.1e}: it depends on their order, so that "
-                "run says nothing about rounding"
+                "run does not measure rounding"
             )
         else:
             gaps.append(gap)
@@ -135,19 +143,19 @@ def _floor(lab: Lab, quiet: tuple[str, ...], repeated: Gap) -> Floor:
 
 
 def _causes(lab: Lab, compared: Comparison, floor: Floor, quiet: tuple[str, ...]) -> list[Cause]:
-    """Likely causes of what lies beyond the floor, the likeliest first."""
+    """List likely causes of differences beyond the floor, the likeliest first."""
     parting = floor.parting(compared.gap) or ("weights", len(compared.one) - 1)
     merged = diagnose.unmerged(compared.one, *parting)
     if merged is not None:
         return [merged]
-    found = list(diagnose.evidence(compared.one, compared.many, lab.devices))
-    if any(cause.code == "initial-weights" for cause in found):
-        return found
-    # A wrong count or rate may be there without having made the difference: what an experiment shows comes first.
-    found = [*diagnose.experiments(lab, quiet, floor), *found]
-    found = found or list(diagnose.other_draws(compared.one.draws, lab.plan))
-    cause = None if found else diagnose.grouping(lab, quiet, floor)
-    return found or [cause or diagnose.unknown(compared.one, compared.many, *parting)]
+    causes = list(diagnose.evidence(compared.one, compared.many, lab.devices))
+    if any(cause.code == "initial-weights" for cause in causes):
+        return causes
+    # A wrong count or rate may exist without causing the difference, so causes that an experiment shows come first.
+    causes = [*diagnose.experiments(lab, quiet, floor), *causes]
+    causes = causes or list(diagnose.other_draws(compared.one.draws, lab.plan))
+    cause = None if causes else diagnose.grouping(lab, quiet, floor)
+    return causes or [cause or diagnose.unknown(compared.one, compared.many, *parting)]
 
 
 def _conclude(
@@ -159,9 +167,7 @@ def _conclude(
     else:
         blind = np.flatnonzero(floor["loss"] * FACTOR > BLIND)
         if blind.size and blind[0] > 0:
-            lab.notes.append(
-                f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little"
-            )
+            lab.notes.append(f"from step {int(blind[0]) + 1} on rounding errors have grown too large to compare losses")
         lab.notes += [
             f"the {cause.code} differs, without effect in these steps: {cause.what}; {cause.fix}"
             for cause in diagnose.evidence(comparison.one, comparison.many, lab.devices)

@@ -1,4 +1,4 @@
-"""Why two runs differ: first what they were given, then experiments that remove the difference."""
+"""Find the cause of a difference: compare the inputs of two runs, then experiment until the difference disappears."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPSILON = {"bf16-mixed": 2.0**-8, "bf16-true": 2.0**-8, "16-mixed": 2.0**-11, "3
 UNSEEDED = 1e-4
 
 
-#: What a cause is called, in reports and JSON; docs/same-result.md explains each.
+#: Names of causes in reports and JSON; docs/same-result.md explains each.
 Code = Literal[
     "order",
     "unseeded-data",
@@ -44,7 +44,7 @@ Code = Literal[
 
 @dataclass(frozen=True)
 class Cause:
-    """Why two runs differ: a stable ``code``, what was seen, and how to fix it."""
+    """The cause of a difference: a stable ``code``, the observation, and its fix."""
 
     code: Code
     what: str
@@ -54,23 +54,23 @@ class Cause:
 _SAME_MODEL = "build the same model on every rank, from torch's, NumPy's or Python's global generators"
 
 
-def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
-    """Why the two runs were given other samples, if they were. Runs one device again, up to twice."""
-    if one.first_other_samples(many) is None:
+def other_samples(lab: Lab, single: Trajectory, many: Trajectory) -> Cause | None:
+    """Explain why the two runs read other samples, if they did. Runs one device again, up to twice."""
+    if single.first_other_samples(many) is None:
         return None
     keyed = (
         "draw from `random`, `numpy.random` or torch's global generator, which Lockstep seeds for each sample, or in "
         "`sample(index, rng)` from the generator that is passed in"
     )
     keyed = OWN if lab.plan.task.streams else keyed
-    if one.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
+    if single.first_other_samples(lab.run(Variant("one", repeat=1))) is not None:
         return Cause(
             "unseeded-data",
             "one device that repeats its run gets other samples too: the data set returns something else each time, as "
             "by random draws in `__getitem__` from an unseeded generator, or by the time",
             keyed,
         )
-    if one.first_other_samples(lab.run(Variant("one", trace="reversed"))) is not None:
+    if single.first_other_samples(lab.run(Variant("one", trace="reversed"))) is not None:
         return Cause(
             "stateful-data",
             "one device that reads the samples of each batch in reverse order gets other samples too: a sample depends "
@@ -86,22 +86,22 @@ def other_samples(lab: Lab, one: Trajectory, many: Trajectory) -> Cause | None:
 
 
 def diverged(many: Trajectory) -> Cause | None:
-    """Whether the ranks have other weights than each other, though every one of them has a replica."""
-    found = many.divergence
-    if found is None:
+    """Report ranks with a replica of the model whose weights differ from those of rank 0."""
+    divergence = many.divergence
+    if divergence is None:
         return None
-    if found.by == "start":
+    if divergence.by == "start":
         return Cause(
             "initial-weights",
-            f"rank {found.rank} starts from other weights than rank 0, first in {found.parameter}: model() depends on "
-            "the rank or draws random numbers without a seed",
+            f"rank {divergence.rank} starts from other weights than rank 0, first in {divergence.parameter}: model() "
+            "depends on the rank or draws random numbers without a seed",
             _SAME_MODEL,
         )
-    if found.by == "merge":
+    if divergence.by == "merge":
         return Cause(
             "buffers",
-            f"after step {found.step}, when ranks have merged their buffers, {found.parameter} of rank {found.rank} is "
-            "not that of rank 0",
+            f"after step {divergence.step}, when ranks have merged their buffers, {divergence.parameter} of rank "
+            f"{divergence.rank} is not that of rank 0",
             "declare how ranks merge it, in `buffer_reduction` of its module",
         )
     by = {
@@ -109,19 +109,21 @@ def diverged(many: Trajectory) -> Cause | None:
         "optimizer": "its gradient is the same: the optimizer, a hook inside the step, or a module that initialises "
         "its parameters in its first forward draws random numbers or depends on the rank",
         "hook": "they agreed before the task's hooks were called: a hook draws random numbers or depends on the rank",
-    }[found.by]
+    }[divergence.by]
     return Cause(
         "ranks-diverge",
-        f"after step {found.step} rank {found.rank} has other weights than rank 0, first in {found.parameter}; {by}",
+        f"after step {divergence.step} rank {divergence.rank} has other weights than rank 0, first in "
+        f"{divergence.parameter}; {by}",
         "draw from a generator with the same seed on every rank (torch.Generator().manual_seed(seed + step)), or draw "
         "on one rank and broadcast it with lockstep.collectives(); call a model that initialises itself in model()",
     )
 
 
-def not_finite(one: Trajectory, many: Trajectory) -> Cause | None:
-    """Whether both runs have lost their numbers: NaN equals NaN, which shows nothing."""
-    steps = min(len(one), len(many))
-    lost = np.flatnonzero(~np.isfinite(one.loss[:steps]) & ~np.isfinite(many.loss[:steps]) & (one.count[:steps] > 0))
+def not_finite(single: Trajectory, many: Trajectory) -> Cause | None:
+    """Report steps whose loss is not finite in both runs: NaN equals NaN, which proves nothing."""
+    steps = min(len(single), len(many))
+    is_finite = np.isfinite(single.loss[:steps]) | np.isfinite(many.loss[:steps])
+    lost = np.flatnonzero(~is_finite & (single.count[:steps] > 0))
     if not lost.size:
         return None
     return Cause(
@@ -133,18 +135,19 @@ def not_finite(one: Trajectory, many: Trajectory) -> Cause | None:
 
 
 def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
-    """Whether the run of ``variant``, interrupted and resumed on one device, differs from the whole one."""
+    """Compare the run of ``variant``, interrupted and resumed on one device, with the uninterrupted one."""
     whole = lab.run(variant)
     try:
-        found = lab.resumed(variant)
+        continuation = lab.resumed(variant)
     except LockstepError as error:
-        what = f"the run cannot be resumed: {error.what}" + f" ({error.why})" * bool(error.why)
-        return Cause("resume", what, error.fix)
-    if found is None:
+        problem = f"the run cannot be resumed: {error.what}" + f" ({error.why})" * bool(error.why)
+        return Cause("resume", problem, error.fix)
+    if continuation is None:
         return None
-    step, resumed = found
+    step, resumed = continuation
     both = whole.then(step, resumed)
-    parting, other = floor.parting(gap_between(whole, both)), whole.first_other_samples(both)
+    parting = floor.parting(gap_between(whole, both))
+    other = whole.first_other_samples(both)
     exact = lab.plan.reproducibility == "exact" and whole.fingerprint != both.fingerprint
     if parting is None and not exact and other is None:
         return None
@@ -161,7 +164,7 @@ def interrupted(lab: Lab, variant: Variant, floor: Floor) -> Cause | None:
 def _first_after_resume(
     whole: Trajectory, resumed: Trajectory, both: Trajectory, step: int, parting: tuple[str, int] | None
 ) -> str:
-    """What differs first, in the order in which one thing follows from another."""
+    """Describe the first difference, in the order of causes and effects."""
     other = whole.first_other_samples(both)
     if other is not None:
         return f"the samples of step {other} are others"
@@ -176,7 +179,7 @@ def _first_after_resume(
         return f"the weights are not those of the checkpoint, first in {whole.furthest_parameter(both, step)}"
     if not np.allclose(both.lr[step], whole.lr[step], rtol=1e-9, atol=0, equal_nan=True):
         return f"the learning rate of step {step + 1} is {both.lr[step].tolist()}, not {whole.lr[step].tolist()}"
-    quantity, place = parting or ("weights", len(whole) - 1)
+    quantity, index = parting or ("weights", len(whole) - 1)
     draws = sorted(set(whole.draws) - {"dropout"})
     drawn = f", among them those of {', '.join(draws)}" if draws else ""
     likely = {
@@ -185,24 +188,27 @@ def _first_after_resume(
         "weights": "state of the optimizer, or of a hook, that no checkpoint keeps",
         "validation loss": "state that evaluation uses and no checkpoint keeps",
     }.get(quantity, "a buffer that is not restored, or merged otherwise")
-    when = f"validation {place + 1}" if quantity == "validation loss" else f"step {place + 1}"
+    when = f"validation {index + 1}" if quantity == "validation loss" else f"step {index + 1}"
     if quantity.startswith(BUFFER):
-        when = f"step {both.merged[place + 1]}"
+        when = f"step {both.merged[index + 1]}"
     return f"the {quantity} is the first to differ, at {when}: {likely}"
 
 
-def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
-    """Whether the same run on one device gives another result when it is repeated."""
-    if one.first_other_samples(again) is not None:
+def unseeded(single: Trajectory, again: Trajectory) -> Cause | None:
+    """Report a run on one device whose repetition gives another result."""
+    if single.first_other_samples(again) is not None:
         return Cause(
             "unseeded-data",
             "the data set returns other samples when the same run is repeated: it draws random numbers without a seed",
             "draw in `sample(index, rng)` from the generator that is passed in",
         )
-    if not np.array_equal(one.weights[0], again.weights[0]):
-        what = "a repeated run starts from other weights: model() draws random numbers without a seed"
-        return Cause("initial-weights", what, _SAME_MODEL)
-    if gap_between(one, again)["loss"][:1].max(initial=0) > UNSEEDED:
+    if not np.array_equal(single.weights[0], again.weights[0]):
+        return Cause(
+            "initial-weights",
+            "a repeated run starts from other weights: model() draws random numbers without a seed",
+            _SAME_MODEL,
+        )
+    if gap_between(single, again)["loss"][:1].max(initial=0) > UNSEEDED:
         return Cause(
             "unseeded-forward",
             "the same run, repeated, has another loss at step 1: dropout or another random draw of the forward pass "
@@ -212,34 +218,39 @@ def unseeded(one: Trajectory, again: Trajectory) -> Cause | None:
     return None
 
 
-def evidence(one: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]:
-    """What the two runs were given that should be the same and is not, beside the samples."""
-    steps = min(len(one), len(many))
-    if not np.array_equal(one.weights[0], many.weights[0]):
-        what = "the runs start from other weights: model() depends on the rank or on something without a seed"
-        yield Cause("initial-weights", what, _SAME_MODEL)
-    these, those = one.count[:steps], many.count[:steps]
+def evidence(single: Trajectory, many: Trajectory, devices: int) -> Iterator[Cause]:
+    """Yield differences between the inputs of the two runs, other than samples."""
+    steps = min(len(single), len(many))
+    if not np.array_equal(single.weights[0], many.weights[0]):
+        yield Cause(
+            "initial-weights",
+            "the runs start from other weights: model() depends on the rank or on something without a seed",
+            _SAME_MODEL,
+        )
+    single_counts = single.count[:steps]
+    many_counts = many.count[:steps]
     # A count that is a sum of weights is rounded, differently in other groups of samples.
-    whole = (these == these.round()) & (those == those.round())
-    for step in np.flatnonzero(np.where(whole, these != those, ~np.isclose(these, those, rtol=1e-5, atol=0)))[:1]:
+    whole = (single_counts == single_counts.round()) & (many_counts == many_counts.round())
+    differs = np.where(whole, single_counts != many_counts, ~np.isclose(single_counts, many_counts, rtol=1e-5, atol=0))
+    for step in np.flatnonzero(differs)[:1]:
         yield Cause(
             "denominator",
-            f"at step {step + 1} the loss counts {one.count[step]:g} on one device and {many.count[step]:g} on "
+            f"at step {step + 1} the loss counts {single.count[step]:g} on one device and {many.count[step]:g} on "
             f"{devices}, for the same samples: a mean over each micro-batch, averaged again over ranks",
             "return Loss(sum, count): reduction='sum' and the number of items that were summed",
         )
-    apart = ~np.isclose(one.lr[:steps], many.lr[:steps], rtol=1e-9, atol=0)
+    apart = ~np.isclose(single.lr[:steps], many.lr[:steps], rtol=1e-9, atol=0)
     for step in np.flatnonzero(np.any(apart, axis=1))[:1]:
         yield Cause(
             "learning-rate",
-            f"at step {step + 1} the optimizer's learning rate is {one.lr[step].tolist()} on one device and "
+            f"at step {step + 1} the optimizer's learning rate is {single.lr[step].tolist()} on one device and "
             f"{many.lr[step].tolist()} on {devices}",
             "leave it to optimizer.lr_scaling, which the plan shows, and do not scale it in the task",
         )
 
 
 def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Cause]:
-    """What makes the difference go away when it is switched off in both runs. Runs more variants."""
+    """Yield features without which the runs agree. Runs more variants."""
     plan = lab.plan
     per_rank = plan.reproducibility == "fast"  # in exact mode statistics are those of a lane, on any devices
     if per_rank and plan.task.has_batchnorm and floor.parting(lab.compare((*quiet, "batchnorm")).gap) is None:
@@ -260,31 +271,33 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
 
 
 def rounds_more(plan: Plan) -> bool:
-    """Whether the run computes in less than float32."""
+    """Return whether the run computes in less than float32."""
     return str(plan.placement["precision"]) != "32" or plan.value("matmul_precision") == "high"
 
 
 def is_rounding(gap: Gap, plan: Plan) -> bool:
-    """Whether the first step, which starts from equal weights, differs by no more than the precision's rounding."""
+    """Return whether the first step, which starts from equal weights, differs by the precision's rounding at most."""
     apart = max(gap["loss"][:1].max(initial=0), gap["gradient norm"][:1].max(initial=0))
     return bool(apart <= 8 * EPSILON[plan.placement["precision"]])
 
 
 def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:
-    """Random numbers that no experiment can switch off; in exact mode they are the same on any devices."""
-    others = sorted(set(draws) - {"dropout"})
-    if others and plan.reproducibility == "fast":
+    """Report random numbers that no experiment can switch off; in exact mode they are the same on any devices."""
+    operators = sorted(set(draws) - {"dropout"})
+    if operators and plan.reproducibility == "fast":
         yield Cause(
             "random-draws",
-            f"the forward pass draws random numbers ({', '.join(others)}), and in fast mode each rank draws its own",
+            f"the forward pass draws random numbers ({', '.join(operators)}), and in fast mode ranks "
+            "draw different ones",
             "--reproducibility exact draws per lane, the same on any devices",
         )
 
 
 def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
-    """Whether one device that takes the ranks' parts in turn parts from itself too."""
-    one, parts = lab.run(Variant("one", quiet)), lab.run(Variant("parts", quiet))
-    gap = gap_between(one, parts)
+    """Report a result of one device that changes if it takes the ranks' parts in turn."""
+    whole = lab.run(Variant("one", quiet))
+    parts = lab.run(Variant("parts", quiet))
+    gap = gap_between(whole, parts)
     if floor.parting(gap) is None:
         return None
     if lab.config.task.model_dump().get("native_steps") is not None:  # a LightningModule
@@ -293,7 +306,7 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
             "one device that takes the same samples in smaller micro-batches gets another result (losses differ by up "
             f"to {gap['loss'].max(initial=0):.1e}): the module's loss is not the mean of its samples' losses, because "
             "it divides by something else (class weights, ignored targets, tokens) or compares the samples of a batch",
-            "return a mean over samples; or write a lockstep.Task: Loss(total, count) has what the mean divides by",
+            "return a mean over samples; or write a lockstep.Task: Loss(total, count) has the divisor of the mean",
         )
     return Cause(
         "grouping",
@@ -305,36 +318,36 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
     )
 
 
-def unmerged(one: Trajectory, quantity: str, place: int) -> Cause | None:
-    """When a buffer is the first to differ."""
+def unmerged(single: Trajectory, quantity: str, index: int) -> Cause | None:
+    """Report a buffer that is the first to differ."""
     if not quantity.startswith(BUFFER):
         return None
     name = quantity.removeprefix(BUFFER)
     return Cause(
         "buffers",
-        f"the buffer {name} differs after step {one.merged[place + 1]}, though losses, gradients and weights agree: "
+        f"the buffer {name} differs after step {single.merged[index + 1]}, though losses, gradients and weights agree: "
         "ranks change it, and merging it does not give what one device has",
         "declare how ranks merge it: `buffer_reduction` of its module ('mean', 'sum', 'max' or 'same'), or compute it "
         "from values that do not depend on how the batch is split",
     )
 
 
-def unknown(one: Trajectory, many: Trajectory, quantity: str, place: int) -> Cause:
-    """When nothing explains it: what differs first says where to look."""
+def unknown(single: Trajectory, many: Trajectory, quantity: str, index: int) -> Cause:
+    """Describe an unexplained difference by the quantity that differs first."""
     if quantity == "validation loss":
         return Cause(
             "validation",
-            f"training agrees and validation {place + 1} does not: evaluation depends on the rank or the number of "
+            f"training agrees and validation {index + 1} does not: evaluation depends on the rank or the number of "
             "ranks, or its data set draws random numbers",
             "look in evaluate(), validate() and the validation data for RANK, WORLD_SIZE and random numbers",
         )
-    where = {
+    symptoms = {
         "loss": "the loss differs first: the forward pass depends on the rank or the number of ranks",
         "gradient norm": "the losses agree and the gradients do not: a backward pass that depends on the rank, or a "
         "hook that changes gradients",
         "weights": "losses and gradients agree and the weights do not: the optimizer depends on the number of ranks or "
         f"changes parameters that have no gradient, or a hook changes weights; furthest is "
-        f"{one.furthest_parameter(many, place + 1)}",
+        f"{single.furthest_parameter(many, index + 1)}",
     }
     fix = "look there for RANK, WORLD_SIZE and torch.distributed"
-    return Cause("unknown", f"{where[quantity]} (step {place + 1})", fix)
+    return Cause("unknown", f"{symptoms[quantity]} (step {index + 1})", fix)

@@ -1,4 +1,4 @@
-"""Runs for comparison: the same steps of one task on one device or on all, with something switched off."""
+"""Runs for comparison: the same steps of one task on one device or on all, with options switched off."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Variant:
     ``repeat`` distinguishes runs that should be equal.
     """
 
-    where: Literal["one", "many", "parts"] = "one"
+    layout: Literal["one", "many", "parts"] = "one"
     off: tuple[str, ...] = ()
     trace: str = "on"
     precision: str | None = None
     repeat: int = 0
 
     def describe(self, devices: int) -> str:
-        where = {"one": "1 device", "many": f"{devices} devices", "parts": f"1 device, {devices} parts in turn"}
-        words = [where[self.where], *(f"no {name}" for name in self.off)]
+        names = {"one": "1 device", "many": f"{devices} devices", "parts": f"1 device, {devices} parts in turn"}
+        words = [names[self.layout], *(f"no {name}" for name in self.off)]
         words += [f"samples {self.trace}"] if self.trace != "on" else []
         words += [f"precision {self.precision}"] if self.precision else []
         words += ["again"] if self.repeat else []
@@ -66,7 +66,7 @@ class Lab:
     """Runs variants of one training in ``folder`` and keeps their trajectories.
 
     ``plan`` is that of ``config``, which is complete, on the chosen devices; ``say`` is called with a description of
-    each run before it starts; ``notes`` are what the report says beside its verdict.
+    each run before it starts; ``notes`` are further lines of the report.
     """
 
     task: Task | type[Task] | str
@@ -92,9 +92,9 @@ class Lab:
         return self._done[variant][1]
 
     def compare(self, off: tuple[str, ...] = (), precision: str | None = None) -> Comparison:
-        """One device and several, without what is ``off``; see :meth:`run`."""
-        one, many = (self.run(Variant(where, off, precision=precision)) for where in ("one", "many"))
-        return Comparison(off, precision, one, many)
+        """Run one device and several, with the options ``off``; see :meth:`run`."""
+        single, many = (self.run(Variant(devices, off, precision=precision)) for devices in ("one", "many"))
+        return Comparison(off, precision, single, many)
 
     def resumed(self, variant: Variant) -> tuple[int, Trajectory] | None:
         """The run of ``variant``, resumed on one device from a checkpoint in mid-epoch; it is lost by that.
@@ -141,8 +141,10 @@ class Lab:
 
     def _settings(self, variant: Variant, path: Path) -> dict[str, Any]:
         """The user's settings with as few changes as possible; the plan's order and global batch stay."""
-        plan, given = self.plan, self.config.model_dump(mode="json", exclude_unset=True)
-        first, (every, keep) = max(0, plan.steps_per_epoch - self.steps // 2), self._saves()
+        plan = self.plan
+        user_settings = self.config.model_dump(mode="json", exclude_unset=True)
+        first = max(0, plan.steps_per_epoch - self.steps // 2)
+        (every, keep) = self._saves()
         changes: dict[str, Any] = {
             "save_dir": str(path),
             "training": {
@@ -176,9 +178,9 @@ class Lab:
                 "limit_eval_batches": self.eval_batches,
             },
         }
-        if variant.where != "many":
+        if variant.layout != "many":
             changes["hardware"] = self._one_device()
-        settings = merge(given, changes)
+        settings = merge(user_settings, changes)
         if variant.precision is not None:
             settings = merge(settings, {"hardware": {"precision": variant.precision, "matmul_precision": "highest"}})
         if isinstance(self.task, Task):
@@ -188,7 +190,7 @@ class Lab:
     def _batch(self, variant: Variant) -> dict[str, Any]:
         """One device takes the samples of all devices in one micro-batch, or part by part."""
         batch = self.plan.batch
-        if variant.where == "many":
+        if variant.layout == "many":
             return {}
-        share = batch.batch_size if variant.where == "parts" else -(-batch.global_batch // batch.accumulate)
+        share = batch.batch_size if variant.layout == "parts" else -(-batch.global_batch // batch.accumulate)
         return {"global_batch_size": batch.global_batch, "batch_size": share, "accumulate": 1}

@@ -18,13 +18,13 @@ from lockstep.verification.experiments import Comparison
 from lockstep.verification.trajectory import BUFFER, FACTOR, Floor, Gap
 
 Outcome = Literal["identical", "equal", "equal without dropout", "equal in float32", "not finite", "different"]
-#: From here on rounding has grown so much that a difference in meaning could hide in it.
+#: Rounding above this could hide a real difference.
 BLIND = 0.01
 
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """The verdict and the numbers behind it; printed, it is the report. ``comparison`` is the one that decided."""
+    """The verdict and its numbers; printed, it is the report. ``comparison``: the decisive one."""
 
     task: str
     devices: tuple[str, ...]
@@ -48,7 +48,7 @@ class VerifyReport:
 
     @property
     def same(self) -> bool:
-        """Whether the devices compute what one computes."""
+        """Whether several devices compute the same result as one."""
         return self.outcome not in {"different", "not finite"}
 
     @property
@@ -57,8 +57,10 @@ class VerifyReport:
 
     @property
     def verdict(self) -> str:
-        """The outcome in a sentence, with the numbers that decide."""
-        gap, devices, configured = self.comparison.gap, len(self.devices), self.as_configured["loss"].max(initial=0)
+        """The outcome in a sentence, with the decisive numbers."""
+        gap = self.comparison.gap
+        devices = len(self.devices)
+        configured = self.as_configured["loss"].max(initial=0)
         apart = (
             f"over {len(gap['loss'])} steps the losses of {devices} devices and one differ by at most "
             f"{gap['loss'].max(initial=0):.1e} (noise floor {self.floor['loss'].max(initial=0):.1e})"
@@ -68,7 +70,7 @@ class VerifyReport:
             f"equal bit for bit (sha256 {self.comparison.one.fingerprint[:12]}…)",
             "equal": f"EQUAL to rounding: {apart}",
             "equal without dropout": f"EQUAL to rounding without dropout: {apart}; with dropout by {configured:.1e}, "
-            "since in fast mode each rank draws its own masks (--reproducibility exact draws the same on any devices)",
+            "since in fast mode ranks draw different masks (--reproducibility exact draws the same on any devices)",
             "equal in float32": f"EQUAL to rounding in float32: {apart}; in the configured precision by "
             f"{configured:.1e}, whose rounding depends on how a batch is split",
             "not finite": "NOT COMPARABLE: the loss is not finite, on one device and on several",
@@ -76,23 +78,26 @@ class VerifyReport:
         return sentences.get(self.outcome) or f"DIFFERENT: {self._difference()}"
 
     def _difference(self) -> str:
-        one, many, gap, devices = self.comparison.one, self.comparison.many, self.comparison.gap, len(self.devices)
-        other = one.first_other_samples(many)
+        single = self.comparison.one
+        many = self.comparison.many
+        gap = self.comparison.gap
+        devices = len(self.devices)
+        other = single.first_other_samples(many)
         if other is not None:
             return f"from step {other} on the samples of {devices} devices are not those of one"
         if many.divergence is not None:
             return f"the {devices} ranks do not have the same weights and buffers"
         if self.causes[0].code == "resume":
             return f"{devices} devices and one agree, but a resumed run and a whole one do not"
-        quantity, place = self.floor.parting(gap) or ("weights", len(gap["loss"]) - 1)
-        since = f"from step {place + 1} on"
+        quantity, index = self.floor.parting(gap) or ("weights", len(gap["loss"]) - 1)
+        since = f"from step {index + 1} on"
         if quantity == "validation loss":
-            since = f"in validation {place + 1}"
+            since = f"in validation {index + 1}"
         elif quantity.startswith(BUFFER):
-            since = f"after step {one.merged[place + 1]}"
+            since = f"after step {single.merged[index + 1]}"
         return (
-            f"{since} the {quantity} of {devices} devices and one differs by {gap[quantity][place]:.1e} "
-            f"(noise floor {self.floor[quantity][place]:.1e})"
+            f"{since} the {quantity} of {devices} devices and one differs by {gap[quantity][index]:.1e} "
+            f"(noise floor {self.floor[quantity][index]:.1e})"
         )
 
     def raise_if_different(self) -> None:
@@ -103,9 +108,11 @@ class VerifyReport:
 
     def as_dict(self) -> dict[str, Any]:
         names = "task devices strategy reproducibility global_batch outcome same verdict"
-        one, many, gap = self.comparison.one, self.comparison.many, self.comparison.gap
-        columns = {"samples": one.samples, "loss_one": one.loss, "loss_many": many.loss, "lr": one.lr}
-        columns |= {"grad_norm_one": one.grad_norm, "grad_norm_many": many.grad_norm}
+        single = self.comparison.one
+        many = self.comparison.many
+        gap = self.comparison.gap
+        columns = {"samples": single.samples, "loss_one": single.loss, "loss_many": many.loss, "lr": single.lr}
+        columns |= {"grad_norm_one": single.grad_norm, "grad_norm_many": many.grad_norm}
         for name, quantity in (("loss", "loss"), ("grad_norm", "gradient norm"), ("weights", "weights")):
             columns |= {f"{name}_gap": gap[quantity], f"{name}_noise": self.floor[quantity]}
         return {
@@ -119,8 +126,8 @@ class VerifyReport:
                 {"step": index + 1, **{name: values[index].tolist() for name, values in columns.items()}}
                 for index in range(len(gap["loss"]))
             ],
-            "validation": [list(one.validation), list(many.validation)],
-            "weights_sha256": [one.fingerprint, many.fingerprint],
+            "validation": [list(single.validation), list(many.validation)],
+            "weights_sha256": [single.fingerprint, many.fingerprint],
         }
 
     def columns(self) -> list[str]:
@@ -128,31 +135,33 @@ class VerifyReport:
         return ["step", "samples", "loss, 1 device", many, "loss diff", "noise floor", "grad norm diff", "weights diff"]
 
     def rows(self) -> list[list[str]]:
-        gap, one, many = self.comparison.gap, self.comparison.one, self.comparison.many
+        gap = self.comparison.gap
+        single = self.comparison.one
+        many = self.comparison.many
         apart = gap["loss"], self.floor["loss"], gap["gradient norm"], gap["weights"]
         return [
             [
                 str(index + 1),
-                str(one.samples[index]),
-                *(f"{run.loss[index]:.6f}" for run in (one, many)),
+                str(single.samples[index]),
+                *(f"{run.loss[index]:.6f}" for run in (single, many)),
                 *(f"{values[index]:.1e}" for values in apart),
             ]
             for index in range(len(gap["loss"]))
         ]
 
     def findings(self) -> list[str]:
-        """The verdict first, then causes and notes, a line each."""
+        """Return the verdict, causes and notes, a line each."""
         lines = [self.verdict]
-        for place, cause in enumerate(self.causes):
-            lines.append(f"{'likely cause' if place == 0 else 'also'}: {cause.code}: {cause.what}")
+        for index, cause in enumerate(self.causes):
+            lines.append(f"{'likely cause' if index == 0 else 'also'}: {cause.code}: {cause.what}")
             lines.append(f"fix: {cause.fix}")
         return lines + [f"note: {note}" for note in self.notes]
 
 
 def print_report(report: VerifyReport, stream: TextIO) -> None:
     print_table(report.columns(), report.rows(), stream)
-    for one, many in zip(report.comparison.one.validation, report.comparison.many.validation, strict=False):
-        values = ", ".join(f"{name} {value:.6g} and {many[name]:.6g}" for name, value in one.items() if name in many)
+    for single, many in zip(report.comparison.one.validation, report.comparison.many.validation, strict=False):
+        values = ", ".join(f"{name} {value:.6g} and {many[name]:.6g}" for name, value in single.items() if name in many)
         if values:
             say(f"validation: {values}", stream)
     for line in report.findings():
@@ -160,7 +169,7 @@ def print_report(report: VerifyReport, stream: TextIO) -> None:
 
 
 def write_report(report: VerifyReport, folder: Path) -> list[Path]:
-    """``report.json``, ``report.md`` and, where matplotlib is installed, ``verify.png``; the files written.
+    """Write ``report.json``, ``report.md`` and, with matplotlib, ``verify.png``; returns the files.
 
     Raises:
         StorageError: it cannot be written.
@@ -181,7 +190,9 @@ def write_report(report: VerifyReport, folder: Path) -> list[Path]:
 def _plot(report: VerifyReport, file: Path) -> None:
     from matplotlib.figure import Figure
 
-    gap, floor, comparison = report.comparison.gap, report.floor, report.comparison
+    gap = report.comparison.gap
+    floor = report.floor
+    comparison = report.comparison
     steps = np.arange(1, len(gap["loss"]) + 1)
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -191,16 +202,20 @@ def _plot(report: VerifyReport, file: Path) -> None:
     above.legend()
     off = f" (without {', '.join(comparison.off)})" if comparison.off else ""
     above.set_title(f"{report.task}, {', '.join(report.devices)}{off}: {report.outcome}")
-    least = 1e-9  # zero has no place on a logarithmic axis
+    lower_limit = 1e-9  # zero has no place on a logarithmic axis
     allowed = FACTOR * floor["loss"][: len(steps)]
-    below.fill_between(steps, least, allowed, color="0.9", label=f"{FACTOR:g} × noise floor of the loss")
+    below.fill_between(steps, lower_limit, allowed, color="0.9", label=f"{FACTOR:g} × noise floor of the loss")
     for name in ("loss", "gradient norm", "weights"):
-        below.plot(steps, np.maximum(gap[name], least), marker=".", label=f"{name} difference")
+        below.plot(steps, np.maximum(gap[name], lower_limit), marker=".", label=f"{name} difference")
     if comparison.off:
         configured = report.as_configured["loss"][: len(steps)]
         below.plot(
-            steps, np.maximum(configured, least), color="0.5", linestyle=":", label="loss difference, as configured"
+            steps,
+            np.maximum(configured, lower_limit),
+            color="0.5",
+            linestyle=":",
+            label="loss difference, as configured",
         )
-    below.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(least, 2))
+    below.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(lower_limit, 2))
     below.legend(fontsize="small", ncols=2)
     save_figure(figure, file)

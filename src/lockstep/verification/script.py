@@ -23,9 +23,9 @@ from lockstep.telemetry.console import say
 from lockstep.verification.report import BLIND
 from lockstep.verification.trajectory import FACTOR, ROUNDING, Gap, floor_over, order_effect, relative
 
-#: By the ``debug.trace`` of another run on one device: what it is, and what it shows where not only rounding differs.
+#: By ``debug.trace`` of another run on one device: its description, and the meaning of a difference beyond rounding.
 _DEPENDS = (
-    "it depends on their order (on values kept from batch to batch, or drawn by place), so that run says nothing about "
+    "it depends on their order (on values kept from batch to batch, or drawn by place), so that run does not measure "
     "rounding"
 )
 _REPEATS = {
@@ -44,7 +44,8 @@ _ADVICE_FAST = (
     "dropout to 0 for this check, or\nadd --reproducibility exact, which gives every rank the draws of one device"
 )
 _ADVICE_EXACT = (
-    "what the body keeps\nfrom one batch to the next (a counter, a list, an average of weights) changes once a step: "
+    "values that the body keeps\nfrom one batch to the next (a counter, a list, an average of weights) change once a "
+    "step: "
     "`if session.step(...)`.\nThe body runs once for each lane, in another order and number on each rank"
 )
 _COLUMNS = ("loss", "grad_norm")
@@ -52,7 +53,7 @@ _COLUMNS = ("loss", "grad_norm")
 
 @dataclass(frozen=True)
 class ScriptReport:
-    """How far two runs of a script are apart, over the ``steps`` that both have taken.
+    """The differences between two runs of a script, over the ``steps`` that both have taken.
 
     ``differences`` are the largest relative ones of losses, gradient norms and weights; ``noise`` those between runs on
     one device that differ by rounding alone. ``first_step`` differs by more than ``factor`` times the noise until then.
@@ -97,19 +98,19 @@ class _Run(NamedTuple):
 
 
 def verify_script(
-    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, steps: int, say: Callable[[str], None]
+    path: Path, arguments: Sequence[str], overrides: Mapping[str, Any], *, steps: int, say: Callable[[str], None]
 ) -> ScriptReport:
-    """Run ``steps`` steps of a script on the first of the devices in ``given`` and on all, and compare.
+    """Run ``steps`` steps of a script on the first of the devices in ``overrides`` and on all, and compare.
 
-    What rounding alone changes is measured as for a task: on one device, again and with the samples of each
-    micro-batch in other orders. In exact mode it changes nothing, so the runs must be equal bit for bit.
+    The effect of rounding is measured as for a task: on one device, again and with the samples of each micro-batch in
+    other orders. In exact mode there is none, so the runs must be equal bit for bit.
     Raises :class:`LockstepError`: fewer than two devices, or a run failed.
     """
-    names = several_devices(given, "one device cannot differ from itself")
+    names = several_devices(overrides, "one device cannot differ from itself")
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
 
-        def run(devices: Sequence[str], trace: str, what: str) -> _Run:
-            say(f"{path.name} on {', '.join(devices)}{what}")
+        def run(devices: Sequence[str], trace: str, change: str) -> _Run:
+            say(f"{path.name} on {', '.join(devices)}{change}")
             changes = {
                 "hardware": {"selected_devices": devices},
                 "training": {"max_steps": steps},
@@ -118,28 +119,31 @@ def verify_script(
                 "debug": {"trace": trace},
                 "save_dir": tempfile.mkdtemp(dir=folder) + "/run",
             }
-            return _measured(run_script(path, arguments, merge(given, changes), needs_session=True)[0])
+            return _measured(run_script(path, arguments, merge(overrides, changes), needs_session=True)[0])
 
-        one, many = run(names[:1], "off", ""), run(names, "off", "")
-        gap, identical = _gap(one, many), _is_identical(one, many)
+        single = run(names[:1], "off", "")
+        many = run(names, "off", "")
+        gap = _gap(single, many)
+        identical = _is_identical(single, many)
         is_exact = many.reproducibility == "exact"
-        gaps, notes = list[Gap](), list[str]()
+        gaps = list[Gap]()
+        notes = list[str]()
         for trace, (change, reason) in {} if identical or is_exact else _REPEATS.items():
-            other = _gap(one, run(names[:1], trace, f", {change}"))
+            other = _gap(single, run(names[:1], trace, f", {change}"))
             effect = order_effect(other)
             if effect is None:
                 gaps.append(other)
             else:
                 notes.append(f"{change}, the loss of step {effect[0]} differs by {effect[1]:.1e}: {reason}")
-    least, factor = (0.0, 0.0) if is_exact else (ROUNDING, FACTOR)
-    floor = floor_over(gaps, {name: np.full(len(values), least) for name, values in gap.items()})
+    rounding, factor = (0.0, 0.0) if is_exact else (ROUNDING, FACTOR)
+    floor = floor_over(gaps, {name: np.full(len(values), rounding) for name, values in gap.items()})
     blind = np.flatnonzero(floor["loss"] * factor > BLIND)
     if blind.size:
-        notes.append(f"from step {int(blind[0]) + 1} on rounding errors have grown so far that the loss says little")
+        notes.append(f"from step {int(blind[0]) + 1} on rounding errors have grown too large to compare losses")
     parting = floor.parting(gap, factor)
     first = None if parting is None else parting[1] + 1
-    if first is None and (len(one.rows) != len(many.rows) or (is_exact and not identical)):
-        first = len(gap["loss"]) + (len(one.rows) != len(many.rows))
+    if first is None and (len(single.rows) != len(many.rows) or (is_exact and not identical)):
+        first = len(gap["loss"]) + (len(single.rows) != len(many.rows))
     differences, noise = ({name: float(v.max(initial=0)) for name, v in of.items()} for of in (gap, floor))
     return ScriptReport(
         path.name,
@@ -156,61 +160,62 @@ def verify_script(
 
 
 def _measured(run: RunDir) -> _Run:
-    store, tensors = CheckpointStore(run.checkpoints), dict[str, Tensor]()
+    store = CheckpointStore(run.checkpoints)
+    tensors = dict[str, Tensor]()
     step = store.step_of("last")
     if step is not None:
         saved = store.load(step)
 
-        def keep(value: Any, place: Place) -> None:
+        def keep(value: Any, path: Place) -> None:
             if isinstance(value, Tensor):
-                tensors["/".join(map(str, place))] = value
+                tensors["/".join(map(str, path))] = value
 
         walked({"model": saved.model, "registered": saved.trainer["task"]}, keep)
     return _Run(run.plan()["decisions"]["reproducibility"]["value"], run.steps(), tensors)
 
 
-def _is_identical(one: _Run, other: _Run) -> bool:
-    """Whether all steps and final tensors are equal bit for bit."""
+def _is_identical(first: _Run, second: _Run) -> bool:
+    """Return whether all steps and final tensors are equal bit for bit."""
     return (
-        repr(one.steps) == repr(other.steps)  # NaN equals itself here
-        and one.weights.keys() == other.weights.keys()
-        and all(_same_bits(value, other.weights[name]) for name, value in one.weights.items())
+        repr(first.steps) == repr(second.steps)  # NaN equals itself here
+        and first.weights.keys() == second.weights.keys()
+        and all(_same_bits(value, second.weights[name]) for name, value in first.weights.items())
     )
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return torch.equal(*(value.contiguous().flatten().view(torch.uint8) for value in (one, other)))
+    return torch.equal(*(value.contiguous().flatten().view(torch.uint8) for value in (first, second)))
 
 
-def _gap(one: _Run, other: _Run) -> Gap:
-    """Relative differences of each step; those of the weights, relative to their size, at the last one."""
-    steps = min(len(one.rows), len(other.rows))
+def _gap(first: _Run, second: _Run) -> Gap:
+    """Return relative differences of each step; those of the weights, relative to their size, at the last one."""
+    steps = min(len(first.rows), len(second.rows))
     columns = {
-        name: [np.array([row[name] for row in run.rows[:steps]], dtype=np.float64) for run in (one, other)]
+        name: [np.array([row[name] for row in run.rows[:steps]], dtype=np.float64) for run in (first, second)]
         for name in _COLUMNS
     }
     weights = np.zeros(steps)
-    weights[-1:] = _distance(one.weights, other.weights)
+    weights[-1:] = _distance(first.weights, second.weights)
     return {**{name: relative(*pair) for name, pair in columns.items()}, "weights": weights}
 
 
-def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The distance of floating-point tensors, relative to their size; infinite where the others are of another form."""
+def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """Return the distance of floating-point tensors, relative to their size; infinite for different shapes."""
     apart = scale = 0.0
-    for name, value in one.items():
+    for name, value in first.items():
         if not torch.is_floating_point(value):
             continue
-        if name not in other or other[name].shape != value.shape:
+        if name not in second or second[name].shape != value.shape:
             return math.inf
-        apart += (value.double() - other[name].double()).square().sum().item()
+        apart += (value.double() - second[name].double()).square().sum().item()
         scale += value.double().square().sum().item()
     return math.sqrt(apart / scale) if apart else 0.0
 
 
 def write_script_report(report: ScriptReport, folder: Path) -> list[Path]:
-    """``report.json`` in ``folder``. Raises :class:`StorageError`."""
+    """Write ``report.json`` to ``folder``. Raises :class:`StorageError`."""
     make_folders(folder)
     write_json(folder / "report.json", report.as_dict())
     return [folder / "report.json"]
@@ -220,10 +225,10 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     say(f"{report.script}, {report.steps} steps on {report.devices[0]} and on {', '.join(report.devices)}", stream)
     for name, value in report.differences.items():
         say(f"  {name:10s} largest relative difference {value:.1e} (noise floor {report.noise[name]:.1e})", stream)
-    where = f", from step {report.first_step} on" if report.first_step else ""
+    first_step = f", from step {report.first_step} on" if report.first_step else ""
     is_exact = report.reproducibility == "exact"
     limit = "exact mode: equal bit for bit" if is_exact else f"limit: {report.factor:g} × noise floor"
-    say(f"{report.verdict}{where} ({limit})", stream)
+    say(f"{report.verdict}{first_step} ({limit})", stream)
     for note in report.notes:
         say(note, stream)
     if report.exit_code:

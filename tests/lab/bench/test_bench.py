@@ -68,7 +68,7 @@ def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.Captu
 
 def test_comm_measures_every_operation_and_every_link() -> None:
     three = {"hardware": {"selected_devices": ["cpu"] * 3}}
-    report = bench_comm(three, most=4096)
+    report = bench_comm(three, max_bytes=4096)
     assert {row["operation"] for row in report.rows} == {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
     for row in report.rows:
         assert row["status"] == "ok"
@@ -169,7 +169,7 @@ def test_a_stop_before_the_ranks_start_and_soon_after(signum: int, delay_s: floa
         if not delay_s:
             timers[0].join()
 
-    report = bench_comm(TWO, most=1 << 24, say=stop)
+    report = bench_comm(TWO, max_bytes=1 << 24, say=stop)
     timers[0].join()
     assert report.partial
     assert report.exit_code == code
@@ -248,7 +248,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
     [
         (("step", "no-such-task"), "no-such-task"),
         (("step", TOY, "--devices", "gpu:7"), "gpu:7"),
-        (("step", TOY, "--devices", "cpu", "--precisions", "fp8"), "there is no precision fp8"),
+        (("step", TOY, "--devices", "cpu", "--precisions", "fp8"), "unknown precision: fp8"),
         (("step", TOY, "--devices", "cpu", "--steps", "1"), "show nothing"),
         (("scaling", TOY, "--devices", "cpu"), "nothing scales"),
         (("comm", "--devices", "cpu"), "there is only one rank"),
@@ -287,7 +287,7 @@ def test_a_report_that_cannot_be_written_is_printed(
 def test_ranks_from_outside_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="starts its own ranks"):
+    with pytest.raises(UsageError, match="starts the ranks itself"):
         Subject(Toy, ONE)
 
 

@@ -118,9 +118,7 @@ def test_the_proposal_lies_where_the_loss_falls(best: float) -> None:
     assert found.lr == min(found.steepest, found.tenth)
 
 
-@pytest.mark.parametrize(
-    ("own", "begins"), [(False, "use --lr 0.0"), (True, "make the task's own optimizer with lr=0.0")]
-)
+@pytest.mark.parametrize(("own", "begins"), [(False, "use --lr 0.0"), (True, "make the task's optimizer with lr=0.0")])
 def test_the_verdict_names_where_the_rate_is_set(own: bool, begins: str) -> None:
     report = BenchReport("lr", "toy", {"steps": 101, "global_batch": 32})
     rates, losses = curve(0.5)

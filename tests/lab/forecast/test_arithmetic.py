@@ -298,7 +298,7 @@ def test_other_amounts_are_refused(text: str) -> None:
 
 def test_a_strategy_without_an_estimate_is_refused() -> None:
     for name in ("pipeline", "dp"):
-        with pytest.raises(UsageError, match=f"no prediction for strategy {name}"):
+        with pytest.raises(UsageError, match=f"no forecast available for strategy {name}"):
             check_strategy(name, speed=True)
         assert check_strategy(name) == name
     with pytest.raises(UsageError, match="there is no strategy 'tp'"):

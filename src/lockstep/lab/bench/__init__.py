@@ -1,4 +1,4 @@
-"""Measured, not claimed: steps, input, communication, scaling, batch sizes and learning rates of a task."""
+"""Measure steps, input, communication, scaling, batch sizes and learning rates of a task."""
 
 from lockstep.lab.bench.profiler import PerformanceProfiler
 from lockstep.lab.bench.report import BenchReport, print_report, write_report

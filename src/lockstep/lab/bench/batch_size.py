@@ -12,20 +12,21 @@ from lockstep.lab.bench.timing import on_site
 from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Plan
 
-STEPS, WARM_UP = 4, 2
+STEPS = 4
+WARM_UP = 2
 #: The search ends when the gap is this share of the batch.
 RESOLUTION = 1 / 16
 #: Share of the largest batch that is proposed: memory use differs between batches.
 SAFETY = 0.9
 
 
-def next_batch(fits: int, fails: int | None, most: int) -> int | None:
-    """The batch to try next: twice the largest that fits, then between it and the smallest that does not, ``fails``."""
-    upper = fails if fails is not None else most + 1
+def next_batch(fits: int, fails: int | None, max_batch: int) -> int | None:
+    """Return the next batch: twice the largest that ``fits``, then between it and the smallest that ``fails``."""
+    upper = fails if fails is not None else max_batch + 1
     if fits + 1 >= upper:
         return None
     if fails is None:
-        return min(max(1, fits * 2), most)
+        return min(max(1, fits * 2), max_batch)
     if fits and fails - fits <= max(1, int(fits * RESOLUTION)):
         return None
     return (fits + fails) // 2
@@ -36,59 +37,60 @@ def bench_batch_size(
 ) -> BenchReport:
     """Find the largest batch size per device, up to ``max_batch``.
 
-    ``memory_limit``: bytes that each CPU rank may allocate beside what it has when it starts; on GPUs the device is the
-    limit.
+    ``memory_limit``: bytes that each CPU rank may allocate in addition to its memory at the start; a GPU's limit is its
+    memory.
     """
     base = subject.base
     devices = len(base.placement.devices)
     # Of a pipeline's micro-batches a device holds as many as there are devices, or with gpipe all of a step.
     accumulate = max(devices, base.plan.batch.accumulate) if base.plan.pipelined else 1
     available = max(1, base.plan.task.train_samples // (accumulate if base.plan.pipelined else devices))
-    most = min(available, max_batch or available)
+    upper_limit = min(available, max_batch or available)
     if memory_limit is not None and base.placement.accelerator == "gpu":
-        raise UsageError("--memory-limit is for CPU ranks", why="a GPU's limit is its own memory", fix="leave it out")
+        raise UsageError("--memory-limit is for CPU ranks", why="a GPU's memory is its limit", fix="leave it out")
     limit = memory_share(base.placement) if memory_limit is None else memory_limit
     settings = {
         "devices": list(base.placement.devices),
         "strategy": base.placement.strategy,
         "accumulate": accumulate,
-        "max_batch": most,
+        "max_batch": upper_limit,
         "memory_limit_mb": None if limit is None else limit / 1e6,
         "global_batch": base.plan.batch.global_batch,
     }
     report = BenchReport("batch-size", subject.name, settings)
     with report.kept():
-        _search(report, subject, min(base.plan.batch.batch_size, most), most, limit, say)
+        _search(report, subject, min(base.plan.batch.batch_size, upper_limit), upper_limit, limit, say)
     report.rows.sort(key=lambda row: row["batch_size"])
-    _conclude(report, subject, most)
+    _conclude(report, subject, upper_limit)
     return report
 
 
-def _search(report: BenchReport, subject: Subject, first: int, most: int, limit: int | None, say: Say) -> None:
-    """Trials until the search is over; each begins where the one before was ended."""
-    fits, fails = 0, None
+def _search(report: BenchReport, subject: Subject, first: int, upper_limit: int, limit: int | None, say: Say) -> None:
+    """Run trials until the search is over; each resumes the search of the previous one."""
+    fits = 0
+    fails = None
     candidate: int | None = first
     with new_trials() as trials:
         while candidate is not None:
             say(f"batch {candidate}" + (" and larger" if fails is None else f", below {fails}"))
             sizes = {"batch_size": candidate, "global_batch_size": None, "accumulate": report.settings["accumulate"]}
             case = subject.case({}, {"training": sizes}, steps=STEPS, warm_up=WARM_UP)
-            outcome = trials.run_case(search, case, candidate, fails, most, limit, task=subject.base.task)
+            outcome = trials.run_case(search, case, candidate, fails, upper_limit, limit, task=subject.base.task)
             report.rows += outcome.rows
             if outcome.ended in ("done", "stopped"):
                 break
             if outcome.rows:
                 fits = outcome.rows[-1]["batch_size"]
-                candidate = next_batch(fits, fails, most)
+                candidate = next_batch(fits, fails, upper_limit)
                 assert candidate is not None, "a trial that failed was trying something"
             report.rows.append({"batch_size": candidate, "status": outcome.ended, "reason": outcome.error})
             if outcome.ended == "failed":
                 break
             fails = candidate
-            candidate = next_batch(fits, fails, most)
+            candidate = next_batch(fits, fails, upper_limit)
 
 
-def search(rank: TrialRank, case: Case, candidate: int, fails: int | None, most: int, limit: int | None) -> None:
+def search(rank: TrialRank, case: Case, candidate: int, fails: int | None, upper_limit: int, limit: int | None) -> None:
     """On a rank: try one batch after the other until the search is over or this process is."""
     with on_site(rank, case.config, case.plan) as site:
         if limit is not None:
@@ -99,7 +101,7 @@ def search(rank: TrialRank, case: Case, candidate: int, fails: int | None, most:
             rank.report(
                 {"batch_size": size, "status": "ok", **{key: row[key] for key in ("memory_mb", "samples_per_s")}}
             )
-            size = next_batch(size, fails, most)
+            size = next_batch(size, fails, upper_limit)
 
 
 def _with_batch(plan: Plan, size: int) -> Plan:
@@ -110,24 +112,27 @@ def _with_batch(plan: Plan, size: int) -> Plan:
     return plan.model_copy(update={"batch": batch, "epochs": plan.total_steps, "pre_scale": pre_scale})
 
 
-def _conclude(report: BenchReport, subject: Subject, most: int) -> None:
+def _conclude(report: BenchReport, subject: Subject, upper_limit: int) -> None:
     by_status: dict[str, list[int]] = {}
     for row in report.rows:
         by_status.setdefault(row["status"], []).append(row["batch_size"])
         if row["status"] == "failed":
             report.notes.append(f"batch {row['batch_size']} failed for another reason: {row['reason']}")
-    largest, too_large, early = by_status.get("ok"), by_status.get("out of memory"), "failed" in by_status
+    largest = by_status.get("ok")
+    too_large = by_status.get("out of memory")
+    early = "failed" in by_status
     early |= report.partial
     if not largest:
         advice = "no batch fits: use a smaller model, or devices with more memory"
         report.verdict = "nothing could be measured" if early else advice
         return
-    limit = "the search ended early" if early else f"{most} was the limit of the search"
+    limit = "the search ended early" if early else f"{upper_limit} was the limit of the search"
     limit = f"{too_large[0]} is too large" if too_large else limit
-    # The training's own tail: a wanted batch may be larger than the data set, which `drop`, as in trials, refuses.
+    # The tail of the training, since the global batch may be larger than the data set, which `drop` refuses.
     proposed = max(1, int(largest[-1] * SAFETY)) if too_large else largest[-1]
-    wanted, tail = subject.base.plan.batch.global_batch, subject.base.config.training.tail
-    sizes = {"batch_size": proposed, "global_batch_size": wanted, "accumulate": 1, "tail": tail}
+    global_batch = subject.base.plan.batch.global_batch
+    tail = subject.base.config.training.tail
+    sizes = {"batch_size": proposed, "global_batch_size": global_batch, "accumulate": 1, "tail": tail}
     batch = subject.prepared({"training": sizes}).plan.batch
     report.extra = {
         "largest": largest[-1],
@@ -139,7 +144,7 @@ def _conclude(report: BenchReport, subject: Subject, most: int) -> None:
     }
     report.verdict = (
         f"the largest batch per device is {largest[-1]}; {limit}. "
-        f"For a global batch of {wanted}: batch size {batch.batch_size} × {many(batch.accumulate, 'micro-batch')} on "
-        f"{many(len(report.settings['devices']), 'device')}: "
-        f"--global-batch-size {wanted} --batch-size {batch.batch_size}"
+        f"For a global batch of {global_batch}: batch size {batch.batch_size} × "
+        f"{many(batch.accumulate, 'micro-batch')} on {many(len(report.settings['devices']), 'device')}: "
+        f"--global-batch-size {global_batch} --batch-size {batch.batch_size}"
     )

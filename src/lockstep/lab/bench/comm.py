@@ -1,4 +1,4 @@
-"""``bench comm``: what collectives and links between the chosen devices can do."""
+"""``bench comm``: speed of collectives and of links between the chosen devices."""
 
 from __future__ import annotations
 
@@ -28,25 +28,28 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 #: A link with less than this share of the upper quartile of all bandwidths is slow.
 SLOW_LINK = 0.6
 #: Repetitions of each message: as many as fit into :data:`BUDGET_S`, within these.
-LEAST, MOST, BUDGET_S = 5, 100, 0.5
+LEAST = 5
+MOST = 100
+BUDGET_S = 0.5
 WARM_UP = 3
 #: torch 2.13 renamed them.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: Messages of the ping-pong between two ranks.
-LINK_BYTES, ROUND_TRIPS = 4 << 20, 10
+LINK_BYTES = 4 << 20
+ROUND_TRIPS = 10
 
 
-def bench_comm(given: Mapping[str, Any], *, most: int = 64 << 20, say: Say = lambda line: None) -> BenchReport:
-    """Measure all-reduce, all-gather, reduce-scatter and broadcast, with messages of up to ``most`` bytes."""
-    config = resolve({name: given[name] for name in ("hardware", "distributed", "runs_dir") if name in given})
+def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: Say = lambda line: None) -> BenchReport:
+    """Measure all-reduce, all-gather, reduce-scatter and broadcast, with messages of up to ``max_bytes``."""
+    config = resolve({name: overrides[name] for name in ("hardware", "distributed", "runs_dir") if name in overrides})
     placement = place(config, World())
     if placement.world_size < 2:
         fix = "name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu"
         raise UsageError(f"there is only one rank, and so no communication ({', '.join(placement.devices)})", fix=fix)
-    if most < 4096:
+    if max_bytes < 4096:
         raise UsageError("--max-mb is too small to fit a line through two message sizes", fix="use --max-mb 1 or more")
-    sizes = message_sizes(most)
+    sizes = message_sizes(max_bytes)
     settings = {
         "devices": list(placement.devices),
         "ranks": placement.world_size,
@@ -67,7 +70,8 @@ def bench_comm(given: Mapping[str, Any], *, most: int = 64 << 20, say: Say = lam
 
 
 def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
-    devices, backend = report.settings["devices"], report.settings["backend"]
+    devices = report.settings["devices"]
+    backend = report.settings["backend"]
     fits: dict[str, Fit] = {}
     for operation in OPERATIONS:
         rows = [row for row in report.rows if row["operation"] == operation and row["status"] == "ok"]
@@ -75,8 +79,8 @@ def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
             fits[operation] = fit_alpha_beta([row["bytes"] for row in rows], [row["latency_us"] / 1e6 for row in rows])
         elif any(row["operation"] == operation for row in report.rows):
             report.notes.append(f"{operation} is not available over {backend}")
-    known = {name: {"ranks": len(devices), **fit._asdict()} for name, fit in fits.items()}
-    report.extra = {"fits": known, "links": list(links)}
+    fit_rows = {name: {"ranks": len(devices), **fit._asdict()} for name, fit in fits.items()}
+    report.extra = {"fits": fit_rows, "links": list(links)}
     report.verdict = "too little was measured"
     if fit := fits.get("all_reduce"):
         best = max(row["bus_gb_s"] for row in report.rows if row["operation"] == "all_reduce")
@@ -91,15 +95,17 @@ def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
         f"rank {rank} ({devices[rank]}) is slow: all its links are slower than the others" for rank in culprits
     ]
     report.notes += [
-        f"the link between ranks {one} and {other} is slow: {bandwidths[one, other]:.3g} GB/s" for one, other in slow
+        f"the link between ranks {sender} and {receiver} is slow: {bandwidths[sender, receiver]:.3g} GB/s"
+        for sender, receiver in slow
     ]
     if bandwidths and not culprits and not slow and not report.partial:
-        least, most = min(bandwidths.values()), max(bandwidths.values())
-        report.notes.append(f"no slow link: {least:.3g} to {most:.3g} GB/s between any two ranks")
+        slowest = min(bandwidths.values())
+        fastest = max(bandwidths.values())
+        report.notes.append(f"no slow link: {slowest:.3g} to {fastest:.3g} GB/s between any two ranks")
 
 
 def measure_comm(rank: TrialRank, placement: Placement, sizes: Sequence[int]) -> None:
-    """On a rank: every operation with every size, then each pair of ranks separately."""
+    """Measure as one rank: every operation with every size, then each pair of ranks separately."""
     world = rank.world
     device = rank_device(placement.devices, world)
     if device.type == "cuda":
@@ -110,20 +116,21 @@ def measure_comm(rank: TrialRank, placement: Placement, sizes: Sequence[int]) ->
             rank.check()
             rank.report({"operation": operation, **measure_message(team.collectives, operation, size, device)})
         if world.size > 2:
-            for one, other in itertools.combinations(range(world.size), 2):
+            for sender, receiver in itertools.combinations(range(world.size), 2):
                 rank.check()
-                rank.report(_link(team.collectives, one, other, device))
+                rank.report(_link(team.collectives, sender, receiver, device))
 
 
 def measure_message(collectives: Collectives, operation: str, size: int, device: torch.device) -> dict[str, Any]:
     ranks = collectives.size
     part = max(1, size // 4 // ranks)
     exact = part * ranks * 4  # every rank's part is equally large
-    whole, own = torch.zeros(part * ranks, device=device), torch.zeros(part, device=device)
+    whole = torch.zeros(part * ranks, device=device)
+    shard = torch.zeros(part, device=device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: _ALL_GATHER(whole, own),
-        "reduce_scatter": lambda: _REDUCE_SCATTER(own, whole),
+        "all_gather": lambda: _ALL_GATHER(whole, shard),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(shard, whole),
         "broadcast": lambda: dist.broadcast(whole, src=0),
     }
     try:
@@ -143,7 +150,7 @@ def measure_message(collectives: Collectives, operation: str, size: int, device:
 
 
 def call_time(collectives: Collectives, call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call: the slowest rank's median, each call begun together."""
+    """Return the seconds of one call: the slowest rank's median, with a barrier before each call."""
 
     def once() -> float:
         finish(device)
@@ -158,27 +165,27 @@ def call_time(collectives: Collectives, call: Callable[[], Any], device: torch.d
     return max(collectives.all_gather(statistics.median(once() for _ in range(repeats))))
 
 
-def _link(collectives: Collectives, one: int, other: int, device: torch.device) -> dict[str, Any]:
-    """Ping-pong between two ranks while the others wait; half of the quickest round trip counts."""
+def _link(collectives: Collectives, first: int, second: int, device: torch.device) -> dict[str, Any]:
+    """Send a message between two ranks and back while the others wait; count half of the fastest round trip."""
     message = torch.zeros(LINK_BYTES // 4, device=wire_device(device, None))
     times = []
-    if collectives.rank in (one, other):
+    if collectives.rank in (first, second):
         for _ in range(ROUND_TRIPS):
             started = time.perf_counter()
-            if collectives.rank == one:
-                dist.send(message, dst=other)
-                dist.recv(message, src=other)
+            if collectives.rank == first:
+                dist.send(message, dst=second)
+                dist.recv(message, src=second)
             else:
-                dist.recv(message, src=one)
-                dist.send(message, dst=one)
+                dist.recv(message, src=first)
+                dist.send(message, dst=first)
             finish(device)
             times.append((time.perf_counter() - started) / 2)
     quickest = collectives.all_gather(min(times, default=0.0))
-    return {"link": [one, other], "bytes": LINK_BYTES, "gb_s": LINK_BYTES / quickest[one] / 1e9}
+    return {"link": [first, second], "bytes": LINK_BYTES, "gb_s": LINK_BYTES / quickest[first] / 1e9}
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: what travels over each rank's line for a byte of the whole message.
+    """Return bus bandwidth over algorithm bandwidth: bytes on each rank's line for a byte of the whole message.
 
     Source: nccl-tests, doc/PERFORMANCE.md.
     """
@@ -198,16 +205,17 @@ class Fit(NamedTuple):
 
 
 def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """The α–β model (Hockney 1994, https://doi.org/10.1016/S0167-8191(06)80021-9) that fits best, none negative.
+    """Fit the α–β model (Hockney 1994, https://doi.org/10.1016/S0167-8191(06)80021-9) with neither negative.
 
     Least squares of *relative* errors, since sizes span orders of magnitude: each equation is divided by its time.
     """
-    s, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    s = np.asarray(sizes, dtype=float)
+    t = np.asarray(seconds, dtype=float)
     scale = s.max()
     rows = np.stack([1 / t, s / scale / t], axis=1)
     alpha, beta = np.linalg.lstsq(rows, np.ones_like(t), rcond=None)[0]
     if alpha < 0 or beta < 0:
-        # The least on the border of the allowed region: one of the two is nought.
+        # The minimum on the border of the allowed region: one of the two is zero.
         column = 1 if alpha < 0 else 0
         only = float(rows[:, column].sum() / (rows[:, column] ** 2).sum())
         alpha, beta = (0.0, only) if column else (only, 0.0)
@@ -217,7 +225,7 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 def slow_links(bandwidths: Mapping[tuple[int, int], float]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ranks all of whose links are slow, and slow links between other ranks."""
+    """Return ranks with slow links only, and slow links between other ranks."""
     if len(bandwidths) < 3:
         return [], []  # with two ranks there is nothing to compare
     # One slow rank of three or four makes half of the links slow or more, so the median says little.
@@ -229,6 +237,6 @@ def slow_links(bandwidths: Mapping[tuple[int, int], float]) -> tuple[list[int], 
     return culprits, rest
 
 
-def message_sizes(most: int) -> list[int]:
-    """Bytes: 1 KB, then times 4, up to ``most``."""
-    return [4**power for power in range(5, most.bit_length()) if 4**power <= most]
+def message_sizes(max_bytes: int) -> list[int]:
+    """Return sizes in bytes: 1 KB, then times 4, up to ``max_bytes``."""
+    return [4**power for power in range(5, max_bytes.bit_length()) if 4**power <= max_bytes]

@@ -1,4 +1,4 @@
-"""``bench loader``: how fast the data comes with 0, 1, 2, … workers, against what the training step needs."""
+"""``bench loader``: loading rate with 0, 1, 2, … workers, against the demand of the training step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Plan
 from lockstep.planning.loader import CLOSE, recommend, worker_counts
 
-WARM_UP, STEPS = 3, 12
+WARM_UP = 3
+STEPS = 12
 #: More epochs than a measurement reads.
 EPOCHS = 100_000
 
@@ -36,10 +37,11 @@ def bench_loader(
     base = subject.base
     ranks = base.placement.world_size
     counts = list(workers) if workers is not None else worker_counts(max(1, usable_cores() // ranks))
-    planned, samples = base.plan.batch.batch_size, base.plan.task.train_samples
-    one = {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}
+    planned = base.plan.batch.batch_size
+    samples = base.plan.task.train_samples
+    first_device = {"selected_devices": [base.placement.devices[0]], "strategy": "auto"}
     sizes = {"batch_size": min(planned, samples), "global_batch_size": None, "accumulate": 1}
-    step = subject.case({}, {"hardware": one, "training": sizes}, steps=STEPS, warm_up=WARM_UP)
+    step = subject.case({}, {"hardware": first_device, "training": sizes}, steps=STEPS, warm_up=WARM_UP)
     settings = {
         "device": base.placement.devices[0],
         "ranks": ranks,
@@ -67,7 +69,7 @@ def bench_loader(
 
 
 def conclude(report: BenchReport, demand: float | None) -> None:
-    """The verdict; ``demand``: samples per second that the step would take if it never waited, if that was measured."""
+    """Write the verdict; ``demand``: samples per second of a step that never waits; ``None``: not measured."""
     measured = {row["num_workers"]: row for row in report.rows if row["status"] == "ok"}
     if not measured or demand is None:
         report.verdict = "nothing could be measured"
@@ -82,28 +84,26 @@ def conclude(report: BenchReport, demand: float | None) -> None:
     load_ms, transfer_ms = (measured[advice.num_workers][name] for name in ("load_ms", "transfer_ms"))
     if transfer_ms is None:
         return
-    step_ms, pinned = report.settings["batch_size"] / demand * 1e3, report.settings["pin_memory"]
-    found = report.extra["holds_up"] = holds_up(load_ms, transfer_ms, step_ms)
+    step_ms = report.settings["batch_size"] / demand * 1e3
+    pinned = report.settings["pin_memory"]
+    bottleneck = report.extra["holds_up"] = holds_up(load_ms, transfer_ms, step_ms)
     times = f"a batch takes {load_ms:.3g} ms to load and {transfer_ms:.3g} ms to the GPU, a step {step_ms:.3g} ms"
-    if found == "transfer":
+    if bottleneck == "transfer":
         fix = "smaller types that become floats on the GPU" if pinned else "--set data.pin_memory=true"
         report.verdict = f"the transfer holds the step up ({times}): {fix}. For loading, {report.verdict}"
     else:
-        report.notes.append(f"{times}: {'loading' if found == 'load' else 'neither'} holds the step up")
+        report.notes.append(f"{times}: {'loading' if bottleneck == 'load' else 'neither'} holds the step up")
 
 
 def holds_up(load_ms: float, transfer_ms: float, step_ms: float) -> Literal["load", "transfer", "compute"]:
-    """What a step waits for, if each batch takes so long to load and to bring to the GPU, both beside the step before.
-
-    Where the transfer is slower than the computing, a step takes as long as the transfer.
-    """
+    """Return the bottleneck of a step: loading and transfer of a batch both run during the step before."""
     if load_ms > max(step_ms, transfer_ms):
         return "load"
     return "transfer" if transfer_ms >= CLOSE * step_ms else "compute"
 
 
 def measure_loader(rank: TrialRank, step: Case, counts: Sequence[int], seconds: float) -> None:
-    """On a rank: first what the step needs, then the rate of each number of workers."""
+    """Measure as one rank: first the demand of the step, then the rate of each number of workers."""
     with on_site(rank, step.config, step.plan) as site:
         row = measure(site, step)
         needed = row["mean_ms"] - row["parts_ms"]["data"]
@@ -117,20 +117,25 @@ def measure_loader(rank: TrialRank, step: Case, counts: Sequence[int], seconds: 
 def loading_rate(
     source: Source, plan: Plan, workers: int, seconds: float, *, device: torch.device, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Load the batches of a single rank for about ``seconds``, after the first one, whose workers have to start."""
-    how = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0})
+    """Load the batches of a single rank for about ``seconds``, after the first batch, which waits for the workers."""
+    loader_plan = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0})
     walks = (chain.from_iterable(window.requests for window in walk(plan, World())) for _ in range(2))
-    loader = make_loader(source, next(walks), how, 0, largest=plan.batch.batch_size)
-    first, samples, loaded, transfers = 0.0, 0, 0, list[float]()
+    loader = make_loader(source, next(walks), loader_plan, 0, largest=plan.batch.batch_size)
+    first = 0.0
+    samples = 0
+    loaded = 0
+    transfers = list[float]()
     started = now = time.perf_counter()
     with contextlib.closing(loader):
         for batch, request in zip(loader, next(walks), strict=False):
             check()
             now = time.perf_counter()
             if not first:
-                first, started = now - started, now
+                first = now - started
+                started = now
                 continue
-            samples, loaded = samples + request.size, loaded + 1
+            samples = samples + request.size
+            loaded = loaded + 1
             if loaded <= 10 and device.type == "cuda":
                 transfers.append(_transfer(batch, device))
             if now - started > seconds:
@@ -147,7 +152,7 @@ def loading_rate(
 
 
 def _transfer(batch: Any, device: torch.device) -> float:
-    """Seconds to bring a batch to a GPU."""
+    """Return the seconds of a batch's transfer to a GPU."""
     finish(device)
     started = time.perf_counter()
     to_device(batch, device)

@@ -1,7 +1,7 @@
 """``bench lr``: the learning-rate range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3).
 
 The rate grows exponentially from step to step until the loss diverges. The trial has the seed and data order of the
-run, and nothing of it is kept.
+run, and its weights are not saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.lab.bench.timing import Stopwatch, on_site, training
 from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Schedule
 
-#: Weight of the past in the smoothed loss, which so remembers :data:`MEMORY` losses; with fewer it is noise.
+#: Weight of the past in the smoothed loss, an average of about :data:`MEMORY` losses; with fewer it is noise.
 SMOOTHING = 0.9
 MEMORY = round(1 / (1 - SMOOTHING))
 #: The test ends when the smoothed loss is this many times its best, after :data:`LEAST_STEPS`.
@@ -26,8 +26,9 @@ DIVERGED = 4.0
 LEAST_STEPS = 10
 #: A fall of the smoothed loss counts when it is more than ``FALL + FALL_OF_FEW / n`` times the scatter of the n losses
 #: before: of 20,000 curves of noise alone, each cut at all lengths from 12 to 200, none falls so far. The second part
-#: is for few losses, which say little of their own scatter: five of them may be alike by chance.
-FALL, FALL_OF_FEW = 2.5, 50.0
+#: is for few losses, whose scatter is uncertain: five of them may be alike by chance.
+FALL = 2.5
+FALL_OF_FEW = 50.0
 #: A slope is that of a line through this share of the points, on both sides.
 WINDOW = 1 / 20
 
@@ -43,10 +44,11 @@ class Ramp(Schedule):
 
 
 class Smoothed:
-    """A running mean that forgets, with the start's bias taken out (Kingma and Ba 2015, section 3)."""
+    """An exponential moving average without the bias of its start (Kingma and Ba 2015, section 3)."""
 
     def __init__(self) -> None:
-        self._value, self._count = 0.0, 0
+        self._value = 0.0
+        self._count = 0
 
     def add(self, value: float) -> float:
         self._count += 1
@@ -72,8 +74,9 @@ def bench_lr(
     if not 0 < first < last:
         raise UsageError(f"the rate cannot grow from {first:g} to {last:g}", fix="use --min-lr 1e-6 --max-lr 10")
     base = subject.base
-    wanted, samples = base.plan.batch.global_batch, base.plan.task.train_samples
-    few: dict[str, Any] = {"training": {"global_batch_size": samples}} if samples < wanted else {}
+    global_batch = base.plan.batch.global_batch
+    samples = base.plan.task.train_samples
+    few: dict[str, Any] = {"training": {"global_batch_size": samples}} if samples < global_batch else {}
     case = subject.case({}, few, steps=steps - 1, warm_up=1)
     settings = {
         "devices": list(base.placement.devices),
@@ -93,15 +96,16 @@ def bench_lr(
             report.notes.append(f"the ranks failed: {outcome.error}")
     conclude(report, own_optimizer=case.plan.task.optimizer_lr is not None)
     if few:
-        report.notes.append(f"the data set has only {samples} samples for a global batch of {wanted}")
+        report.notes.append(f"the data set has only {samples} samples for a global batch of {global_batch}")
     return report
 
 
 def sweep(rank: TrialRank, case: Case, first: float, last: float) -> None:
-    """On a rank: one step for each rate; a row for each, until the loss diverges."""
+    """Train as one rank: one step and one row for each rate, until the loss diverges."""
     plan = case.plan
     ramp = Ramp(**{**plan.schedule.model_dump(), "offset": 0, "total_steps": plan.total_steps}, first=first, last=last)
-    smooth, best = Smoothed(), math.inf
+    smooth = Smoothed()
+    best = math.inf
     with on_site(rank, case.config, plan) as site:
         watch = Stopwatch(site.device)
         with training(site, case.config, plan.model_copy(update={"schedule": ramp}), watch) as (_, steps):
@@ -122,48 +126,48 @@ def has_diverged(smoothed: float, best: float, step: int) -> bool:
 
 
 def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> Proposal | None:
-    """The rate to train with: where the smoothed loss falls fastest per factor of the rate, before its least.
+    """Propose the rate at which the smoothed loss falls fastest per factor of the rate, before its minimum.
 
-    Not more than a tenth of the rate with the least loss, from which on the loss grows. ``None`` where the loss
-    falls no further than noise does.
+    At most a tenth of the rate with the lowest loss, since the loss grows beyond it. ``None``: the loss falls no
+    further than noise.
     """
     first = min(MEMORY, len(rates) // 4)
     half = max(1, int(len(rates) * WINDOW))
-    places = range(first + half, len(rates) - half)
-    if not places:
+    indices = range(first + half, len(rates) - half)
+    if not indices:
         return None
-    least = min(range(first, len(rates)), key=smoothed.__getitem__)
-    # By what neighbouring losses differ. Outliers count: the smoothed loss falls after one, too.
-    scatter = float(np.std(np.diff(losses[: least + 1]))) / math.sqrt(2) if least else math.inf
-    if max(smoothed[first : least + 1]) - smoothed[least] <= (FALL + FALL_OF_FEW / max(1, least)) * scatter:
+    lowest = min(range(first, len(rates)), key=smoothed.__getitem__)
+    # Differences of neighbouring losses. Outliers count: the smoothed loss falls after one, too.
+    scatter = float(np.std(np.diff(losses[: lowest + 1]))) / math.sqrt(2) if lowest else math.inf
+    if max(smoothed[first : lowest + 1]) - smoothed[lowest] <= (FALL + FALL_OF_FEW / max(1, lowest)) * scatter:
         return None
     logs = np.log(rates)
-    windows = {place: slice(place - half, place + half + 1) for place in places if place <= max(least, places[0])}
-    slopes = {place: np.polyfit(logs[span], smoothed[span], 1)[0] for place, span in windows.items()}
+    windows = {index: slice(index - half, index + half + 1) for index in indices if index <= max(lowest, indices[0])}
+    slopes = {index: np.polyfit(logs[span], smoothed[span], 1)[0] for index, span in windows.items()}
     steepest = rates[min(slopes, key=slopes.__getitem__)]
-    tenth = rates[least] / 10
+    tenth = rates[lowest] / 10
     if steepest <= tenth:
         return Proposal(steepest, steepest, tenth, "there the loss falls fastest")
-    return Proposal(tenth, steepest, tenth, f"a tenth of {rates[least]:.2g}, where the loss is least")
+    return Proposal(tenth, steepest, tenth, f"a tenth of {rates[lowest]:.2g}, where the loss is least")
 
 
 def conclude(report: BenchReport, *, own_optimizer: bool) -> None:
-    """The verdict, from the rows. ``own_optimizer``: the task makes one, which ``--lr`` does not reach."""
+    """Write the verdict. ``own_optimizer``: the task makes the optimizer, so ``--lr`` has no effect."""
     rows: list[dict[str, Any]] = report.rows
     if len(rows) < LEAST_STEPS or report.notes:  # a note says that it was stopped, or has failed
         report.verdict = "no proposal: too little was measured"
         return
     rates, losses, smoothed = ([row[name] for row in rows] for name in ("lr", "loss", "smoothed"))
-    found = propose(rates, losses, smoothed)
-    if found is None:
+    proposal = propose(rates, losses, smoothed)
+    if proposal is None:
         report.verdict = "no proposal: at every rate tried, the loss decreases by less than its noise"
         report.notes.append("use more --steps, a larger batch, or another range of rates")
         return
-    report.extra = {"proposal": found._asdict()}
-    use = f"make the task's own optimizer with lr={found.lr:.2g}" if own_optimizer else f"use --lr {found.lr:.2g}"
-    report.verdict = f"{use}: {found.reason}"
+    report.extra = {"proposal": proposal._asdict()}
+    use = f"make the task's optimizer with lr={proposal.lr:.2g}" if own_optimizer else f"use --lr {proposal.lr:.2g}"
+    report.verdict = f"{use}: {proposal.reason}"
     report.notes.append(
-        f"steepest descent at {found.steepest:.2g}; a tenth of the rate with the least loss is {found.tenth:.2g}"
+        f"steepest descent at {proposal.steepest:.2g}; a tenth of the rate with the least loss is {proposal.tenth:.2g}"
     )
     if len(rows) < report.settings["steps"]:
         report.notes.append(f"the loss diverged at {rows[-1]['lr']:.2g}, after {len(rows)} steps")

@@ -1,4 +1,4 @@
-"""On the ranks: take real training steps, and say where their time and memory went."""
+"""Take real training steps on the ranks, and measure their time and memory."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ from lockstep.planning import Plan
 
 #: Samples whose floating-point operations are counted.
 COUNTED = 8
-#: A rank whose own work takes this many times the median of the ranks is called slow.
+#: A rank is slow if its work takes this many times the median of the ranks.
 SLOW = 1.25
 #: This share of the fastest and of the slowest steps is left out of the parts: a hiccup is not the rule.
 TRIM = 0.1
 #: Share of a machine's free memory that the ranks of a trial on its CPU may take together.
 CPU_SHARE = 0.8
-#: What an NVML reading of the utilisation may span, seconds (nvmlUtilization_t: a sixth of a second to one).
+#: Maximum period of an NVML reading of the utilisation, seconds (nvmlUtilization_t: a sixth of a second to one).
 NVML_WINDOW_S = 1.0
 
 Steps = Sequence[Mapping[str, float]]
 
 
 def measure_cases(
-    rank: TrialRank, first: Case, others: Sequence[Case], memory_limit: int | None, counts_flops: bool
+    rank: TrialRank, first: Case, further_cases: Sequence[Case], memory_limit: int | None, counts_flops: bool
 ) -> None:
     with on_site(rank, first.config, first.plan) as site:
         flops, note = count_flops(site, first.plan) if counts_flops else (None, "not counted")
         if memory_limit is not None:
             limit_memory(memory_limit)
-        for case in (first, *others):
+        for case in (first, *further_cases):
             row = measure(site, case)
             per_step = None if flops is None else flops * case.plan.batch.global_batch
             rank.report({**case.label, **row, "flops_per_step": per_step, "flops_note": note})
 
 
 def measure(site: Site, case: Case) -> dict[str, Any]:
-    """Time and memory of the steps of ``case``; the same on every rank."""
-    plan, watch = case.plan, Stopwatch(site.device)
+    """Measure time and memory of the steps of ``case``; the result is the same on every rank."""
+    plan = case.plan
+    watch = Stopwatch(site.device)
     devices = _own_devices(plan, site.device)
     gpus = SystemSource([f"gpu:{device.index}" for device in devices if device.type == "cuda"])
     reset_peak_memory(devices)
@@ -95,16 +96,16 @@ def measure(site: Site, case: Case) -> dict[str, Any]:
 
 
 def _own_devices(plan: Plan, device: torch.device) -> list[torch.device]:
-    """The devices that this rank computes on: one, or all where it is the only rank (dp)."""
+    """Return the devices of this rank: one, or all of them in a single process (dp)."""
     if plan.world_size > 1:
         return [device]
     return [rank_device([name], World()) for name in dict.fromkeys(plan.placement["devices"])]
 
 
 def _watch_last_gradient(model: nn.Module, watch: Stopwatch) -> Callable[[], None]:
-    """With the last gradient that a rank computes, ``communication`` begins: what of it no computation hides.
+    """Begin ``communication`` with the last gradient that a rank computes, since no computation hides it any more.
 
-    Which parameter is the last one is learned in the first steps. The result is called then: only that one is watched.
+    The first steps show which parameter is the last. Call the result after them, to watch that parameter only.
     """
     last: list[Tensor] = []
 
@@ -123,7 +124,7 @@ def _watch_last_gradient(model: nn.Module, watch: Stopwatch) -> Callable[[], Non
 
 
 def reset_peak_memory(devices: Sequence[torch.device]) -> None:
-    """:func:`peak_memory` counts from now on."""
+    """Start counting for :func:`peak_memory`."""
     if devices[0].type == "cuda":
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
@@ -132,10 +133,10 @@ def reset_peak_memory(devices: Sequence[torch.device]) -> None:
 
 
 def peak_memory(devices: Sequence[torch.device]) -> list[int]:
-    """The most bytes that this rank has held, for each of its devices.
+    """Return the largest number of bytes in use since :func:`reset_peak_memory`, for each device of this rank.
 
-    On a GPU what torch's allocator gave out; on a CPU the process's resident memory, where Linux lets the peak be
-    reset (proc(5), ``clear_refs``, value 5; ``VmHWM``).
+    On a GPU: memory of torch's allocator; on a CPU: the process's resident memory, whose peak Linux can reset (proc(5),
+    ``clear_refs``, value 5; ``VmHWM``).
     """
     if devices[0].type == "cuda":
         return [torch.cuda.max_memory_allocated(device) for device in devices]
@@ -143,7 +144,7 @@ def peak_memory(devices: Sequence[torch.device]) -> list[int]:
 
 
 def _status(name: str) -> int:
-    """A size in bytes of this process, from ``/proc``."""
+    """Return a size of this process from ``/proc``, in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return next(int(words[1]) * 1024 for words in lines if words[0] == f"{name}:")
 
@@ -151,21 +152,21 @@ def _status(name: str) -> int:
 def _utilisation(
     devices: Sequence[torch.device], gpus: SystemSource, used_s: float, began_s: float, threads: int
 ) -> list[float | None]:
-    """How busy each of this rank's devices is, as a share.
+    """Return the utilisation of each of this rank's devices, as a share.
 
-    On a GPU what its driver says of the last moments, at most a second (NVML); ``None`` where it does not say, and when
-    less than that has passed since ``began_s``, so that it would be of the time before. On a CPU the processor
-    time of this process since then, as a share of what ``threads`` threads can use.
+    On a GPU: its driver's figure for the last second (NVML); ``None`` if the driver has none, or less than a second has
+    passed since ``began_s``. On a CPU: the processor time of this process since then, as a share of the time of
+    ``threads`` threads.
     """
     passed = time.perf_counter() - began_s
     if devices[0].type != "cuda":
         return [(time.process_time() - used_s) / passed / threads]
-    found = {device["id"]: device["utilisation"] for device in gpus.sample()["devices"]}
-    return [found.get(f"gpu:{device.index}") if passed >= NVML_WINDOW_S else None for device in devices]
+    utilisations = {device["id"]: device["utilisation"] for device in gpus.sample()["devices"]}
+    return [utilisations.get(f"gpu:{device.index}") if passed >= NVML_WINDOW_S else None for device in devices]
 
 
 def memory_share(placement: Placement) -> int | None:
-    """Bytes that each rank on a CPU may allocate, so that its trial runs out of memory and not the machine."""
+    """Return the bytes that each rank on a CPU may allocate, so that the trial runs out of memory, not the machine."""
     if placement.accelerator == "gpu":
         return None
     return int(usable_memory()[1] * CPU_SHARE / placement.world_size)
@@ -174,15 +175,17 @@ def memory_share(placement: Placement) -> int | None:
 def limit_memory(extra: int) -> None:
     """Let this process allocate at most ``extra`` bytes more than it has now; beyond it allocations fail.
 
-    RLIMIT_DATA counts private writable memory (setrlimit(2), since Linux 4.7), not what is only mapped.
+    RLIMIT_DATA counts private writable memory (setrlimit(2), since Linux 4.7), not mapped files.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = _status("VmData") + extra
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    soft_limit = _status("VmData") + extra
+    if hard != resource.RLIM_INFINITY:
+        soft_limit = min(soft_limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard))
 
 
 def release(device: torch.device) -> None:
-    """Give back what the last case has allocated."""
+    """Free the memory of the last case."""
     gc.collect()
     reset_compiler()
     if device.type == "cuda":
@@ -190,9 +193,9 @@ def release(device: torch.device) -> None:
 
 
 def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
-    """Floating-point operations of forward and backward for one sample, or ``None``; and how, or why not.
+    """Count floating-point operations of forward and backward for one sample (or ``None``), with a note on the method.
 
-    Counted by torch.utils.flop_counter: matrix products, convolutions and attention; everything else is nought.
+    Counted by torch.utils.flop_counter: matrix products, convolutions and attention; everything else is zero.
     """
     if site.task.lengths() is not None:
         return None, "the samples differ in length, so no one number holds for all"
@@ -217,13 +220,13 @@ def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
 
 
 def spread(name: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
-    """The median of at least one value as ``name``, its lower and upper quartile as ``name_low`` and ``name_high``."""
-    low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75)).tolist()
-    return {name: middle, f"{name}_low": low, f"{name}_high": high}
+    """Return the median of ``values`` as ``name``, their quartiles as ``name_low`` and ``name_high``."""
+    low, median, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75)).tolist()
+    return {name: median, f"{name}_low": low, f"{name}_high": high}
 
 
 def with_waits(ranks: Sequence[Steps]) -> list[list[dict[str, float]]]:
-    """Take waiting for a slower rank out of ``communication``, as a separate part ``wait``.
+    """Separate waiting for a slower rank (``wait``) from ``communication``.
 
     All ranks leave the reduction together, so the time from one reduction to the next is the same for all; a rank
     that has less work than the busiest one waits for the difference, inside its communication.
@@ -231,14 +234,14 @@ def with_waits(ranks: Sequence[Steps]) -> list[list[dict[str, float]]]:
     result: list[list[dict[str, float]]] = [[] for _ in ranks]
     for steps in zip(*ranks, strict=True):
         busy = [sum(parts.values()) - parts["communication"] for parts in steps]
-        for own, parts, found in zip(busy, steps, result, strict=True):
-            wait = min(parts["communication"], max(busy) - own)
-            found.append({**parts, "communication": parts["communication"] - wait, "wait": wait})
+        for busy_s, parts, rank_steps in zip(busy, steps, result, strict=True):
+            wait = min(parts["communication"], max(busy) - busy_s)
+            rank_steps.append({**parts, "communication": parts["communication"] - wait, "wait": wait})
     return result
 
 
 def summarise(ranks: Sequence[Steps], samples: int) -> dict[str, Any]:
-    """What a row of a report says about the steps of all ranks, of ``samples`` each; times in milliseconds.
+    """Summarise the steps of all ranks, each of ``samples``, as a row of a report; times in milliseconds.
 
     ``parts_ms`` are means over ranks and over the steps that are no hiccups (:data:`TRIM`), so they add up to
     ``mean_ms``, and ``shares`` to 1; ``step_ms`` is the median of all steps.
@@ -248,7 +251,7 @@ def summarise(ranks: Sequence[Steps], samples: int) -> dict[str, Any]:
     step = spread("step_ms", totals * 1e3)
     cut = int(len(totals) * TRIM)
     usual = np.argsort(totals)[cut : len(totals) - cut].tolist()
-    parts = {name: statistics.fmean(steps[place][name] for steps in parted for place in usual) for name in parted[0][0]}
+    parts = {name: statistics.fmean(steps[index][name] for steps in parted for index in usual) for name in parted[0][0]}
     mean = sum(parts.values())
     busy = [
         statistics.fmean(sum(steps[p].values()) - steps[p]["communication"] - steps[p]["wait"] for p in usual)
@@ -266,8 +269,8 @@ def summarise(ranks: Sequence[Steps], samples: int) -> dict[str, Any]:
 
 
 def slow_ranks(busy_ms: Sequence[float]) -> list[int]:
-    """Ranks whose own work takes clearly longer than that of the median rank."""
+    """Return the ranks whose work takes clearly longer than that of the median rank."""
     if len(busy_ms) < 2:
         return []
     usual = statistics.median_low(busy_ms)
-    return [rank for rank, own in enumerate(busy_ms) if own > SLOW * usual]
+    return [rank for rank, rank_ms in enumerate(busy_ms) if rank_ms > SLOW * usual]

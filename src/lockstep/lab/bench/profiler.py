@@ -18,7 +18,7 @@ from lockstep.launch.prepare import overrides_of
 class PerformanceProfiler:
     """Forward and backward time, memory, the largest batch, and mixed precision against single, of a task.
 
-    Everything is measured on the engine's own training steps, in processes of their own.
+    Measures training steps of the engine, in separate processes.
 
     ::
 
@@ -42,41 +42,44 @@ class PerformanceProfiler:
         warm_up: int = 5,
     ) -> None:
         self._subject = Subject(task, overrides_of(config))
-        self._lengths: dict[str, Any] = {"steps": steps, "warm_up": warm_up}
+        self._steps = steps
+        self._warm_up = warm_up
         self.reports: list[BenchReport] = []
 
     def profile_step(self) -> dict[str, Any]:
-        """The median step and its parts in ms (means), samples/s and peak memory, with the settings as given."""
-        return _flat(self._keep(bench_step(self._subject, **self._lengths)).rows[0])
+        """Return the median step and its parts in ms (means), samples/s and peak memory, with the settings as given."""
+        report = bench_step(self._subject, steps=self._steps, warm_up=self._warm_up)
+        return _flat(self._keep(report).rows[0])
 
     def find_batch_sizes(self, max_batch: int | None = None, memory_limit: int | None = None) -> dict[str, Any]:
-        """The largest batch size per device, and every one that was tried, up to out of memory.
+        """Find the largest batch size per device; returns every size that was tried, up to out of memory.
 
-        ``memory_limit``: bytes that each CPU rank may allocate beside what it has when it starts.
+        ``memory_limit``: bytes that each CPU rank may allocate in addition to its memory at the start.
         """
         report = self._keep(bench_batch_size(self._subject, max_batch=max_batch, memory_limit=memory_limit))
-        found = report.extra
-        return {"largest": found.get("largest", 0), "tried": report.rows, "proposed": found.get("proposed")}
+        results = report.extra
+        return {"largest": results.get("largest", 0), "tried": report.rows, "proposed": results.get("proposed")}
 
     def compare_amp(self, precision: str | None = None) -> dict[str, Any]:
-        """Steps in ``precision`` (bf16-mixed) against single precision, and how many times faster they are."""
+        """Compare steps in ``precision`` (bf16-mixed) with single precision."""
         amp = precision or "bf16-mixed"
-        report = self._keep(bench_step(self._subject, **self._lengths, precisions=("32", amp)))
-        rows = {row["precision"]: row for row in report.rows}
-        off, on = rows["32"], rows[amp]
-        found: dict[str, Any] = {"off": _flat(off), "on": _flat(on)}
+        report = bench_step(self._subject, steps=self._steps, warm_up=self._warm_up, precisions=("32", amp))
+        rows = {row["precision"]: row for row in self._keep(report).rows}
+        off = rows["32"]
+        on = rows[amp]
+        comparison: dict[str, Any] = {"off": _flat(off), "on": _flat(on)}
         if off["status"] == on["status"] == "ok":
-            found["speed_up"] = on["samples_per_s"] / off["samples_per_s"]
-            found["memory_ratio"] = on["memory_mb"] / off["memory_mb"]
-        return found
+            comparison["speed_up"] = on["samples_per_s"] / off["samples_per_s"]
+            comparison["memory_ratio"] = on["memory_mb"] / off["memory_mb"]
+        return comparison
 
     def save(self, folder: Path | str) -> list[Path]:
-        """Write every report so far below ``folder``; the files written."""
+        """Write every report so far below ``folder``; returns the files."""
         places = enumerate(self.reports, start=1)
         return [file for n, report in places for file in write_report(report, Path(folder) / f"{n}-{report.kind}")]
 
     def _keep(self, report: BenchReport) -> BenchReport:
-        """Raises :class:`KeyboardInterrupt` where it was stopped."""
+        """Keep the report. Raises :class:`KeyboardInterrupt` if it was stopped."""
         self.reports.append(report)
         if report.partial:
             raise KeyboardInterrupt

@@ -20,26 +20,27 @@ from lockstep.rundir.files import make_folders, write_json, write_text
 from lockstep.rundir.folder import utc_now, versions
 from lockstep.telemetry.console import print_table, save_figure, say
 
-#: Called with what is being done.
+#: Called with a line about the current activity.
 Say = Callable[[str], None]
 Row = Mapping[str, Any]
-#: A key of the rows, a key and how its value is formatted, or what makes the text of a row.
+#: A key of the rows, a key and the format of its value, or a function that makes the text of a row.
 Cell = str | tuple[str, str] | Callable[[Row], str]
 
 
 def machine_facts() -> dict[str, Any]:
-    """Where something was measured: ``cpu``, ``cores``, ``gpus`` by name, and versions."""
-    gpus, known = [device.name for device in detect_devices() if device.kind == "gpu"], versions()
-    software = {name: known[name] for name in ("torch", "python", "lockstep")}
+    """Describe this machine: ``cpu``, ``cores``, ``gpus`` by name, and versions."""
+    gpus = [device.name for device in detect_devices() if device.kind == "gpu"]
+    software_versions = versions()
+    software = {name: software_versions[name] for name in ("torch", "python", "lockstep")}
     return {"cpu": cpu_name(), "cores": usable_cores(), "gpus": gpus, **software}
 
 
 @dataclass
 class BenchReport:
-    """One benchmark: what was asked, what was measured (a row each), and what follows from it.
+    """One benchmark: its settings, a row for each measurement, and the verdict.
 
-    ``partial``: it was stopped, by the signal ``stopped_by``; the rows are those measured until then. ``extra``: what
-    this kind alone has.
+    ``partial``: stopped early, by the signal ``stopped_by``; the rows are those measured before. ``extra``: keys of
+    this kind only.
     """
 
     kind: str
@@ -68,12 +69,13 @@ class BenchReport:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Ctrl-C or SIGTERM inside ends the measuring, not the report."""
+        """End the measurement on Ctrl-C or SIGTERM, but keep the report."""
         with StopRequest() as stop:
             try:
                 yield
             except KeyboardInterrupt:
-                self.partial, self.stopped_by = True, stop.requested or signal.SIGINT
+                self.partial = True
+                self.stopped_by = stop.requested or signal.SIGINT
                 self.notes.append("stopped before everything was measured")
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def print_report(report: BenchReport, stream: TextIO) -> None:
 
 
 def write_report(report: BenchReport, folder: Path) -> list[Path]:
-    """Write the report below ``folder``; the files written. Without matplotlib there is no picture."""
+    """Write the report below ``folder``; returns the files. Without matplotlib there is no picture."""
     make_folders(folder)
     files = [folder / "report.json", folder / "report.md"]
     draws = importlib.util.find_spec("matplotlib") is not None
@@ -113,20 +115,21 @@ def _markdown(report: BenchReport) -> str:
     columns, rows = table_of(report.kind, report.rows)
     table = [columns, ["---"] * len(columns), *rows]
     lines = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table)
-    machine, findings = report.machine, "\n\n".join(_findings(report))
-    where = f"{machine['cpu']}, {machine['cores']} cores; {', '.join(machine['gpus']) or 'no GPU'}"
-    about = f"{report.date}, {where}, torch {machine['torch']}, Python {machine['python']}"
+    machine = report.machine
+    findings = "\n\n".join(_findings(report))
+    hardware = f"{machine['cpu']}, {machine['cores']} cores; {', '.join(machine['gpus']) or 'no GPU'}"
+    about = f"{report.date}, {hardware}, torch {machine['torch']}, Python {machine['python']}"
     command = " ".join(["lockstep", *report.command[1:]])
     return f"# {report.title}\n\n{findings}\n\n{lines}\n\n{about}\n\n`{command}`\n"
 
 
 def plain(value: float) -> str:
-    """Four digits that count, and no exponent for what is large."""
+    """Format with four significant digits, without an exponent for large numbers."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def text(value: Any, form: str = "") -> str:
-    """``-`` for what is not known; several values, one for each device, beside each other."""
+    """Format a value or a list of values; ``-``: unknown."""
     if isinstance(value, list | tuple):
         return " ".join(text(each, form) for each in value) or "-"
     if value is None:
@@ -135,12 +138,13 @@ def text(value: Any, form: str = "") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the units of message sizes: 1 KB is 1024."""
+    """Format bytes in the units of message sizes: 1 KB is 1024."""
     units = ("B", "KB", "MB", "GB")
-    place = 0
-    while count >= 1024 and place < len(units) - 1:
-        count, place = count / 1024, place + 1
-    return f"{count:.4g} {units[place]}"
+    unit = 0
+    while count >= 1024 and unit < len(units) - 1:
+        count = count / 1024
+        unit = unit + 1
+    return f"{count:.4g} {units[unit]}"
 
 
 def _shares(*parts: str) -> dict[str, Cell]:
@@ -151,12 +155,13 @@ def _shares(*parts: str) -> dict[str, Cell]:
 
 
 def _between(key: str) -> Cell:
-    """A median with its quartiles, where there are any."""
+    """Format a median with its quartiles."""
 
     def cell(row: Row) -> str:
         if row.get(key) is None:
             return "-"
-        low, high = row[f"{key}_low"], row[f"{key}_high"]
+        low = row[f"{key}_low"]
+        high = row[f"{key}_high"]
         return plain(row[key]) + (f" ({plain(low)}..{plain(high)})" if low < high else "")
 
     return cell
@@ -166,7 +171,7 @@ def _part(name: str) -> Cell:
     return lambda row: text(row["parts_ms"][name] / row["step_ms"], ".1%")
 
 
-#: By kind: the headings of the table, and what is below each.
+#: By kind: the headings of the table, and the cells of each column.
 _TABLES: dict[str, dict[str, Cell]] = {
     "step": {
         "batch": "batch_size",
@@ -231,7 +236,7 @@ _TABLES: dict[str, dict[str, Cell]] = {
     },
     "lr": {"step": "step", "learning rate": ("lr", ".3g"), "loss": ("loss", ".5g"), "smoothed": ("smoothed", ".5g")},
 }
-#: Columns that are left out where no row has a value.
+#: Columns that are left out if no row has a value.
 _CLAIMED = {"claimed samples/s", "claimed speed-up", "claimed memory GB"}
 _OPTIONAL = _CLAIMED | {"wait", "communication", "TFLOP/s", "transfer ms"}
 #: Rows of a learning-rate test that are shown; its report has all.
@@ -301,12 +306,14 @@ def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
     from matplotlib.figure import Figure
 
     panels = _PANELS[report.kind]
-    columns, lines = min(len(panels), 3), -(-len(panels) // 3)
+    columns = min(len(panels), 3)
+    lines = -(-len(panels) // 3)
     figure = Figure(figsize=(6 * columns, 4.2 * lines), layout="constrained")
-    for place, panel in enumerate(panels, start=1):
-        axis = figure.add_subplot(lines, columns, place)
+    for number, panel in enumerate(panels, start=1):
+        axis = figure.add_subplot(lines, columns, number)
         if panel.y == _PARTS:
-            names, bottom = [_name(row, panel.by, "\n") for row in rows], np.zeros(len(rows))
+            names = [_name(row, panel.by, "\n") for row in rows]
+            bottom = np.zeros(len(rows))
             for part in rows[0][_PARTS]:
                 heights = np.array([row[_PARTS][part] for row in rows])
                 axis.bar(names, heights, bottom=bottom, label=part)
@@ -325,7 +332,7 @@ def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
 
 
 def _draw_lines(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
-    """A line for each group; what is not known is left out."""
+    """Draw a line for each group, without unknown values."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(_name(row, panel.by, ", "), []).append(row)
@@ -341,33 +348,33 @@ def _name(row: Row, by: Sequence[str], between: str) -> str:
 
 
 def _with_one_device(rows: Sequence[Row]) -> list[Row]:
-    """The rows of each strategy, with that of one device before them."""
+    """Return the rows of each strategy after the row of one device."""
     compared: list[Row] = []
     for row in rows:
         if row.get("speed_up"):
             busy = row["utilisation_per_device"]
             compared.append({**row, "utilisation": None if None in busy else statistics.fmean(busy)})
-    one = [row for row in compared if row["ranks"] == 1]
+    baseline = [row for row in compared if row["ranks"] == 1]
     strategies = dict.fromkeys(row["strategy"] for row in compared if row["ranks"] > 1)
     return [
         {**row, "strategy": strategy}
         for strategy in strategies
-        for row in (*one, *(row for row in compared if row["strategy"] == strategy))
+        for row in (*baseline, *(row for row in compared if row["strategy"] == strategy))
     ]
 
 
 def _draw_marks(axis: Any, panel: Panel, report: BenchReport) -> None:
-    """What the values are to be compared with."""
+    """Draw reference values: ideal speed-up, demand, proposal, fits, failures."""
     if panel.y == "speed_up":
         axis.axline((1, 1), slope=1, color="0.7", linestyle=":", label="ideal")
     elif demand := report.extra.get("demand_samples_per_s"):
-        axis.axhline(demand, color="C3", label="what the step takes")
+        axis.axhline(demand, color="C3", label="demand of the step")
     elif proposal := report.extra.get("proposal"):
         axis.axvline(proposal["lr"], color="C2", label=f"proposed: {proposal['lr']:.2g}")
     elif panel.y == "latency_us":
-        for place, fit in enumerate(report.extra.get("fits", {}).values()):
+        for number, fit in enumerate(report.extra.get("fits", {}).values()):
             sizes = np.array(report.settings["sizes"])
-            axis.plot(sizes, (fit["alpha_s"] + fit["beta_s_per_byte"] * sizes) * 1e6, f"C{place}:")
+            axis.plot(sizes, (fit["alpha_s"] + fit["beta_s_per_byte"] * sizes) * 1e6, f"C{number}:")
     elif report.kind == "batch-size":
         for row in report.rows:
             if row["status"] == "out of memory":

@@ -1,4 +1,4 @@
-"""``bench scaling``: 1, 2, … N devices, with the work for each held (weak) or the work in all (strong)."""
+"""``bench scaling``: 1, 2, … N devices, with constant work for each device (weak) or in total (strong)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lockstep.rundir.folder import RunDir
 from lockstep.strategies import auto_strategy, find_strategy
 
 Mode = Literal["weak", "strong"]
-#: More than all devices can give together, caches aside.
+#: An efficiency above this suggests a disturbed measurement (caches may give a little more than 1).
 DOUBTFUL = 1.1
 #: Parts of a step that are computation.
 _COMPUTE = ("forward", "backward", "optimizer", "other")
-#: What the rows of a point's repeats have in common.
+#: Keys that are equal in all repeats of a point.
 _SAME = ("devices", "ranks", "strategy", "mode", "status", "global_batch", "accumulate")
 
 
 def device_counts(devices: int) -> list[int]:
-    """How many of ``devices`` to measure with: all numbers up to 4, then powers of two, and all of them."""
+    """Return the numbers of devices to measure: all up to 4, then powers of two, and ``devices``."""
     few = range(1, min(devices, 4) + 1)
     powers = [2**power for power in range(3, devices.bit_length()) if 2**power <= devices]
     return sorted({*few, *powers, devices})
@@ -47,7 +47,7 @@ def bench_scaling(
     claims: bool = False,
     say: Say = lambda line: None,
 ) -> BenchReport:
-    """Measure the engine's own steps on parts of the chosen devices, ``repeats`` times in turns.
+    """Measure steps of the engine on parts of the chosen devices, ``repeats`` times in turns.
 
     Every rank has one intra-op thread on the CPU unless ``training.threads`` is set, so that two ranks have twice
     the threads of one. ``claims``: show what guides claim for this task.
@@ -85,12 +85,12 @@ def bench_scaling(
                 points[count, strategy] = [_case(subject, {**label, "mode": mode}, settings) for mode in modes]
             except LockstepError as error:
                 refused += [{**label, "mode": mode, "status": "refused", "reason": error.what} for mode in modes]
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with report.kept(), new_trials() as trials:
         for repeat, ((count, strategy), cases) in itertools.product(range(repeats), points.items()):
             say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {strategy}")
-            found += measure_all(subject, trials, cases)
-    report.rows = [*merged(found, report.notes), *refused]
+            rows += measure_all(subject, trials, cases)
+    report.rows = [*merged(rows, report.notes), *refused]
     if claims:
         report.rows = [{**row, **claim_of(subject.name, row["strategy"], row["ranks"])} for row in report.rows]
     conclude(report)
@@ -100,21 +100,22 @@ def bench_scaling(
 
 
 def _case(subject: Subject, label: Mapping[str, Any], settings: Mapping[str, Any]) -> Case:
-    """Raises :class:`LockstepError` where these devices or the task refuse the strategy."""
-    count, strategy = label["ranks"], label["strategy"]
+    """Make the case of a point. Raises :class:`LockstepError` if the devices or the task refuse the strategy."""
+    count = label["ranks"]
+    strategy = label["strategy"]
     samples = settings["batch_size"] * count if label["mode"] == "weak" else settings["strong_global_batch"]
     # A pipeline's devices take part in the same micro-batches; others take one each.
     parts = BUSY_MICRO_BATCHES * count if find_strategy(strategy).state == "staged" else count
     sizes = {"batch_size": -(-samples // parts), "global_batch_size": samples, "accumulate": 1}
-    place = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
-    changes = {"hardware": place, "training": {**sizes, "threads": settings["threads_per_rank"]}}
+    hardware = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
+    changes = {"hardware": hardware, "training": {**sizes, "threads": settings["threads_per_rank"]}}
     return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
 
 
 def bench_script(
     path: Path,
     arguments: Sequence[str],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     modes: Sequence[str],
     steps: int,
@@ -122,16 +123,16 @@ def bench_script(
     repeats: int,
     say: Say,
 ) -> BenchReport:
-    """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``given``, in turns.
+    """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``overrides``, in turns.
 
-    Each point is a whole run of the script, with its data, log and checkpoint. On one device the global batch is that
-    of the script, and ``strong`` holds it.
+    Each point is a whole run of the script, with its data, log and checkpoint. One device uses the global batch of the
+    script, and so do all devices with ``strong``.
     """
-    names = several_devices(given, "one device: nothing scales")
+    names = several_devices(overrides, "one device: nothing scales")
     settings = {"devices": names, "modes": list(modes), "steps": steps, "warm_up": warm_up, "repeats": repeats}
     report = BenchReport("scaling", path.name, settings)
-    found: list[dict[str, Any]] = []
-    one = 0
+    rows: list[dict[str, Any]] = []
+    baseline_batch = 0
     with report.kept(), tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
         for repeat, count, mode in itertools.product(range(repeats), device_counts(len(names)), modes):
             say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {mode}")
@@ -142,24 +143,25 @@ def bench_script(
                 "storage": {"mirror": None},
                 "save_dir": str(Path(folder, f"{repeat}-{count}-{mode}")),
             }
-            if one:
-                changes["training"]["global_batch_size"] = one * (count if mode == "weak" else 1)
+            if baseline_batch:
+                changes["training"]["global_batch_size"] = baseline_batch * (count if mode == "weak" else 1)
             row: dict[str, Any] = {"devices": names[:count], "ranks": count, "strategy": "session", "mode": mode}
             try:
-                run, _ = run_script(path, arguments, merge(given, changes), needs_session=True)
+                run, _ = run_script(path, arguments, merge(overrides, changes), needs_session=True)
                 row |= _speed_of(run, warm_up)
             except LockstepError as error:
                 row |= {"status": "failed", "reason": error.what}
-            one = one or row.get("global_batch", 0)
-            found.append(row)
-    report.rows = merged(found, report.notes)
+            baseline_batch = baseline_batch or row.get("global_batch", 0)
+            rows.append(row)
+    report.rows = merged(rows, report.notes)
     conclude(report)
     return report
 
 
 def _speed_of(run: RunDir, warm_up: int) -> dict[str, Any]:
-    """The speed of the steps after ``warm_up``, from the rows of the log."""
-    batch, rows = run.plan()["batch"], run.steps()
+    """Return the speed of the steps after ``warm_up``, from the rows of the log."""
+    batch = run.plan()["batch"]
+    rows = run.steps()
     timed = [
         (after["samples_seen"] - before["samples_seen"], after["samples_per_s"])
         for before, after in itertools.pairwise(rows)
@@ -178,13 +180,13 @@ def _speed_of(run: RunDir, warm_up: int) -> dict[str, Any]:
     }
 
 
-def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
-    """One row for each point and mode of the rows ``found`` in all repeats, compared with one device.
+def merged(measurements: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """Merge the measurements of all repeats to a row for each point and mode, compared with one device.
 
-    A note says where some repeats failed and others did not: those rows are of fewer than were asked for.
+    Adds a note for each point whose repeats failed in part.
     """
     points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in found:
+    for row in measurements:
         points.setdefault((row["ranks"], row["strategy"], row["mode"]), []).append(row)
     rows = []
     for (ranks, strategy, mode), repeats in points.items():
@@ -198,7 +200,7 @@ def merged(found: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
     baselines = {row["mode"]: row["samples_per_s"] for row in rows if row["ranks"] == 1 and row["status"] == "ok"}
     for row in rows:
         if row["status"] == "ok" and row["mode"] in baselines:
-            # Of samples per second, both for weak and for strong scaling; efficiency is what each device contributes.
+            # Of samples per second, for weak and strong scaling; efficiency is the contribution of each device.
             row["speed_up"] = row["samples_per_s"] / baselines[row["mode"]]
             row["efficiency"] = row["speed_up"] / row["ranks"]
     return rows
@@ -215,7 +217,7 @@ def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {**row, "memory_mb": None, "utilisation_per_device": [None]}
 
     def each(name: str) -> Iterator[tuple[Any, ...]]:
-        """The values of ``name`` in all repeats, for each device or rank."""
+        """Return the values of ``name`` in all repeats, for each device or rank."""
         return zip(*(row[name] for row in good), strict=True)
 
     parts = {name: statistics.fmean(row["shares"][name] for row in good) for name in good[0]["shares"]}
@@ -233,30 +235,32 @@ def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ],
         "shares": shares,
         "parts": parts,
-        "busy_ms": [statistics.median(own) for own in each("busy_ms")],
+        "busy_ms": [statistics.median(milliseconds) for milliseconds in each("busy_ms")],
     }
 
 
 def conclude(report: BenchReport) -> None:
-    notes, several = report.notes, [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
-    most = max((row["ranks"] for row in several), default=0)
+    notes = report.notes
+    several = [row for row in report.rows if "efficiency" in row and row["ranks"] > 1]
+    max_ranks = max((row["ranks"] for row in several), default=0)
     parts = [
         f"{row['strategy']} {row['mode']}: {row['speed_up']:.2f} times one (efficiency {row['efficiency']:.0%})"
         for row in several
-        if row["ranks"] == most
+        if row["ranks"] == max_ranks
     ]
-    report.verdict = f"{most} devices, {'; '.join(parts)}" if several else "nothing could be compared"
+    report.verdict = f"{max_ranks} devices, {'; '.join(parts)}" if several else "nothing could be compared"
     measured = [row for row in several if "shares" in row]  # not of a script
     inside = {row["strategy"] for row in measured if row["shares"]["communication"] is None}
     for row in measured:
-        share, where = row["shares"]["communication"], f"{row['ranks']} devices ({row['strategy']}, {row['mode']})"
+        share = row["shares"]["communication"]
+        label = f"{row['ranks']} devices ({row['strategy']}, {row['mode']})"
         if share is not None and share > MUCH_COMMUNICATION:
             notes.append(
-                f"communication takes {share:.0%} of a step on {where}, above {MUCH_COMMUNICATION:.0%}: larger "
+                f"communication takes {share:.0%} of a step on {label}, above {MUCH_COMMUNICATION:.0%}: larger "
                 "batches or --grad-accum-steps make it rarer"
             )
         if share is not None:
-            notes += [f"rank {rank} is slow on {where}" for rank in slow_ranks(row["busy_ms"])]
+            notes += [f"rank {rank} is slow on {label}" for rank in slow_ranks(row["busy_ms"])]
     if inside:
         notes.append(
             f"{' and '.join(sorted(inside))}: communication is inside forward and backward, so its share is not known; "
@@ -301,13 +305,14 @@ PARAMETERS = {"har": 86_200_000, "speech": 7_160_000}
 
 
 def claim_of(task: str, strategy: str, devices: int) -> dict[str, Any]:
-    """Columns of a row: what is claimed for it; nothing where nothing is."""
-    claim, names = CLAIMS.get((task, strategy, devices)), ("samples_per_s", "speed_up", "memory_gb")
+    """Return the columns of claims for a row; empty without a claim."""
+    claim = CLAIMS.get((task, strategy, devices))
+    names = ("samples_per_s", "speed_up", "memory_gb")
     return {f"claimed_{name}": value for name, value in zip(names, claim or (), strict=False)}
 
 
 def claims_note(task: str, parameters: int) -> str | None:
-    """What keeps claims and measured figures from being comparable."""
+    """Return the reason why claims and measured figures are not comparable, or ``None``."""
     claimed = PARAMETERS.get(task)
     if claimed is None:
         return f"nothing is claimed for {task}: the guides speak of {' and '.join(PARAMETERS)}"

@@ -1,4 +1,4 @@
-"""``bench step``: where the time and memory of a training step go, by batch size, precision and compilation."""
+"""``bench step``: time and memory of a training step's parts, by batch size, precision and compilation."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def bench_step(
     compile: bool = False,
     say: Say = lambda line: None,
 ) -> BenchReport:
-    """Measure ``steps`` steps of the engine's own loop on the chosen devices, after ``warm_up`` others.
+    """Measure ``steps`` steps of the engine's loop on the chosen devices, after ``warm_up`` further ones.
 
     ``max_batch``: double the batch size up to this one, or until memory runs out. ``compile``: also with torch.compile.
     """
     base = subject.base
-    own = base.placement.precision
-    own = "tf32" if own == "32" and base.plan.value("matmul_precision") == "high" else own
-    chosen = tuple(precisions or (own,))
+    default = base.placement.precision
+    if default == "32" and base.plan.value("matmul_precision") == "high":
+        default = "tf32"
+    chosen = tuple(precisions or (default,))
     if unknown := [name for name in chosen if name not in PRECISIONS]:
-        raise UsageError(f"there is no precision {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
+        raise UsageError(f"unknown precision: {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
     check_steps(steps, warm_up)
     # A whole step must fit into the data set.
     share = max(1, base.plan.task.train_samples // (base.plan.batch.ranks * base.plan.batch.devices_per_rank))
@@ -89,12 +90,12 @@ def check_steps(steps: int, warm_up: int) -> None:
         )
 
 
-def batch_sizes(first: int, most: int | None, samples: int) -> list[int]:
-    """``first``, doubled up to ``most`` and to the ``samples`` that there are for each device."""
-    found = [min(first, max(1, samples))]
-    while most is not None and found[-1] * 2 <= min(most, samples):
-        found.append(found[-1] * 2)
-    return found
+def batch_sizes(first: int, max_batch: int | None, samples: int) -> list[int]:
+    """Return ``first``, doubled up to ``max_batch`` and to the ``samples`` of each device."""
+    sizes = [min(first, max(1, samples))]
+    while max_batch is not None and sizes[-1] * 2 <= min(max_batch, samples):
+        sizes.append(sizes[-1] * 2)
+    return sizes
 
 
 def measure_all(
@@ -105,12 +106,12 @@ def measure_all(
     memory_limit: int | None = None,
     counts_flops: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows of ``cases`` from one trial, each with its ``status``.
+    """Measure ``cases`` in one trial; returns rows, each with its ``status``.
 
-    The row of the case that failed says why; cases after it have no row.
+    The row of a failed case has a ``reason``; cases after it have no row.
     """
-    first, *others = cases
-    outcome = trials.run_case(measure_cases, first, others, memory_limit, counts_flops, task=subject.base.task)
+    first, *further_cases = cases
+    outcome = trials.run_case(measure_cases, first, further_cases, memory_limit, counts_flops, task=subject.base.task)
     rows = [{**row, "status": "ok"} for row in outcome.rows]
     if outcome.ended not in {"done", "stopped"} and len(rows) < len(cases):
         rows.append({**cases[len(rows)].label, "status": outcome.ended, "reason": outcome.error})
@@ -130,11 +131,12 @@ def _case(subject: Subject, label: dict[str, Any], settings: dict[str, Any]) -> 
 
 
 def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
-    """``row`` with FLOP/s and their share of the devices' peak; ``None`` and the reason where it is not known."""
+    """Add FLOP/s and their share of the devices' peak to ``row``; ``None``: unknown."""
     flops = row.pop("flops_per_step", None)
     if flops is None:
         return {**row, "tflops": None, "peak_share": None}
-    rate, tf32 = flops / (row["step_ms"] / 1e3), row["precision"] == "tf32"
+    rate = flops / (row["step_ms"] / 1e3)
+    tf32 = row["precision"] == "tf32"
     devices = subject.base.placement.devices
     name = next((device.name for device in detect_devices() if device.id == devices[0]), devices[0])
     peak, source = peak_flops(name, "32" if tf32 else row["precision"], tf32=tf32)
@@ -149,7 +151,8 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
     report.verdict = "nothing could be measured"
     if measured:
         best = max(measured, key=lambda row: row["samples_per_s"])
-        shares, strategy = best["shares"], report.settings["strategy"]
+        shares = best["shares"]
+        strategy = report.settings["strategy"]
         part, share = max(shares.items(), key=lambda item: item[1])
         report.verdict = (
             f"most samples/s: {best['samples_per_s']:,.0f} with batch {best['batch_size']} in precision "
@@ -163,7 +166,7 @@ def _conclude(report: BenchReport, max_batch: int | None) -> None:
                 fix = "larger batches or --grad-accum-steps make them rarer"
                 report.notes.append(f"communication and waiting take {exchange:.0%} of the step: {fix}")
             report.notes += [
-                f"rank {rank} is slow: its own work takes {best['busy_ms'][rank]:.3g} ms a step"
+                f"rank {rank} is slow: its work takes {best['busy_ms'][rank]:.3g} ms a step"
                 for rank in slow_ranks(best["busy_ms"])
             ]
         if best["tflops"] is None:

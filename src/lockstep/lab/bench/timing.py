@@ -1,4 +1,4 @@
-"""On the ranks: the engine's own loop with its parts timed.
+"""The engine's loop on a rank, with its parts timed.
 
 Every moment of a step belongs to exactly one part, so the parts add up to the step.
 """
@@ -27,7 +27,7 @@ from lockstep.launch.meeting.membership import group
 from lockstep.planning import Plan
 from lockstep.tasks.registry import load_task
 
-#: Parts of a step. ``other``: what the host does in between.
+#: Parts of a step. ``other``: work of the host between them.
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
 _NEXT_STEP = "next step"
 T = TypeVar("T")
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class Stopwatch:
     """Notes when which part begins.
 
-    On a GPU the notes are events on its stream: what the host does while the GPU is still busy costs nothing there,
-    and waiting counts only where the GPU has run out of work.
+    On a GPU the notes are events on its stream: work of the host while the GPU is busy costs nothing, and waiting
+    counts only while the GPU has no work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Stopwatch:
         self._marks: list[tuple[str, Any]] = []
 
     def enter(self, part: str) -> None:
-        """From now on time belongs to ``part``. A CUDA graph that is recorded now is one part when it is replayed."""
+        """Count time from now on as ``part``. A CUDA graph that is being recorded is one part when it is replayed."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         self._marks.append((part, moment(self._device)))
@@ -54,18 +54,18 @@ class Stopwatch:
         self.enter(_NEXT_STEP)
 
     def timed(self, call: Callable[..., T], part: str, then: str) -> Callable[..., T]:
-        """``call``, whose time counts as ``part``, and what follows it as ``then``."""
+        """Wrap ``call``: its time counts as ``part``, the time after it as ``then``."""
 
-        def wrapped(*arguments: Any, **more: Any) -> T:
+        def wrapped(*arguments: Any, **keywords: Any) -> T:
             self.enter(part)
-            result = call(*arguments, **more)
+            result = call(*arguments, **keywords)
             self.enter(then)
             return result
 
         return wrapped
 
     def timed_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """``batches``; waiting for one counts as ``data``."""
+        """Yield ``batches``; waiting for one counts as ``data``."""
         self.enter("data")
         for batch in batches:
             self.enter("other")
@@ -73,19 +73,19 @@ class Stopwatch:
             self.enter("data")
 
     def steps(self) -> list[dict[str, float]]:
-        """Seconds of each part, for every step between two calls of :meth:`next_step`."""
-        found: list[dict[str, float]] = []
+        """Return the seconds of each part, for every step between two calls of :meth:`next_step`."""
+        seconds: list[dict[str, float]] = []
         finish(self._device)
         for (part, start), (_, stop) in pairwise(self._marks):
             if part == _NEXT_STEP:
-                found.append(dict.fromkeys(PARTS, 0.0))
-            if found:
-                found[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
-        return found
+                seconds.append(dict.fromkeys(PARTS, 0.0))
+            if seconds:
+                seconds[-1]["other" if part == _NEXT_STEP else part] += between(start, stop)
+        return seconds
 
 
 class Site(NamedTuple):
-    """What the cases of one trial share."""
+    """The objects that the cases of one trial share."""
 
     rank: TrialRank
     task: Task
@@ -96,7 +96,7 @@ class Site(NamedTuple):
 
 @contextlib.contextmanager
 def on_site(rank: TrialRank, config: RunConfig, plan: Plan) -> Iterator[Site]:
-    """The rank's task with its data, device and process group."""
+    """Open the rank's task with its data, device and process group."""
     world = rank.world
     task = load_task(rank.folder, config)
     device = rank_device(tuple(plan.placement["devices"]), world)
@@ -111,9 +111,10 @@ def on_site(rank: TrialRank, config: RunConfig, plan: Plan) -> Iterator[Site]:
 def training(
     site: Site, config: RunConfig, plan: Plan, watch: Stopwatch
 ) -> Iterator[tuple[Parts, Iterator[StepResult]]]:
-    """The engine's own loop for ``plan``, with its parts timed; yields what it trains and its steps."""
-    world, task = site.rank.world, site.task
-    # Before the strategy is made: what follows the loss is the backward.
+    """Prepare the engine's loop for ``plan``, with its parts timed; yields the trained parts and the steps."""
+    world = site.rank.world
+    task = site.task
+    # Before the strategy is made: the backward follows the loss.
     task.loss = watch.timed(type(task).loss.__get__(task), "forward", "backward")  # type: ignore[method-assign]
     with runtime(plan, site.device, detect_anomaly=False, ranks=world.size):
         context = RankContext(site.rank.folder, world, config, plan, site.device, site.collectives)
@@ -129,7 +130,7 @@ def training(
 
 
 def counted_steps(site: Site, case: Case, watch: Stopwatch, steps: Iterator[StepResult]) -> Iterator[int]:
-    """Take the steps of ``case`` and yield the number of each; from ``case.warm_up`` on ``watch`` notes their ends."""
+    """Take the steps of ``case`` and yield the number of each; ``watch`` notes their ends after ``case.warm_up``."""
     for number, _ in zip(range(1, case.plan.total_steps + 1), steps, strict=False):
         site.rank.check()
         yield number

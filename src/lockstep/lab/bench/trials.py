@@ -1,7 +1,7 @@
-"""The task that is measured, and its trials: a function on fresh ranks, whose rows survive whatever ends them.
+"""The measured task, and its trials: a function on new ranks, whose rows survive any failure.
 
 A rank that runs out of memory, is killed or fails ends its trial, not the benchmark: the launcher ends the other
-ranks, and what was reported until then counts.
+ranks, and rows reported before count.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lockstep.rundir.files import JsonLines, read_jsonl
 from lockstep.tasks.registry import pack_task
 from lockstep.telemetry.loggers import QUIET
 
-#: How long a rank may take to end after a stop.
+#: Maximum time that a rank takes to end after a stop.
 STOP_GRACE_S = 5.0
-#: How long a collective waits for a rank of a trial.
+#: Maximum time that a collective waits for a rank of a trial.
 TIMEOUT_S = 120.0
-#: In the folder of a trial: what rank 0 has reported so far.
+#: Rows that rank 0 has reported, in the folder of a trial.
 _ROWS_FILE = "rows.jsonl"
 
 
@@ -43,19 +43,19 @@ class TrialRank(worker.Rank):
     """One rank of a trial."""
 
     def report(self, row: Mapping[str, Any]) -> None:
-        """Keep ``row``, whatever happens to this process afterwards; rank 0 alone does."""
+        """Save ``row`` on disk, on rank 0."""
         if self.world.is_main:
             JsonLines(self.folder.path / _ROWS_FILE).append(row)
 
     def check(self) -> None:
-        """Raises :class:`KeyboardInterrupt` once a stop was requested."""
+        """Raise :class:`KeyboardInterrupt` after a stop request."""
         if self.stop.requested is not None:
             raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. ``label`` goes into its row."""
+    """One measurement. ``label``: the first columns of its row."""
 
     label: Mapping[str, Any]
     config: RunConfig
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial reported, and how it ended. ``error``: why it failed, in a line."""
+    """The reported rows and the end of a trial. ``error``: its first line."""
 
     rows: list[dict[str, Any]]
     ended: Literal["done", "out of memory", "failed", "stopped"] = "done"
@@ -82,7 +82,8 @@ class Trials:
 
     def run_case(self, function: Callable[..., None], case: Case, *arguments: Any, task: Task) -> Outcome:
         """Call ``function(rank, case, *arguments)`` on the ranks of ``case``; see :meth:`run`."""
-        ranks, threads = case.plan.world_size, case.plan.threads
+        ranks = case.plan.world_size
+        threads = case.plan.threads
         return self.run(function, case, *arguments, ranks=ranks, config=case.config, task=task, threads=threads)
 
     def run(
@@ -125,7 +126,7 @@ def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) 
 
 @contextlib.contextmanager
 def new_trials() -> Iterator[Trials]:
-    """Trials in a temporary folder, removed afterwards. Raises :class:`KeyboardInterrupt` where one was stopped."""
+    """Trials in a temporary folder, removed afterwards. Raises :class:`KeyboardInterrupt` after a stopped trial."""
     with TemporaryDirectory(prefix="lockstep-bench-") as folder:
         trials = Trials(Path(folder))
         yield trials
@@ -133,7 +134,7 @@ def new_trials() -> Iterator[Trials]:
             raise KeyboardInterrupt
 
 
-#: What every trial does without: it trains nothing that anybody keeps.
+#: Features that a trial does not use, since its weights are not saved.
 _QUIET: dict[str, Any] = {
     "init_from": None,
     "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop"},
@@ -153,12 +154,14 @@ class Subject:
 
     def __post_init__(self) -> None:
         if read_world(os.environ).from_outside:
-            why = "torchrun or srun has started ranks already"
-            raise UnsupportedError("bench starts its own ranks", why=why, fix="run it without them")
+            reason = "this process is a rank of torchrun or srun"
+            raise UnsupportedError(
+                "a benchmark starts the ranks itself", why=reason, fix="run it without torchrun or srun"
+            )
 
     @cached_property
     def base(self) -> RunInputs:
-        """The plan with the settings as given."""
+        """The inputs of a run with the settings as given."""
         built, config = self._settle({})
         return plan_for(built, config, place(config, World()), open_data(built, config), None)
 
@@ -167,14 +170,14 @@ class Subject:
         return self.base.config.task.name
 
     def prepared(self, changes: Mapping[str, Any]) -> RunInputs:
-        """The plan of a trial with ``changes``. Raises :class:`~lockstep.errors.UsageError`."""
+        """Make the plan of a trial with ``changes``. Raises :class:`~lockstep.errors.UsageError`."""
         built, config = self._settle(merge(_QUIET, changes))
         patience = {"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)}
         config = config.model_copy(update={"distributed": config.distributed.model_copy(update=patience)})
         return plan_for(built, config, place(config, World()), self.base.datasets, None)
 
     def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:
-        """A case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""
+        """Make a case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""
         total = steps + warm_up
         trial = self.prepared(merge(changes, {"training": {"epochs": total, "max_steps": total}}))
         return Case(label, trial.config, trial.plan, warm_up)

@@ -1,4 +1,4 @@
-"""``lockstep bench``: one subcommand for each thing that can be measured."""
+"""``lockstep bench``: one subcommand for each kind of measurement."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Examples:
   lockstep bench batch-size har --devices gpu:0 --global-batch-size 1024
   lockstep bench lr har --devices cpu
 
-Measured in processes of their own, on the loop that `train` uses; the flags
-of `train` say what. The report goes to --save-dir (default:
+Measured in separate processes, on the loop that `train` uses, with the flags
+of `train`. The report goes to --save-dir (default:
 runs/bench-<kind>-<id>): report.json, report.md and, with matplotlib, a
-picture. Ctrl-C keeps what was measured. docs/bench.md explains the figures."""
+picture. Ctrl-C keeps the rows measured so far. docs/bench.md explains the figures."""
 
 bench = App(name="bench", usage="Usage: lockstep bench {step,loader,comm,scaling,batch-size,lr} [OPTIONS]")
 bench.help_epilogue = EPILOGUE
@@ -83,8 +83,17 @@ def step(
     from lockstep.lab.bench.step import PRECISIONS, bench_step
 
     names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
-    lengths = {"steps": steps, "warm_up": warm_up}
-    return done(bench_step(subject, **lengths, max_batch=max_batch, precisions=names, compile=compile, say=progress))
+    return done(
+        bench_step(
+            subject,
+            steps=steps,
+            warm_up=warm_up,
+            max_batch=max_batch,
+            precisions=names,
+            compile=compile,
+            say=progress,
+        )
+    )
 
 
 @bench.command(sort_key=1)
@@ -99,7 +108,7 @@ def loader(
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
-    """Compare numbers of loader workers with what the training step needs."""
+    """Compare numbers of loader workers with the demand of the training step."""
     subject, done = _asked("loader", settings, task, as_json)
     from lockstep.lab.bench.loader import bench_loader
 
@@ -120,7 +129,7 @@ def comm(
     with held_back():
         from lockstep.lab.bench.comm import bench_comm
 
-    return finish(bench_comm(mapping, most=max_mb << 20, say=progress), folder, as_json)
+    return finish(bench_comm(mapping, max_bytes=max_mb << 20, say=progress), folder, as_json)
 
 
 @bench.command(sort_key=3)
@@ -169,11 +178,13 @@ def batch_size(
     task: TaskName = None,
     /,
     *,
-    max_batch: Annotated[int | None, _flag("Try no larger one. Default: what the data set has per device.")] = None,
+    max_batch: Annotated[
+        int | None, _flag("Largest batch to try. Default: the share of a device of the data set.")
+    ] = None,
     memory_limit: Annotated[
         int | None,
         _flag(
-            "MB (10^6 bytes) that each CPU rank may allocate for the training. Default: 80 % of what is free, "
+            "MB (10^6 bytes) that each CPU rank may allocate for the training. Default: 80 % of the free memory, "
             "shared by the ranks."
         ),
     ] = None,
@@ -207,7 +218,7 @@ def lr(
 
 
 def _asked(kind: str, settings: Settings, task: str | None, as_json: bool) -> tuple[Subject, Callable[[Any], int]]:
-    """What to measure, and what to do with the report: its result is the exit code."""
+    """Return the measured task, and a function that writes and prints the report and returns the exit code."""
     name, mapping = to_mapping(settings, task)
     folder = report_folder(mapping, f"bench-{kind}")
     with held_back():  # a signal in the middle of importing torch would abort the interpreter

@@ -12,7 +12,7 @@ from lockstep.telemetry.console import say
 
 DOCTOR = """\
 Examples:
-  lockstep doctor                                    # every GPU, or two ranks on the CPU where there is none
+  lockstep doctor                                    # every GPU, or two ranks on the CPU without a GPU
   lockstep doctor --devices gpu:0,gpu:0              # one GPU, with two ranks on it
   lockstep doctor --quick --json                     # look only; start no rank
   torchrun --nproc_per_node=2 -m lockstep doctor     # the ranks of torchrun or srun, on all their nodes
@@ -25,7 +25,7 @@ def doctor(
     *,
     devices: Annotated[
         str | None,
-        flag("Devices as for `lockstep train`. Default: every GPU, or cpu,cpu where there is none.", "DEVICE,..."),
+        flag("Devices as for `lockstep train`. Default: every GPU, or cpu,cpu without a GPU.", "DEVICE,..."),
     ] = None,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
     quick: Annotated[bool, flag("Start no ranks and no training.")] = False,

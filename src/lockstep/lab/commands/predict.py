@@ -28,7 +28,7 @@ def memory(
     *,
     gpus: Annotated[int | None, flag("Number of hypothetical GPUs, instead of --devices. Default: none.")] = None,
     memory: Annotated[
-        str | None, flag("What each device has, such as 80GB. Default: what the chosen devices have.", "SIZE")
+        str | None, flag("Memory of each device, such as 80GB. Default: that of the chosen devices.", "SIZE")
     ] = None,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
@@ -41,9 +41,9 @@ def memory(
     limit = None if memory is None else parse_memory(memory)
     if gpus is not None and not 1 <= gpus <= MOST:
         raise UsageError(f"invalid value for --gpus: {gpus} (must be 1 to {MOST:,})", fix="write for example --gpus 8")
-    wanted = check_strategy(strategy)
-    found = estimate_memory(Subject(name, mapping), gpus=gpus, limit=limit, strategy=wanted)
-    answer(found, partial(print_memory, found), as_json)
+    chosen_strategy = check_strategy(strategy)
+    estimate = estimate_memory(Subject(name, mapping), gpus=gpus, limit=limit, strategy=chosen_strategy)
+    answer(estimate, partial(print_memory, estimate), as_json)
 
 
 @verb(
@@ -71,7 +71,7 @@ def forecast(
         flag("A hypothetical GPU, by its driver's name: its step is modelled. Default: measured on --devices.", "NAME"),
     ] = None,
     memory: Annotated[
-        str | None, flag("What each GPU has, such as 80GB, to choose the strategy. Default: not asked.", "SIZE")
+        str | None, flag("Memory of each GPU, such as 80GB, to choose the strategy. Default: not checked.", "SIZE")
     ] = None,
     steps: Annotated[int, flag("Measured steps of one device. Default: 30.")] = 30,
     repeats: Annotated[int, flag("How often they are measured. Default: 3.")] = 3,
@@ -88,6 +88,6 @@ def forecast(
     from lockstep.lab.forecast.scaling import Wish
 
     limit = None if memory is None else parse_memory(memory)
-    wanted = check_strategy(strategy, speed=True)
-    wish = Wish(tuple(counts), interconnect, gpus_per_node, gpu, limit, wanted, steps, repeats)
+    chosen_strategy = check_strategy(strategy, speed=True)
+    wish = Wish(tuple(counts), interconnect, gpus_per_node, gpu, limit, chosen_strategy, steps, repeats)
     return finish(project(Subject(name, mapping), wish, say=progress), folder, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunsDir, answer, flag, verb
 from lockstep.errors import UsageError
@@ -69,23 +69,24 @@ def compare(
 
         answer({**grouping.as_dict(), "files": files}, show_groups, as_json)
         return
-    found, benches = read_all(runs, runs_dir)
-    if len(found) < 2 or benches:
+    sources, benches = read_all(runs, runs_dir)
+    if len(sources) < 2 or benches:
         raise UsageError(
             "a comparison needs two runs or more",
-            why="benchmarks cannot be compared with runs" if benches else f"{len(found)} was given",
+            why="benchmarks cannot be compared with runs" if benches else f"number of runs: {len(sources)}",
             fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` accepts benchmarks",
         )
-    comparison = compared(found)
-    labels, differing = comparison.labels, comparison.differences
+    comparison = compared(sources)
+    labels = comparison.labels
+    differing = comparison.differences
     written = write_report(runs, runs_dir, out) if out is not None else []
     files = [str(path) for path in written]
     document = {
         "runs": labels,
         "summary": comparison.results,
         "differences": differing,
-        "epochs": {run.label: run.epochs for run in found},
-        "evaluations": {run.label: run.evaluations for run in found},
+        "epochs": {run.label: run.epochs for run in sources},
+        "evaluations": {run.label: run.evaluations for run in sources},
         "files": files,
     }
 

@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Level:
-    """What devices of one level talk over.
+    """The links between devices of one level.
 
     ``alpha_s``: seconds for a message to its neighbour, however short: (fast, middle, slow). ``bandwidth``: bytes a
     second that rings reach: (slow, middle, fast); of a node: each device's; of a network: a node's, or each device's
@@ -26,7 +26,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``per_node`` devices a node; ``launch_s``: what every collective costs before its first message.
+    """``per_node`` devices a node; ``launch_s``: seconds of every collective before its first message.
 
     ``alpha_place``, ``beta_place``: which of the three figures counts: 0 good, 1 middle, 2 bad.
     """
@@ -43,16 +43,16 @@ class Cluster:
 
     def bandwidth(self, devices: int) -> float:
         """Bytes a second that every device can send in a ring over all of them: the slowest link's, shared by none."""
-        place = 2 - self.beta_place
+        index = 2 - self.beta_place
         if self.nodes(devices) == 1:
-            return self.node.bandwidth[place]
+            return self.node.bandwidth[index]
         # The last node may have fewer devices.
         lines = (devices - 1) % self.per_node + 1 if self.network.per_device else 1
-        return min(self.node.bandwidth[place], self.network.bandwidth[place] * lines)
+        return min(self.node.bandwidth[index], self.network.bandwidth[index] * lines)
 
     def latency(self, hops: int, network_hops: int) -> float:
-        place = self.alpha_place
-        return self.launch_s[place] + hops * self.node.alpha_s[place] + network_hops * self.network.alpha_s[place]
+        index = self.alpha_place
+        return self.launch_s[index] + hops * self.node.alpha_s[index] + network_hops * self.network.alpha_s[index]
 
 
 def all_reduce(size: float, devices: int, cluster: Cluster) -> float:
@@ -65,7 +65,8 @@ def all_reduce(size: float, devices: int, cluster: Cluster) -> float:
     """
     if devices == 1:
         return 0.0
-    nodes, bandwidth = cluster.nodes(devices), cluster.bandwidth(devices)
+    nodes = cluster.nodes(devices)
+    bandwidth = cluster.bandwidth(devices)
     ring = 2 * (devices - 1) / devices * size / bandwidth + cluster.latency(2 * (devices - nodes), 2 * (nodes - 1))
     depth = 2 * math.ceil(math.log2(nodes))
     tree = 2 * size / bandwidth + cluster.latency(2 * (min(devices, cluster.per_node) - 1), depth)
@@ -76,7 +77,8 @@ def all_gather(size: float, devices: int, cluster: Cluster) -> float:
     """A ring; ``size``: bytes of the whole result. A reduce-scatter of a ``size``-byte input takes as long."""
     if devices == 1:
         return 0.0
-    nodes, bandwidth = cluster.nodes(devices), cluster.bandwidth(devices)
+    nodes = cluster.nodes(devices)
+    bandwidth = cluster.bandwidth(devices)
     return (devices - 1) / devices * size / bandwidth + cluster.latency(devices - nodes, nodes - 1)
 
 
@@ -93,8 +95,8 @@ def all_reduce_between_nodes(size: float, devices: int, cluster: Cluster) -> flo
     return 2 * (nodes - 1) / nodes * size / bandwidth + cluster.latency(0, 2 * (nodes - 1))
 
 
-#: Latencies: of the order of the constants in NCCL's own model (src/graph/tuning.cc). Bandwidths: what rings reach
-#: of the line rate in public nccl-tests runs, from cautious to good.
+#: Latencies: of the order of the constants in NCCL's model (src/graph/tuning.cc). Bandwidths: the share of the line
+#: rate that rings reach in public nccl-tests runs, from cautious to good.
 LEVELS = {
     "nvlink": Level(
         "NVLink", (0.6e-6, 1.9e-6, 3.4e-6), (230e9, 360e9, 430e9), "NVLink 3 to 4 with NVSwitch, 300 to 450 GB/s a way"
@@ -111,14 +113,14 @@ _IN_NODE = ("nvlink", "pcie")
 
 
 def cluster_of(names: str, per_node: int) -> Cluster:
-    """``nvlink``, ``25gbe``, or one of each: ``pcie,25gbe``. What is not named: NVLink, and InfiniBand."""
+    """Parse ``nvlink``, ``25gbe``, or one of each: ``pcie,25gbe``. Default: NVLink inside nodes, InfiniBand between."""
     if per_node < 1:
         raise UsageError(f"{per_node} GPUs a node make no cluster", fix="take --gpus-per-node 8, or any number from 1")
-    wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in LEVELS]
-    inside = [name for name in wanted if name in _IN_NODE]
-    between = [name for name in wanted if name not in _IN_NODE]
-    if unknown or not wanted or len(inside) > 1 or len(between) > 1:
+    links = [name.strip().lower() for name in names.split(",") if name.strip()]
+    unknown = [name for name in links if name not in LEVELS]
+    inside = [name for name in links if name in _IN_NODE]
+    between = [name for name in links if name not in _IN_NODE]
+    if unknown or not links or len(inside) > 1 or len(between) > 1:
         raise UsageError(
             f"--interconnect {names!r} is not one link inside nodes and one between them",
             why=f"inside: {', '.join(_IN_NODE)}; between: {', '.join(n for n in LEVELS if n not in _IN_NODE)}",
@@ -134,7 +136,8 @@ def measured_cluster(alpha_s: float, beta_s_per_byte: float, ranks: int, error: 
     """
     bandwidth = 2 * (ranks - 1) / ranks / max(beta_s_per_byte, 1e-15)
     hop = alpha_s / (2 * (ranks - 1))
-    low, high = 1 - min(error, 0.9), 1 + error
+    low = 1 - min(error, 0.9)
+    high = 1 + error
     level = Level(
         "measured", (hop * low, hop, hop * high), (bandwidth * low, bandwidth, bandwidth * high), "bench comm"
     )

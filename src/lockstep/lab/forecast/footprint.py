@@ -1,8 +1,8 @@
-"""What one device holds and computes in a training step, counted without the device.
+"""Memory and work of one device in a training step, counted without the device.
 
-The task's own model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
+The task's model, loss and optimizer run for two steps on tensors without memory (torch's FakeTensorMode); a model
 that asks for a value on the way runs on real ones. The second step is counted: then the optimizer has its state.
-Scratch memory inside a kernel and what a driver takes for itself are not in it.
+Scratch memory inside a kernel and memory of the driver are not included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lockstep.hardware.detect import usable_memory
 
 Result = TypeVar("Result")
 Kind = Literal["parameters", "buffers", "gradients", "optimizer", "batch", "activations"]
-#: What stays from step to step.
+#: Kinds that stay from step to step.
 STATE: tuple[Kind, ...] = ("parameters", "buffers", "gradients", "optimizer")
 _CPU = torch.device("cpu")
 
@@ -72,14 +72,15 @@ class Ledger(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the peak and the work; what is alive stays so."""
+        """Forget the peak and the work, but not live tensors."""
         self.peak: Mapping[Kind, int] = dict(self.live)
         self.work: list[Work] = []
 
     @contextmanager
     def counting(self, kind: Kind) -> Iterator[None]:
         """New storages inside are of ``kind``."""
-        before, self._kind = self._kind, kind
+        before = self._kind
+        self._kind = kind
         try:
             yield
         finally:
@@ -104,11 +105,12 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, kind: Kind) -> None:
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
         size = -(-storage.nbytes() // self._block) * self._block
         if key in self._alive:
-            before, known, reference = self._alive[key]
-            self.live[before] -= known
+            before, counted_bytes, reference = self._alive[key]
+            self.live[before] -= counted_bytes
         else:
             reference = weakref.ref(storage, lambda _: self._forget(key))
         self._alive[key] = kind, size, reference
@@ -137,7 +139,7 @@ class Footprint:
         gradients: bytes of each gradient, in the order in which the backward finishes them.
         ready: of each gradient, how many operators of ``backward`` came before it was there.
         blocks: bytes of the parameters of each part that fsdp would shard separately; last, the rest (may be 0).
-        outputs: bytes of what the model returns to the loss.
+        outputs: bytes of the model's outputs for the loss.
         on: ``fake`` or ``real`` tensors.
         forward, backward, optimizer: the work of each part of the step.
     """
@@ -154,9 +156,9 @@ class Footprint:
     optimizer: Sequence[Work]
 
     def ready_by(self, cost: Callable[[Work], float]) -> tuple[float, ...]:
-        """When each gradient is there, as a share of what the backward costs."""
+        """Return the time of each gradient, as a share of the cost of the backward."""
         passed = [0.0, *accumulate(map(cost, self.backward))]
-        return tuple(passed[place] / passed[-1] for place in self.ready)
+        return tuple(passed[index] / passed[-1] for index in self.ready)
 
 
 def count_step(
@@ -171,8 +173,8 @@ def count_step(
 ) -> Footprint:
     """Count a training step of ``task`` on ``batch``, with an allocator as for :class:`Ledger`.
 
-    ``keep_gradients``: they have a place of their own during the whole step, as in DDP's buckets and between
-    micro-batches. ``recompute``: what is inside of fsdp's blocks is computed again in the backward pass.
+    ``keep_gradients``: they have separate memory during the whole step, as in DDP's buckets and between micro-batches.
+    ``recompute``: activations inside of fsdp's blocks are computed again in the backward pass.
 
     Raises:
         TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
@@ -223,7 +225,7 @@ def count_step(
             batch_size=batch_size,
             kinds={str(kind): size for kind, size in ledger.peak.items()},
             gradients=tuple(size for size, _ in arrived),
-            ready=tuple(place - forward for _, place in arrived),
+            ready=tuple(index - forward for _, index in arrived),
             blocks=tuple(_blocks(task, model)),
             outputs=sum(outputs),
             on="real" if fake is None else "fake",
@@ -238,7 +240,7 @@ def count_step(
 def _counted(
     task: Task, config: RunConfig, batch: Any, batch_size: int, count: Callable[[Any, FakeTensorMode | None], Result]
 ) -> Result:
-    """What ``count`` finds on tensors without memory like those of ``batch``; where that fails, on ``batch`` itself."""
+    """Call ``count`` on tensors without memory like those of ``batch``; if that fails, on ``batch``."""
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
             like = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
@@ -247,7 +249,8 @@ def _counted(
         raise
     except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met
         # Parameters, gradients and two moments.
-        state, (_, free) = 4 * sum(p.nbytes for p in blueprint(task).parameters()), usable_memory()
+        state = 4 * sum(p.nbytes for p in blueprint(task).parameters())
+        (_, free) = usable_memory()
         if state > free:
             raise UnsupportedError(
                 f"the step cannot be counted without memory, and needs {state / 1e9:.1f} GB for the model alone",
@@ -268,7 +271,7 @@ def _counted(
 
 
 def _model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
-    """The model in training mode; with ``fake`` its tensors have shapes alone."""
+    """Build the model in training mode; with ``fake`` its tensors have shapes only."""
     if fake is None:
         return build_model(task).train()
     with unset_fake_temporarily():
@@ -280,23 +283,23 @@ def _model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
 class StageCount(NamedTuple):
     """Bytes of one stage with one micro-batch.
 
-    ``state``: by kind, what stays from step to step. ``received``, ``sent``: its inputs and outputs. ``held``:
-    activations that wait for the backward; ``most``: activations at their fullest, those included. ``cost``: the
-    floating-point operations of all its operators, and the bytes that they move.
+    ``state``: by kind, bytes that stay from step to step. ``received``, ``sent``: its inputs and outputs. ``waiting``:
+    activations that wait for the backward; ``peak``: maximum of all activations. ``cost``: the floating-point
+    operations of all its operators, and the bytes that they move.
     """
 
     state: Mapping[str, int]
     received: int
     sent: int
-    held: int
-    most: int
+    waiting: int
+    peak: int
     cost: float
 
 
 def count_stages(
     task: Task, config: RunConfig, batch: Any, batch_size: int, *, devices: int, block: int = 1
 ) -> list[StageCount]:
-    """Count each of ``devices`` stages or more on a micro-batch, alone, on what the stage before it returned.
+    """Count each of ``devices`` stages or more on a micro-batch, on the outputs of the stage before it.
 
     As in training (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch. Raises as :func:`count_step`.
     """
@@ -306,7 +309,8 @@ def count_stages(
         stages = stages_of(task, model, devices)
         optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
         precision = Precision(config.hardware.precision, _CPU, 1.0)
-        inputs, found = inputs_of(task.loss, batch), list[StageCount]()
+        inputs = inputs_of(task.loss, batch)
+        stage_counts = list[StageCount]()
         for number, stage in enumerate(stages):
             trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
             leaves = tuple(t.detach().requires_grad_(number > 0 and t.requires_grad) for t in inputs)
@@ -324,33 +328,34 @@ def count_stages(
                     inputs = ends = as_inputs(output)
                     if number == len(stages) - 1:
                         ends = (ask(task.loss, Answer(lambda: output, training=True), batch).total.float(),)  # noqa: B023
-                held = ledger.live["activations"]
-                wanted = [tensor for tensor in ends if tensor.requires_grad]
-                if wanted:
-                    torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-                most, cost = ledger.peak["activations"], sum(work.flops + work.moved for work in ledger.work)
+                waiting = ledger.live["activations"]
+                outputs = [tensor for tensor in ends if tensor.requires_grad]
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+                peak = ledger.peak["activations"]
+                cost = sum(work.flops + work.moved for work in ledger.work)
                 with ledger.counting("optimizer"):
                     optimizer.step()
             state = {str(kind): ledger.live[kind] for kind in STATE}
-            found.append(StageCount(state, bytes_of(leaves), bytes_of(inputs), held, most, cost))
+            stage_counts.append(StageCount(state, bytes_of(leaves), bytes_of(inputs), waiting, peak, cost))
             for parameter in trained:  # else the next stage's step would step it again
                 parameter.grad = None
-        return found
+        return stage_counts
 
     return _counted(task, config, batch, batch_size, count)
 
 
 def _blocks(task: Task, model: nn.Module) -> Iterator[int]:
-    """Bytes of the blocks that fsdp gathers one by one; last, of the rest. What two share counts once."""
-    seen: set[nn.Parameter] = set()
+    """Yield the bytes of the blocks that fsdp gathers one by one; last, of the rest. Shared parameters count once."""
+    counted: set[nn.Parameter] = set()
     for part in (*blocks_of(task, bare(model)), model):
-        fresh = set(part.parameters()) - seen
+        fresh = set(part.parameters()) - counted
         yield sum(parameter.nbytes for parameter in fresh)
-        seen |= fresh
+        counted |= fresh
 
 
 def blocking_messages(task: Task, config: RunConfig) -> int:
-    """Messages in a forward and backward that wait for all ranks: two for each BatchNorm that is synchronised."""
+    """Count messages in a forward and backward that wait for all ranks: two for each synchronised BatchNorm."""
     if config.distributed.sync_batchnorm == "off":
         return 0
     return 2 * sum(isinstance(module, BatchNorm) for module in blueprint(task).modules())

@@ -1,4 +1,4 @@
-"""Measuring one device's step, and what ranks of one machine do to each other."""
+"""Measure one device's step, and the contention of ranks on one machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lockstep.lab.bench.trials import TIMEOUT_S, Case, Subject, TrialRank
 from lockstep.lab.forecast.footprint import Footprint
 from lockstep.lab.forecast.scaling import Step
 
-#: Messages in a forward by which it is measured what one costs ranks that share cores.
+#: Messages in a forward, to measure the cost of one for ranks that share cores.
 MEETINGS = 8
-#: What :func:`measure_alone` reports of a turn.
+#: Result of a turn of :func:`measure_alone`.
 Row = Mapping[str, Any]
 
 
@@ -40,20 +40,22 @@ def measure_alone(rank: TrialRank, together: Case, alone: Case, rounds: int) -> 
 
 
 def take_turn(site: Site, case: Case, *, synced: bool) -> dict[str, Any]:
-    """How long a step takes on the first rank while the others wait, and on all at the same time; the same on each.
+    """Measure a step on the first rank while the others wait, and on all at the same time; the same on each rank.
 
     Ranks do not communicate during these steps, but in those of ``met_ms``: on a CPU, with :data:`MEETINGS` short
     messages in the forward. Times are means without hiccups, of several ranks the median; ``None``: not measured.
-    ``synced``: BatchNorm is computed as if it were synchronised, which takes longer than torch's own.
+    ``synced``: BatchNorm is computed as if it were synchronised, which takes longer than torch's BatchNorm.
     """
-    collectives, ranks, samples = site.collectives, site.collectives.size, case.plan.batch.global_batch
+    collectives = site.collectives
+    ranks = site.collectives.size
+    samples = case.plan.batch.global_batch
     group = dist.new_subgroups(1)[0] if synced and ranks > 1 else None
 
     def steps_of(count: int, meetings: int = 0) -> list[list[dict[str, float]]]:
         collectives.barrier()
         taking = collectives.rank < count
-        own = timed_steps(_by_itself(site), case, group if count > 1 else None, meetings) if taking else []
-        return [steps for steps in collectives.all_gather(own) if steps]
+        local_steps = timed_steps(_by_itself(site), case, group if count > 1 else None, meetings) if taking else []
+        return [steps for steps in collectives.all_gather(local_steps) if steps]
 
     def mean_ms(ranks: list[list[dict[str, float]]]) -> float:
         return float(statistics.median(summarise([steps], samples)["mean_ms"] for steps in ranks))
@@ -71,17 +73,18 @@ def take_turn(site: Site, case: Case, *, synced: bool) -> dict[str, Any]:
 
 
 def _by_itself(site: Site) -> Site:
-    """The same rank as if there were no other."""
+    """Return the same rank in a world of one."""
     world = World()
     return site._replace(rank=replace(site.rank, world=world), collectives=Collectives(world, timeout_s=TIMEOUT_S))
 
 
 def timed_steps(site: Site, case: Case, synced: Group = None, meetings: int = 0) -> list[dict[str, float]]:
-    """Seconds of each part of the steps of ``case`` after its warm-up, with BatchNorm over the group ``synced``.
+    """Time each part of the steps of ``case`` after its warm-up, with BatchNorm over the group ``synced``.
 
     ``meetings``: short messages among all ranks in each forward, before layers at even distances.
     """
-    watch, row = Stopwatch(site.device), torch.zeros(64)
+    watch = Stopwatch(site.device)
+    row = torch.zeros(64)
 
     def meet(*_: object) -> None:
         all_gather_rows(row, None)
@@ -90,8 +93,8 @@ def timed_steps(site: Site, case: Case, synced: Group = None, meetings: int = 0)
         if synced is not None:
             convert(fit.strategy.module, synced)
         layers = [module for module in fit.strategy.module.modules() if not any(module.children())]
-        for place in range(meetings):
-            layer = layers[place * len(layers) // meetings]
+        for index in range(meetings):
+            layer = layers[index * len(layers) // meetings]
             layer.register_forward_pre_hook(meet)
         for _ in counted_steps(site, case, watch, steps):
             pass
@@ -104,30 +107,32 @@ QUARTILES = 1.349
 
 
 def cases(subject: Subject, devices: Sequence[str], size: int, steps: int, strategy: str = "auto") -> tuple[Case, Case]:
-    """The same batch per device on all ``devices`` together, and on the first alone; a thread a rank on the CPU."""
+    """Make two cases with the same batch per device: on all ``devices`` together, and on the first alone."""
     base = subject.base
     threads = base.config.training.threads or (1 if base.placement.accelerator == "cpu" else None)
     sized = {"batch_size": size, "global_batch_size": None, "accumulate": 1, "threads": threads}
-    one = {"training": sized, "hardware": {"selected_devices": [devices[0]], "strategy": "auto"}}
+    single = {"training": sized, "hardware": {"selected_devices": [devices[0]], "strategy": "auto"}}
     # The ranks take separate steps, so the batches of all devices may be more than the data set.
     all_of_them = {
         "training": {**sized, "tail": "spread"},
         "hardware": {"selected_devices": list(devices), "strategy": strategy},
     }
-    together, alone = (subject.case({}, what, steps=steps, warm_up=WARM_UP) for what in (all_of_them, one))
+    together, alone = (subject.case({}, changes, steps=steps, warm_up=WARM_UP) for changes in (all_of_them, single))
     return together, alone
 
 
 def step_of(footprint: Footprint, turns: Sequence[Row], loader_rate: float | None, *, alike: bool) -> Step:
-    """A step from the rows of :func:`measure_alone`; ``alike``: ranks' parts are equal work."""
+    """Make a step from the rows of :func:`measure_alone`; ``alike``: the work of all ranks is equal."""
     turns = sorted(turns, key=lambda turn: turn["alone_ms"])
-    least, middle, most = turns[0], turns[len(turns) // 2], turns[-1]
+    fastest = turns[0]
+    median = turns[len(turns) // 2]
+    slowest = turns[-1]
     measured = ("data", "forward", "backward", "optimizer", "other")
     return Step(
         batch_size=footprint.batch_size,
-        **{f"{name}_s": middle["parts_ms"][name] / 1e3 for name in measured},
+        **{f"{name}_s": median["parts_ms"][name] / 1e3 for name in measured},
         jitter_s=jitter(turns, alike),
-        spread=(most["alone_ms"] / least["alone_ms"]) ** 0.5 - 1,
+        spread=(slowest["alone_ms"] / fastest["alone_ms"]) ** 0.5 - 1,
         gradients=footprint.gradients,
         ready=footprint.ready_by(lambda work: work.flops + work.moved),
         blocks=footprint.blocks,
@@ -136,14 +141,14 @@ def step_of(footprint: Footprint, turns: Sequence[Row], loader_rate: float | Non
 
 
 def counts_beside(gpus: Sequence[int], devices: int) -> list[int]:
-    """Numbers of the devices that are here to measure beside each other; all of them for every larger wish."""
+    """Return the numbers of local devices to measure together; all of them for larger forecasts."""
     return sorted({min(count, devices) for count in gpus if count > 1}) or [devices]
 
 
 def contention(turns: Sequence[Row], ranks: int, waits: bool) -> float:
-    """How many times longer a step takes beside others on one machine: the median over neighbours in time.
+    """Return the slowdown of a step by other ranks on one machine: the median over neighbours in time.
 
-    CPU ``ranks`` (0 for GPUs) share cores by turns. Those that ``wait`` for each other in mid-step wait for whole
+    CPU ``ranks`` (0 for GPUs) share cores by turns. If a rank ``waits`` for others in mid-step, it waits for whole
     turns: three ranks on two cores then take twice as long as one, not 1.5 times.
     """
     shifts = -(-ranks // usable_cores()) if waits else 1
@@ -152,24 +157,25 @@ def contention(turns: Sequence[Row], ranks: int, waits: bool) -> float:
 
 
 def meeting(turns: Sequence[Row], ranks: int, message_s: float) -> float:
-    """Seconds that a message in mid-step costs ranks on cores of one machine, beside its own time; 0 if not measured.
+    """Return the extra seconds of a message in mid-step for ranks on cores of one machine; 0 if not measured.
 
-    It is more than the message takes between idle ranks (``message_s``): they come to it one after the other, and
-    those that sleep meanwhile are woken late.
+    A message takes longer than between idle ranks (``message_s``): the ranks reach it one after the other, and sleeping
+    ranks wake up late.
     """
-    shifts, found = -(-ranks // usable_cores()), list[float]()
+    shifts = -(-ranks // usable_cores())
+    costs_s = list[float]()
     for turn in turns:
         if turn["met_ms"] is not None:
             costs_ms = turn["met_ms"] - max(turn["beside_ms"], shifts * turn["alone_ms"])
-            found.append(costs_ms / 1e3 / MEETINGS)
-    return max(0.0, statistics.median(found) - message_s) if found else 0.0
+            costs_s.append(costs_ms / 1e3 / MEETINGS)
+    return max(0.0, statistics.median(costs_s) - message_s) if costs_s else 0.0
 
 
 def jitter(turns: Sequence[Row], alike: bool) -> float:
-    """Standard deviation, in seconds, by which steps of ranks at the same time differ, from its quartiles.
+    """Estimate the standard deviation of simultaneous steps of ranks, in seconds, from quartiles.
 
-    ``turns``: of one device; the same steps in each. ``alike``: the ranks' parts of a step are equal work, so what
-    differs from step to step is not jitter.
+    ``turns``: of one device; the same steps in each. ``alike``: the work of all ranks is equal, so differences from
+    step to step are not jitter.
     """
     times = np.array([turn["times_ms"] for turn in turns]) / 1e3
     if not alike or len(times) == 1:

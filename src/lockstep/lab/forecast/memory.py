@@ -1,4 +1,4 @@
-"""``lockstep memory``: from a task and devices to the memory that each of them needs, before anything is started."""
+"""``lockstep memory``: predict the memory that a task needs on each device."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bo
     With a replicated state it has everything; ddp's footprint must be counted with gradients kept, as its buckets do.
     With a sharded one (FSDP2, by block) it has 1/``ranks`` of parameters, gradients and optimizer (none where
     ``offloaded``); also the root's parameters, two gathered blocks (the one in use and the next), and one block's
-    gradients twice (as computed, and as input of the reduce-scatter); or, where that is more, the root's parameters
-    twice (as received, and as used) and a block's.
+    gradients twice (as computed, and as input of the reduce-scatter); or, if that is more, the root's parameters twice
+    (as received, and as used) and a block's.
     """
     kinds: Kinds = dict(footprint.kinds)
     spec = find_strategy(strategy)
@@ -65,7 +65,7 @@ def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bo
 
 
 def _with_allowance(kinds: Kinds, on_gpu: bool) -> Kinds:
-    """``kinds``, and on GPUs what no tensor shows."""
+    """Add the memory outside tensors on GPUs."""
     return {**kinds, "device": CONTEXT + GPU_LOSS * total(kinds)} if on_gpu else kinds
 
 
@@ -82,76 +82,79 @@ def _data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bo
     return _with_allowance(first, True), _with_allowance({**kinds, "optimizer": 0.0}, True)
 
 
-def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, most: int) -> int:
-    """The largest batch whose memory is within ``limit``, among 1 … ``most``, beginning at ``first``; 0: none fits.
+def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, max_batch: int) -> int:
+    """Find the largest batch up to ``max_batch`` whose memory is within ``limit``, beginning at ``first``.
 
     Memory grows with the batch along a convex, piecewise linear curve (it is the highest of many moments, each of
     them linear), so a line through two sizes leads to a candidate, which is then counted itself.
     """
-    known = {size: memory_of(size) for size in {min(first, most), min(2 * first, most), 1}}
-    if known[1] > limit:
+    needs = {size: memory_of(size) for size in {min(first, max_batch), min(2 * first, max_batch), 1}}
+    if needs[1] > limit:
         return 0
     for _ in range(_ROUNDS):
-        fits = max(size for size, need in known.items() if need <= limit)
-        fails = min((size for size, need in known.items() if need > limit), default=most + 1)
+        fits = max(size for size, need in needs.items() if need <= limit)
+        fails = min((size for size, need in needs.items() if need > limit), default=max_batch + 1)
         if fits + 1 == fails:
             return fits
-        below = max((size for size in known if size < fits), default=fits)
-        one, other = (fits, fails) if fails in known else (below, fits)
+        below = max((size for size in needs if size < fits), default=fits)
+        smaller, larger = (fits, fails) if fails in needs else (below, fits)
         guess = 2 * fits
-        if known[other] > known[one]:
-            guess = fits + int((limit - known[fits]) * (other - one) / (known[other] - known[one]))
+        if needs[larger] > needs[smaller]:
+            guess = fits + int((limit - needs[fits]) * (larger - smaller) / (needs[larger] - needs[smaller]))
         candidate = max(fits + 1, min(guess, fails - 1))
-        known[candidate] = memory_of(candidate)
-    return max(size for size, need in known.items() if need <= limit)
+        needs[candidate] = memory_of(candidate)
+    return max(size for size, need in needs.items() if need <= limit)
 
 
 def choose_strategy(totals: Mapping[str, float], ranks: int, limit: float | None) -> tuple[str, str]:
-    whole, sharded = auto_strategy(ranks), auto_strategy(ranks, fits=False)
+    whole = auto_strategy(ranks)
+    sharded = auto_strategy(ranks, fits=False)
     if limit is None:
         return whole, "the devices' memory is not known; give it with --memory 80GB"
-    has, need, less = gigabytes(limit), totals[whole], totals[sharded]
+    has = gigabytes(limit)
+    need = totals[whole]
+    less = totals[sharded]
     if need <= limit:
         return whole, f"a device needs {gigabytes(need)} of {has}"
     if less <= limit:
         return sharded, f"{whole} needs {gigabytes(need)} of {has}, {sharded} {gigabytes(less)}"
-    least = gigabytes(min(need, less))
-    return whole, f"nothing fits: at least {least} of {has}; take a smaller batch or more devices"
+    lowest_need = gigabytes(min(need, less))
+    return whole, f"nothing fits: at least {lowest_need} of {has}; take a smaller batch or more devices"
 
 
 def check_strategy(name: str | None, *, speed: bool = False) -> str | None:
-    """``None`` for ``auto``; ``speed``: its speed is to be predicted, too. Raises where that is not known."""
+    """Check a strategy's name; ``None`` for ``auto``. ``speed``: refuse one whose speed cannot be predicted."""
     if name in (None, "auto"):
         return None
     if speed and find_strategy(name).messages is None:
-        known = ", ".join(each for each, spec in strategies().items() if spec.messages)
+        predictable = ", ".join(each for each, spec in strategies().items() if spec.messages)
         raise UnsupportedError(
-            f"there is no prediction for strategy {name}",
-            why="how long its devices communicate in a step is not modelled",
-            fix=f"name one of {known}, leave --strategy out, or measure it with `lockstep bench scaling`",
+            f"no forecast available for strategy {name}",
+            why="its communication is not modelled",
+            fix=f"name one of {predictable}, leave --strategy out, or measure it with `lockstep bench scaling`",
         )
     return find_strategy(name).name
 
 
 def gigabytes(size: float) -> str:
-    """Bytes for people: MB below a GB, in units of 1e6 and 1e9."""
+    """Format bytes: MB below a GB, in units of 1e6 and 1e9."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def parse_memory(text: str) -> float:
     """``80GB``, ``24GiB``, ``500MB`` or bytes, as bytes. Raises :class:`UsageError`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    factor = _UNITS.get(found[2].upper()) if found else None
-    if not found or factor is None or not float(found[1]) > 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if not match or factor is None or not float(match[1]) > 0:
         raise UsageError(f"invalid value for --memory: {text!r}", fix="write for example --memory 80GB or 24GiB")
-    return float(found[1]) * factor
+    return float(match[1]) * factor
 
 
 @dataclass
 class Counting:
-    """Counts steps of a task as they would be on a device of ``subject``'s placement, or on ``gpus`` GPUs elsewhere.
+    """Counts steps of a task on a device of ``subject``'s placement, or on ``gpus`` hypothetical GPUs.
 
-    ``per_node``: how many of them make a node; ``None``: they are all in one.
+    ``per_node``: number of GPUs in a node; ``None``: all in one.
     """
 
     subject: Subject
@@ -159,7 +162,8 @@ class Counting:
     per_node: int | None = None
 
     def __post_init__(self) -> None:
-        self.base, self.config = self.subject.base, self.subject.base.config
+        self.base = self.subject.base
+        self.config = self.subject.base.config
         self.on_gpu = self.gpus is not None or self.base.placement.accelerator == "gpu"
         self.ranks = self.gpus or len(self.base.placement.devices)
         self.footprint = lru_cache(maxsize=64)(self._footprint)
@@ -203,13 +207,21 @@ class Counting:
 
     def batch(self, size: int) -> Any:
         """``size`` training samples, the longest ones."""
-        task, seed = self.base.task, self.config.training.seed
+        task = self.base.task
+        seed = self.config.training.seed
         return fetch(self.base.datasets.train, task.collate, seed, 0, self._order[:size])
 
     def _footprint(self, size: int, keep_gradients: bool, recompute: bool = False) -> Footprint:
         block = GPU_BLOCK if self.on_gpu else 1
-        how: dict[str, Any] = {"keep_gradients": keep_gradients, "recompute": recompute, "block": block}
-        return count_step(self.base.task, self.config, self.batch(size), size, **how)
+        return count_step(
+            self.base.task,
+            self.config,
+            self.batch(size),
+            size,
+            keep_gradients=keep_gradients,
+            recompute=recompute,
+            block=block,
+        )
 
     def _stages(self, size: int, devices: int) -> list[StageCount]:
         block = GPU_BLOCK if self.on_gpu else 1
@@ -219,63 +231,75 @@ class Counting:
         return max(self.each(strategy, ranks, size).values(), key=total)
 
     def each(self, strategy: str, ranks: int, size: int) -> dict[str, Kinds]:
-        """What each kind of device has, by name: the name of the strategy where all are alike.
+        """Return the memory of each kind of device by name: the strategy's name if all are alike.
 
         A rank with several micro-batches keeps its gradients between them.
         """
-        spec, accumulates = find_strategy(strategy), self.shared.accumulate > 1
+        spec = find_strategy(strategy)
+        accumulates = self.shared.accumulate > 1
         if spec.scatters:
             pair = _data_parallel_memory(self.footprint(size, True), ranks, accumulates=accumulates)
             return dict(zip((strategy, f"{strategy}, each other"), pair, strict=True))
         if spec.state == "staged":
-            return {f"device {place}": each for place, each in enumerate(self.pipeline(ranks, size), start=1)}
-        offloaded, holders, recompute = False, ranks, self.config.training.activation_checkpointing
+            return {f"device {number}": each for number, each in enumerate(self.pipeline(ranks, size), start=1)}
+        offloaded = False
+        holders = ranks
+        recompute = self.config.training.activation_checkpointing
         if "fsdp" in spec.settings:
             settings = self.config.fsdp
-            recompute, offloaded = recompute or settings.activation_checkpointing, settings.cpu_offload and self.on_gpu
+            recompute = recompute or settings.activation_checkpointing
+            offloaded = settings.cpu_offload and self.on_gpu
             holders = min(ranks, (self.per_node if settings.sharding == "hybrid" else None) or ranks)
         footprint = self.footprint(size, not spec.one_process or accumulates, recompute)
         return {strategy: device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)}
 
     def pipeline(self, devices: int, size: int) -> list[Kinds]:
-        """What each device of a pipeline holds, with stages cut by what their operators compute and move.
+        """Return the memory of each device of a pipeline, with stages cut by the cost of their operators.
 
         A device has the activations of all micro-batches at once (``gpipe``), or of at most as many as there are
-        devices from it on (``1f1b``). What it sends, outputs to the next device and gradients to the one before, is
-        kept until the end of the step. The first device and the last one have the micro-batch itself, too.
+        devices from it on (``1f1b``). Outputs for the next device and gradients for the previous one are kept until the
+        end of the step. The first and the last device have the micro-batch, too.
         """
-        stages, micro_batches, found = self.stages(size, devices), self.micro_batches(size), list[Kinds]()
+        stages = self.stages(size, devices)
+        micro_batches = self.micro_batches(size)
+        devices_kinds = list[Kinds]()
         bounds = shares([stage.cost for stage in stages], devices)
-        for place, (start, stop) in enumerate(pairwise(bounds)):
-            own, is_first, is_last = stages[start:stop], place == 0, place == devices - 1
+        for position, (start, stop) in enumerate(pairwise(bounds)):
+            device_stages = stages[start:stop]
+            is_first = position == 0
+            is_last = position == devices - 1
             gpipe = self.config.pipeline.schedule == "gpipe"
-            at_once = micro_batches if gpipe else min(micro_batches, devices - place)
-            kinds: Kinds = {kind: sum(stage.state[kind] for stage in own) for kind in STATE}
+            at_once = micro_batches if gpipe else min(micro_batches, devices - position)
+            kinds: Kinds = {kind: sum(stage.state[kind] for stage in device_stages) for kind in STATE}
             kinds["batch"] = bytes_of(self.batch(size)) if is_first or is_last else 0.0
-            held, passing = sum(stage.held for stage in own), max(stage.most - stage.held for stage in own)
-            kinds["activations"] = at_once * held + passing
-            received = 0 if is_first else (at_once + micro_batches) * own[0].received  # and as large a gradient each
-            sent = 0 if is_last else (micro_batches - at_once) * own[-1].sent
+            waiting = sum(stage.waiting for stage in device_stages)
+            passing = max(stage.peak - stage.waiting for stage in device_stages)
+            kinds["activations"] = at_once * waiting + passing
+            # Each received activation has a gradient of its size.
+            received = 0 if is_first else (at_once + micro_batches) * device_stages[0].received
+            sent = 0 if is_last else (micro_batches - at_once) * device_stages[-1].sent
             kinds["messages"] = received + sent
-            found.append(_with_allowance(kinds, self.on_gpu))
-        return found
+            devices_kinds.append(_with_allowance(kinds, self.on_gpu))
+        return devices_kinds
 
     def micro_batches(self, size: int) -> int:
         """Count the micro-batches of a pipeline's step."""
-        wanted = self.config.training.global_batch_size
-        return self.config.training.accumulate if wanted is None else -(-wanted // size)
+        configured = self.config.training.global_batch_size
+        return self.config.training.accumulate if configured is None else -(-configured // size)
 
 
 def estimate_memory(
     subject: Subject, *, gpus: int | None = None, limit: float | None = None, strategy: str | None = None
 ) -> dict[str, Any]:
-    """Memory by strategy, the largest batch that fits, and which strategy to take.
+    """Predict memory by strategy, the largest batch that fits, and choose a strategy.
 
     ``gpus``: a number of hypothetical GPUs, instead of the chosen devices. ``limit``: bytes of each; ``None`` asks the
     devices that are here. ``strategy``: only this one. Raises :class:`UsageError`.
     """
-    base, counting = subject.base, Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
-    ranks, size = counting.ranks, counting.size
+    base = subject.base
+    counting = Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
+    ranks = counting.ranks
+    size = counting.size
     if strategy is not None:
         _refuse(find_strategy(strategy), counting)
 
@@ -285,14 +309,14 @@ def estimate_memory(
     devices = list(base.placement.devices) if gpus is None else [many(gpus, "GPU")]
     limit = _free(devices) if limit is None and gpus is None else limit
     automatic = dict.fromkeys(auto_strategy(ranks, fits=fits) for fits in (True, False))
-    wanted = (strategy,) if strategy else tuple(automatic)
-    estimates = {name: counting.memory(name, ranks, size) for name in wanted}
-    for name in wanted:
+    names = (strategy,) if strategy else tuple(automatic)
+    estimates = {name: counting.memory(name, ranks, size) for name in names}
+    for name in names:
         estimates |= counting.each(name, ranks, size)
     totals = {name: total(kinds) for name, kinds in estimates.items()}
     chosen, reason = (strategy, "as set") if strategy else choose_strategy(totals, ranks, limit)
     largest = {
-        name: largest_batch(partial(need, name), limit, size, counting.most) for name in wanted if limit is not None
+        name: largest_batch(partial(need, name), limit, size, counting.most) for name in names if limit is not None
     }
     return {
         "task": subject.name,
@@ -305,12 +329,13 @@ def estimate_memory(
         "largest_batch": largest,
         "most": counting.most,
         "chosen": {"strategy": chosen, "reason": reason},
-        "notes": _notes(counting, size, [find_strategy(name) for name in wanted]),
+        "notes": _notes(counting, size, [find_strategy(name) for name in names]),
     }
 
 
 def _refuse(spec: StrategySpec, counting: Counting) -> None:
-    ranks, per_node = counting.ranks, counting.per_node
+    ranks = counting.ranks
+    per_node = counting.per_node
     if ranks == 1 and (spec.scatters or spec.state == "staged"):
         fix = "name them with --devices, or a number of hypothetical GPUs: --gpus 2"
         raise UnsupportedError(f"strategy {spec.name} needs several devices", why=spec.summary, fix=fix)
@@ -325,23 +350,26 @@ def _refuse(spec: StrategySpec, counting: Counting) -> None:
 
 
 def _free(devices: Sequence[str]) -> float | None:
-    """Bytes that the scarcest of the devices has; ranks that share one share its memory."""
-    known = {device.id: device.free_gb if device.kind == "cpu" else device.memory_gb for device in detect_devices()}
-    sizes = [size * 1e9 / devices.count(name) for name in devices if (size := known.get(name)) is not None]
+    """Return the smallest memory of ``devices`` in bytes; ranks that share a device share its memory."""
+    device_gb = {device.id: device.free_gb if device.kind == "cpu" else device.memory_gb for device in detect_devices()}
+    sizes = [size * 1e9 / devices.count(name) for name in devices if (size := device_gb.get(name)) is not None]
     return min(sizes) if len(sizes) == len(devices) else None
 
 
 def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list[str]:
-    config, on_gpu = counting.config, counting.on_gpu
+    config = counting.config
+    on_gpu = counting.on_gpu
     footprint = counting.footprint(size, any(not spec.one_process for spec in specs))
-    how = "tensors without memory" if footprint.on == "fake" else "real tensors, since the model reads values"
-    notes = [f"two steps of the task's own model, loss and optimizer were counted on {how}"]
+    tensors = "tensors without memory" if footprint.on == "fake" else "real tensors, since the model reads values"
+    notes = [f"two steps of the task's model, loss and optimizer were counted on {tensors}"]
     if size < counting.shared.batch_size:
         notes.append(f"there are only {size} samples for a batch of {counting.shared.batch_size}")
     if counting.base.task.lengths() is not None:
         notes.append("the batch is the one of the longest samples")
     if on_gpu:
-        notes.append("device: an allowance for context, libraries and lost blocks; kernels' own scratch is not counted")
+        notes.append(
+            "device: an allowance for context, libraries and lost blocks; scratch memory of kernels is not counted"
+        )
     for spec in specs:
         if spec.state == "sharded":
             notes.append(f"{spec.name}: parameters, gradients and optimizer are sharded; gathered: the blocks in use")
@@ -357,29 +385,32 @@ def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list
         if spec.has_buckets:
             notes.append(f"{spec.name}: the gradients are in its buckets, which take no further memory")
         if spec.state == "staged":
-            how = f"{many(counting.micro_batches(size), 'micro-batch')} a step ({config.pipeline.schedule})"
-            notes.append(f"pipeline: the fullest device; {how}")
-            notes.append("messages: what a device has received, and what it has sent and keeps until the step's end")
+            micro_batches = f"{many(counting.micro_batches(size), 'micro-batch')} a step ({config.pipeline.schedule})"
+            notes.append(f"pipeline: the fullest device; {micro_batches}")
+            notes.append("messages: received activations, and sent ones until the end of the step")
             stages = len(counting.stages(size, counting.ranks))
             if stages > counting.ranks:
-                cut = "are cut by what their operators compute and move; a training cuts by measured times"
-                notes.append(f"{stages} stages {cut}")
+                notes.append(
+                    f"{stages} stages are cut by the cost of their operators; a training cuts by measured times"
+                )
     return notes
 
 
-def print_memory(found: Mapping[str, Any], stream: TextIO) -> None:
-    by_name, largest = found["strategies"], found["largest_batch"]
+def print_memory(estimate: Mapping[str, Any], stream: TextIO) -> None:
+    by_name = estimate["strategies"]
+    largest = estimate["largest_batch"]
     rows = [
         (kind, *(gigabytes(kinds.get(kind, 0)) for kinds in by_name.values()))
         for kind in dict.fromkeys((*_KINDS, *chain.from_iterable(by_name.values())))
         if any(kind in kinds for kinds in by_name.values())
     ]
     if largest:
-        shown = {name: f"{size}{' (all of the data)' * (size == found['most'])}" for name, size in largest.items()}
+        shown = {name: f"{size}{' (all of the data)' * (size == estimate['most'])}" for name, size in largest.items()}
         rows.append(("largest batch", *(shown.get(name, "-") for name in by_name)))
     print_table(("of each device", *by_name), rows, stream)
-    limit = "not known" if found["limit"] is None else gigabytes(found["limit"])
-    say(f"batch {found['batch_size']} per device on {', '.join(found['devices'])}; memory of a device: {limit}", stream)
-    say(f"take {found['chosen']['strategy']}: {found['chosen']['reason']}", stream)
-    for note in found["notes"]:
+    limit = "not known" if estimate["limit"] is None else gigabytes(estimate["limit"])
+    devices = ", ".join(estimate["devices"])
+    say(f"batch {estimate['batch_size']} per device on {devices}; memory of a device: {limit}", stream)
+    say(f"take {estimate['chosen']['strategy']}: {estimate['chosen']['reason']}", stream)
+    for note in estimate["notes"]:
         say(f"note: {note}", stream)

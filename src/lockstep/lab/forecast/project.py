@@ -28,12 +28,13 @@ BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
 
 
 def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> BenchReport:
-    """Predict samples a second and efficiency for each of ``wish.gpus``, the batch per device held.
+    """Predict samples a second and efficiency for each of ``wish.gpus``, with a constant batch per device.
 
-    Raises :class:`UsageError` for contradictions, :class:`RunError` where the step could not be measured.
+    Raises :class:`UsageError` for contradictions, :class:`RunError` if the step could not be measured.
     """
     base = subject.base
-    devices, counting = list(base.placement.devices), Counting(subject)
+    devices = list(base.placement.devices)
+    counting = Counting(subject)
     size = counting.size
     blocking = blocking_messages(base.task, base.config)
     cluster = _checked(wish, devices, base.config)
@@ -49,12 +50,13 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
             collective = wish.strategy is not None and find_strategy(wish.strategy).forward_is_collective
             step, setting, notes = _measured(counting, wish, cluster, collective or blocking > 0, say)
         if report.partial:
-            report.verdict = "nothing is foreseen: the measurement was stopped"
+            report.verdict = "no forecast available: the measurement was stopped"
             return report
         counting = Counting(subject, per_node=setting.cluster.per_node)
-    on_cpu, distributed = wish.gpu is None and base.placement.accelerator == "cpu", base.config.distributed
+    on_cpu = wish.gpu is None and base.placement.accelerator == "cpu"
+    distributed = base.config.distributed
     joint = bool(resolve_reduction(distributed, base.facts.joint_bytes, on_cpu=on_cpu).value)
-    step, setting, ddp_fits, how = _strategy(step, setting, counting, wish)
+    step, setting, ddp_fits, strategy_notes = _strategy(step, setting, counting, wish)
     setting = replace(
         setting,
         accumulate=base.plan.batch.accumulate,
@@ -73,24 +75,25 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
         "strategy": setting.strategy,
         "precision": base.placement.precision,
     }
-    most = report.rows[-1]
+    largest = report.rows[-1]
     report.verdict = (
-        f"{most['gpus']} GPUs: {most['samples_per_s']:,.0f} samples/s "
-        f"({most['samples_per_s_low']:,.0f} to {most['samples_per_s_high']:,.0f}), efficiency "
-        f"{most['efficiency']:.0%} ({most['efficiency_low']:.0%} to {most['efficiency_high']:.0%})"
+        f"{largest['gpus']} GPUs: {largest['samples_per_s']:,.0f} samples/s "
+        f"({largest['samples_per_s_low']:,.0f} to {largest['samples_per_s_high']:,.0f}), efficiency "
+        f"{largest['efficiency']:.0%} ({largest['efficiency_low']:.0%} to {largest['efficiency_high']:.0%})"
     )
-    advice = advise(step, most["gpus"], setting, ddp_fits=ddp_fits)
+    advice = advise(step, largest["gpus"], setting, ddp_fits=ddp_fits)
     report.extra = {"advice": advice}
-    told = [f"advice: {line}" for line in advice]
-    report.notes = [*told, *how, *report.notes, *notes, *_assumptions(step, setting)]
+    advice_notes = [f"advice: {line}" for line in advice]
+    report.notes = [*advice_notes, *strategy_notes, *report.notes, *notes, *_assumptions(step, setting)]
     return report
 
 
 def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster | None:
-    """The links of a wish that can be fulfilled; ``None``: they are to be measured."""
+    """Refuse a wish that cannot be fulfilled; returns its links, or ``None`` if they are to be measured."""
     if not wish.gpus or min(wish.gpus) < 1 or max(wish.gpus) > MOST or wish.steps < 2 or wish.repeats < 1:
-        what, fix = "a forecast needs numbers of GPUs, steps and repeats", "write for example --gpus 8,64,512"
-        raise UsageError(what, why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more", fix=fix)
+        problem = "a forecast needs numbers of GPUs, steps and repeats"
+        fix = "write for example --gpus 8,64,512"
+        raise UsageError(problem, why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more", fix=fix)
     if wish.strategy is not None and find_strategy(wish.strategy).devices == "one":
         fix = "leave --strategy out; one device is a row of it: --gpus 1,8"
         raise UsageError(f"a forecast of several devices cannot use strategy {wish.strategy}, which takes one", fix=fix)
@@ -98,7 +101,7 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
         raise UsageError(
             f"a forecast cannot hold the global batch at {config.training.global_batch_size}",
             why="it measures the step of one device and holds that device's batch: other batches take other times",
-            fix="set training.global_batch_size=null, and say with --batch-size and --grad-accum-steps what each takes",
+            fix="set training.global_batch_size=null, and set --batch-size and --grad-accum-steps of a device",
         )
     if wish.interconnect != "measured":
         return cluster_of(wish.interconnect, wish.per_node)
@@ -112,12 +115,15 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
 def _measured(
     counting: Counting, wish: Wish, cluster: Cluster | None, waits: bool, say: Say
 ) -> tuple[Step, Setting, list[str]]:
-    """One device's step, and what ranks on one machine do to each other where ``cluster`` is to be measured.
+    """Measure one device's step, and the contention of ranks on one machine if ``cluster`` is to be measured.
 
     ``waits``: ranks wait for each other in mid-step.
     """
-    subject, base, size = counting.subject, counting.base, counting.size
-    devices, on_cpu = list(base.placement.devices), base.placement.accelerator == "cpu"
+    subject = counting.subject
+    base = counting.base
+    size = counting.size
+    devices = list(base.placement.devices)
+    on_cpu = base.placement.accelerator == "cpu"
     counts = counts_beside(wish.gpus, len(devices)) if cluster is None else [1]
     turns: list[Sequence[Row]] = []
     with new_trials() as trials:
@@ -130,7 +136,8 @@ def _measured(
             if not outcome.rows or outcome.ended != "done":
                 raise RunError("the step could not be measured", why=outcome.error or outcome.ended)
             turns.append(outcome.rows)
-    rate, alike = _loader_rate(subject, say), base.plan.order.bucketed
+    rate = _loader_rate(subject, say)
+    alike = base.plan.order.bucketed
     step = step_of(counting.footprint(size, True), turns[0], rate, alike=alike)
     notes = [
         f"the step was measured on {devices[0]}: {step.seconds * 1e3:.3g} ms (within {step.spread:.0%}), jitter "
@@ -139,7 +146,8 @@ def _measured(
     if cluster is not None:
         return step, Setting(cluster), notes
     say(f"messages between {len(devices)} devices")
-    comm = _unless_stopped(bench_comm(subject.given, most=max(1 << 20, min(64 << 20, sum(step.gradients))), say=say))
+    max_bytes = max(1 << 20, min(64 << 20, sum(step.gradients)))
+    comm = _unless_stopped(bench_comm(subject.given, max_bytes=max_bytes, say=say))
     fit = comm.extra.get("fits", {}).get("all_reduce")
     if fit is None:
         raise RunError("the messages between the devices could not be measured", why="; ".join(comm.notes))
@@ -156,19 +164,19 @@ def _measured(
     if on_cpu and overlap < 1:
         notes.append(f"the ranks' cores carry the messages too: {overlap:.0%} of the backward hides them")
     if costs > 0:
-        notes.append(f"a message in mid-step costs these ranks {costs * 1e3:.2g} ms beside its own time, measured")
+        notes.append(f"a message in mid-step costs these ranks {costs * 1e3:.2g} ms in addition to its time, measured")
     return step, Setting(cluster, overlap=overlap, contention=slowed, meeting_s=costs), notes
 
 
 def _unless_stopped(report: BenchReport) -> BenchReport:
-    """Raises :class:`KeyboardInterrupt` where a signal ended it: then it ends the forecast too."""
+    """Raise :class:`KeyboardInterrupt` if a signal ended the measurement, to end the forecast too."""
     if report.partial:
         raise KeyboardInterrupt
     return report
 
 
 def _loader_rate(subject: Subject, say: Say) -> float | None:
-    """Samples a second of the loader that the plan takes, or ``None``."""
+    """Measure the plan's loader in samples a second; ``None``: not measured."""
     workers = subject.base.plan.loader.num_workers
     try:
         rows = _unless_stopped(bench_loader(subject, workers=[workers], seconds=1.0, say=say)).rows
@@ -181,26 +189,33 @@ def _loader_rate(subject: Subject, say: Say) -> float | None:
 def _strategy(
     step: Step, setting: Setting, counting: Counting, wish: Wish
 ) -> tuple[Step, Setting, bool | None, list[str]]:
-    """What ``auto`` would take, unless another one is wished for; and whether the whole model fits, if known."""
-    ranks, notes, chosen, ddp_fits = max(wish.gpus), list[str](), wish.strategy, None
-    whole, sharded = auto_strategy(MOST), auto_strategy(MOST, fits=False)
-    config, fsdp = counting.config, counting.config.fsdp
+    """Choose the strategy of ``wish``, or as ``auto`` does; returns also whether the whole model fits, if known."""
+    ranks = max(wish.gpus)
+    notes = list[str]()
+    chosen = wish.strategy
+    ddp_fits = None
+    whole = auto_strategy(MOST)
+    sharded = auto_strategy(MOST, fits=False)
+    config = counting.config
+    fsdp = counting.config.fsdp
     if wish.memory is not None:
         names = (auto_strategy(1), whole, sharded)
         totals = {name: total(counting.memory(name, ranks, step.batch_size)) for name in names}
-        fitting, why = choose_strategy(totals, ranks, wish.memory)
-        ddp_fits, chosen = totals[whole] <= wish.memory, chosen or fitting
+        fitting, reason = choose_strategy(totals, ranks, wish.memory)
+        ddp_fits = totals[whole] <= wish.memory
+        chosen = chosen or fitting
         as_set = f"as set ({whole}: {gigabytes(totals[whole])})"
-        notes.append(f"strategy {chosen}: {why if chosen == fitting else as_set}")
+        notes.append(f"strategy {chosen}: {reason if chosen == fitting else as_set}")
     if chosen is None or find_strategy(chosen).messages != "gather":
         return step, replace(setting, strategy=whole), ddp_fits, notes
     if fsdp.activation_checkpointing or config.training.activation_checkpointing:
         step = replace(step, backward_s=step.backward_s + step.forward_s)
         notes.append("activation_checkpointing: a forward more in every backward")
     if fsdp.cpu_offload:
-        notes.append("fsdp.cpu_offload: the way to host memory and back is not foreseen, and takes time")
+        notes.append("fsdp.cpu_offload: the transfer to host memory and back takes time that is not included")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
-    shrink, hybrid = 1.0 if counting.base.placement.precision == "32" else 0.5, fsdp.sharding == "hybrid"
+    shrink = 1.0 if counting.base.placement.precision == "32" else 0.5
+    hybrid = fsdp.sharding == "hybrid"
     return step, replace(setting, strategy=chosen, shrink=shrink, hybrid=hybrid), ddp_fits, notes
 
 
@@ -209,11 +224,11 @@ def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
     levels = {"inside a node": cluster.node, "between nodes": cluster.network}
     if cluster.node is cluster.network:
         levels = {"between devices": cluster.node}
-    for where, level in levels.items():
-        low, middle, high = (bandwidth / 1e9 for bandwidth in level.bandwidth)
+    for scope, level in levels.items():
+        low, typical, high = (bandwidth / 1e9 for bandwidth in level.bandwidth)
         each = " for each device" if level.per_device else ""
         hop = f"{level.alpha_s[1] * 1e6:.3g} µs a hop; {level.source}"
-        yield f"{where}: {level.name}, {middle:.3g} GB/s ({low:.3g} to {high:.3g}){each}, {hop}"
+        yield f"{scope}: {level.name}, {typical:.3g} GB/s ({low:.3g} to {high:.3g}){each}, {hop}"
     gradients = f"ddp sends {sum(step.gradients) / 1e6:.3g} MB of gradients in"
     if setting.joint:
         yield f"{gradients} one message, after the backward"
@@ -224,32 +239,32 @@ def _assumptions(step: Step, setting: Setting) -> Iterator[str]:
         yield f"synchronised BatchNorm waits for {setting.blocking} short messages in every micro-batch"
     if step.loader_rate is not None:
         yield f"every rank's loader brings {step.loader_rate:,.0f} samples/s, as here: a node has cores enough"
-    yield "steps vary independently of each other; a device that is always slow is not foreseen"
-    half = ", what a message in mid-step costs by half" if setting.meeting_s else ""
+    yield "steps vary independently of each other; a device that is always slow is not modelled"
+    half = ", the cost of a message in mid-step by half" if setting.meeting_s else ""
     yield f"error bars: measured spread, α and β of the links, jitter halved or doubled, overlap down to 80 %{half}"
 
 
 def advise(step: Step, devices: int, setting: Setting, *, ddp_fits: bool | None = None) -> list[str]:
-    """Lines for people, the largest gain first; each one alone, on ``devices`` devices.
+    """List changes with their gain on ``devices`` devices, the largest first; each is predicted separately.
 
-    ``ddp_fits``: whether the model fits a device whole; ``None``: not known.
+    ``ddp_fits``: whether the whole model fits a device; ``None``: unknown.
     """
     if devices == 1:
         return []
     now = predict(step, devices, setting)
     lines = sorted(_options(step, devices, setting, now.samples_per_s), reverse=True)
-    found = [f"{text}: {gain:+.0%} samples/s on {devices} GPUs" for gain, text in lines if gain >= WORTH]
+    advice = [f"{text}: {gain:+.0%} samples/s on {devices} GPUs" for gain, text in lines if gain >= WORTH]
     if ddp_fits is False and not setting.sharded:
         sharded = auto_strategy(devices, fits=False)
-        found.insert(0, f"--strategy {sharded}: the model with its gradients and optimizer does not fit one GPU")
+        advice.insert(0, f"--strategy {sharded}: the model with its gradients and optimizer does not fit one GPU")
     share = {name: seconds / now.step_s for name, seconds in now.parts.items()}
     if share["data"] > WORTH:
-        found.append(f"input takes {share['data']:.0%} of the step: more --num-workers, or cheaper preprocessing")
+        advice.append(f"input takes {share['data']:.0%} of the step: more --num-workers, or cheaper preprocessing")
     if share["straggler"] > WORTH:
-        found.append(
+        advice.append(
             f"waiting for the slowest takes {share['straggler']:.0%}: find what makes steps uneven (`bench step`)"
         )
-    return found or ["nothing to gain: computation is " + f"{share['compute']:.0%} of the step"]
+    return advice or ["nothing to gain: computation is " + f"{share['compute']:.0%} of the step"]
 
 
 def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterator[tuple[float, str]]:
@@ -274,7 +289,8 @@ def _options(step: Step, devices: int, setting: Setting, rate: float) -> Iterato
 #: Shares of a data sheet's peak that large kernels reach: the middle, and the range that forecasts carry. Published
 #: training runs use 35 to 60 % of the arithmetic (PaLM, https://arxiv.org/abs/2204.02311, table 3), and copies 70 to
 #: 90 % of the memory's speed.
-REACHED_FLOPS, REACHED_BANDWIDTH = (0.35, 0.5, 0.65), (0.7, 0.8, 0.9)
+REACHED_FLOPS = (0.35, 0.5, 0.65)
+REACHED_BANDWIDTH = (0.7, 0.8, 0.9)
 #: Seconds between two kernels that eager torch starts from Python: low, middle, high.
 LAUNCH_S = (3e-6, 5e-6, 8e-6)
 
@@ -289,22 +305,25 @@ class Machine(NamedTuple):
     source: str
 
 
-def gpu_machine(name: str, place: int = 1) -> Machine:
-    """A GPU by its driver's name. ``place``: 0 slow, 1 middle, 2 fast."""
+def gpu_machine(name: str, index: int = 1) -> Machine:
+    """Look up a GPU by its driver's name. ``index``: 0 slow, 1 typical, 2 fast."""
     peaks = PEAKS.get(name)
     if peaks is None:
         raise UsageError(
             f"no data sheet figures for {name!r}",
             why="a modelled step needs the peaks of its arithmetic and memory",
-            fix=f"name one of: {', '.join(PEAKS)}; or measure on a device that is here with --devices",
+            fix=f"name one of: {', '.join(PEAKS)}; or measure on a local device with --devices",
         )
-    share, bandwidth = 1e12 * REACHED_FLOPS[place], 1e9 * REACHED_BANDWIDTH[place]
-    single, half, launch_s = peaks.fp32 * share, peaks.half * share, LAUNCH_S[2 - place]
+    share = 1e12 * REACHED_FLOPS[index]
+    bandwidth = 1e9 * REACHED_BANDWIDTH[index]
+    single = peaks.fp32 * share
+    half = peaks.half * share
+    launch_s = LAUNCH_S[2 - index]
     return Machine(single, half, peaks.memory * bandwidth, launch_s, f"{peaks.source}: fp32")
 
 
 def seconds(work: Sequence[Work], machine: Machine) -> float:
-    """The roofline (Williams, Waterman, Patterson 2009, https://doi.org/10.1145/1498765.1498785), operator by operator.
+    """Sum the roofline of each operator (Williams, Waterman, Patterson 2009, https://doi.org/10.1145/1498765.1498785).
 
     One after another, each as slow as the slowest of its arithmetic, its memory traffic and its launch.
     """
@@ -313,27 +332,27 @@ def seconds(work: Sequence[Work], machine: Machine) -> float:
 
 
 def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
-    """A step on a GPU that is not here: the roofline of every operator that the task's own step starts."""
-    slow, middle, fast = (gpu_machine(gpu, place) for place in range(3))
+    """Model a step on a hypothetical GPU: the roofline of every operator that the task's step starts."""
+    slow, typical, fast = (gpu_machine(gpu, index) for index in range(3))
     parts = (footprint.forward, footprint.backward, footprint.optimizer)
     longest, shortest = (sum(seconds(part, machine) for part in parts) for machine in (slow, fast))
-    forward_s, backward_s, optimizer_s = (seconds(part, middle) for part in parts)
+    forward_s, backward_s, optimizer_s = (seconds(part, typical) for part in parts)
     step = Step(
         batch_size=footprint.batch_size,
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=optimizer_s,
         gradients=footprint.gradients,
-        ready=footprint.ready_by(lambda work: seconds([work], middle)),
+        ready=footprint.ready_by(lambda work: seconds([work], typical)),
         spread=(longest / shortest) ** 0.5 - 1,
         blocks=footprint.blocks,
     )
     flops = sum(work.flops for part in parts for work in part)
     note = (
         f"the step is modelled, not measured: {len(footprint.forward) + len(footprint.backward)} operators, "
-        f"{flops / 1e12:.3g} TFLOP, on {gpu} ({middle.source}) at {middle.flops / 1e12:.3g} TFLOP/s "
-        f"({middle.half_flops / 1e12:.3g} in 16 bits), {middle.bandwidth / 1e9:.0f} GB/s and "
-        f"{middle.launch_s * 1e6:.0f} µs a kernel; between the cautious and the good case lies a factor of "
+        f"{flops / 1e12:.3g} TFLOP, on {gpu} ({typical.source}) at {typical.flops / 1e12:.3g} TFLOP/s "
+        f"({typical.half_flops / 1e12:.3g} in 16 bits), {typical.bandwidth / 1e9:.0f} GB/s and "
+        f"{typical.launch_s * 1e6:.0f} µs a kernel; between the cautious and the good case lies a factor of "
         f"{longest / shortest:.2g}"
     )
     return step, [note, "input is taken to keep up, and every GPU to be equally fast"]

@@ -19,8 +19,9 @@ from lockstep.strategies import find_strategy
 COUNT_BYTES = 40
 #: Synchronised BatchNorm sums two numbers a channel, of a few hundred channels.
 BLOCKING_BYTES = 4096
-#: torch.nn.parallel.DistributedDataParallel's own: buckets of 25 MiB, the first of 1 MiB so that messages begin early.
-DEFAULT_BUCKET, FIRST_BUCKET = 25 << 20, FIRST_BUCKET_BYTES
+#: torch.nn.parallel.DistributedDataParallel's buckets: 25 MiB, the first 1 MiB so that messages begin early.
+DEFAULT_BUCKET = 25 << 20
+FIRST_BUCKET = FIRST_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class Step:
     """One device's step, measured or modelled; seconds of one micro-batch of ``batch_size`` samples.
 
     Attributes:
-        data_s: waiting for input. other_s: what the host does in between. jitter_s: standard deviation of a step.
+        data_s: waiting for input. other_s: work of the host in between. jitter_s: standard deviation of a step.
         spread: relative uncertainty of all these times.
         gradients, ready: bytes of each gradient in the order of the backward, and when it is there (share of it).
-        blocks: bytes of what fsdp shards separately.
-        loader_rate: samples a second that a rank's loader brings at most; ``None``: not known.
+        blocks: bytes of each block that fsdp shards separately.
+        loader_rate: maximum samples a second of a rank's loader; ``None``: unknown.
     """
 
     batch_size: int
@@ -53,17 +54,17 @@ class Step:
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
 
     def scaled(self, factor: float) -> Step:
-        """The same on a device that takes ``factor`` times as long."""
+        """Return the step on a device that takes ``factor`` times as long."""
         names = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "jitter_s")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What to forecast, for numbers of devices ``gpus``, ``per_node`` of them a node.
+    """The request for a forecast: numbers of devices ``gpus``, ``per_node`` of them a node.
 
     ``interconnect``: as for :func:`~lockstep.lab.forecast.collectives.cluster_of`, or ``measured``, between the chosen
-    devices. ``gpu``: one that is not here, whose step is modelled. ``memory``: bytes of each device, to choose the
+    devices. ``gpu``: a hypothetical one, whose step is modelled. ``memory``: bytes of each device, to choose the
     strategy, unless ``strategy`` is ``ddp`` or ``fsdp``. ``steps``, ``repeats``: of each measurement.
     """
 
@@ -79,15 +80,15 @@ class Wish:
 
 @dataclass(frozen=True)
 class Setting:
-    """How many devices train it.
+    """The properties of a run that decide its speed on several devices.
 
     Attributes:
-        overlap: share of the backward during which messages travel beside it: 1 on GPUs; 0 where the ranks' own cores
-            carry the messages.
+        overlap: share of the backward during which messages travel beside it: 1 on GPUs; 0 if the ranks'
+            cores carry the messages.
         contention: how many times longer a device computes because others share its machine, by number of devices.
         blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
         shrink: size of ddp's gradients and fsdp's gathered parameters as sent, against 32 bits.
-        meeting_s: what each message that computation waits for costs beside its own time, where ranks share cores.
+        meeting_s: extra seconds of each message that computation waits for, if ranks share cores.
         joint: ddp's gradients and count travel in one message after the backward.
         hybrid: fsdp divides the model within each node only.
     """
@@ -115,8 +116,9 @@ class Setting:
         return min(devices, self.cluster.per_node) if self.hybrid else devices
 
     def slowed(self, devices: int) -> float:
-        """The contention of this number of devices, or of the nearest one below."""
-        return self.contention[max(known)] if (known := [n for n in self.contention if n <= devices]) else 1.0
+        """Return the contention of this number of devices, or of the nearest one below."""
+        measured_counts = [count for count in self.contention if count <= devices]
+        return self.contention[max(measured_counts)] if measured_counts else 1.0
 
 
 class Prediction(NamedTuple):
@@ -131,16 +133,18 @@ class Prediction(NamedTuple):
 
 
 def predict(step: Step, devices: int, setting: Setting) -> Prediction:
-    """The step of ``devices`` devices, each with the batch of one (weak scaling)."""
+    """Predict the step of ``devices`` devices, each with the batch of one (weak scaling)."""
     parts = _parts(step, devices, setting)
-    taken, single = sum(parts.values()), sum(_parts(step, 1, replace(setting, contention={})).values())
+    taken = sum(parts.values())
+    single = sum(_parts(step, 1, replace(setting, contention={})).values())
     samples = step.batch_size * setting.accumulate * devices
     efficiency = single / taken if taken else 1.0
     return Prediction(devices, taken, samples / taken, efficiency, parts, bytes_sent(step, devices, setting))
 
 
 def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
-    here, k = step.scaled(setting.slowed(devices)), setting.accumulate
+    here = step.scaled(setting.slowed(devices))
+    k = setting.accumulate
     compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s / setting.holders(devices)
     waiting = 0.0
     if devices > 1:
@@ -156,7 +160,7 @@ def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
 
 
 def _ddp(step: Step, devices: int, setting: Setting) -> float:
-    """Communication that no computation hides: buckets as they fill, one message at a time."""
+    """Return the seconds of communication that no computation hides: buckets as they fill, one message at a time."""
     if setting.joint:
         return all_reduce(sum(step.gradients) + COUNT_BYTES, devices, setting.cluster)
     count = all_reduce(COUNT_BYTES, devices, setting.cluster)
@@ -175,38 +179,43 @@ class Bucket(NamedTuple):
 
 
 def buckets(sizes: Sequence[int], ready: Sequence[float], cap: int | None = None) -> list[Bucket]:
-    """DDP's buckets after its first step, when it has seen in which order gradients come.
+    """Return DDP's buckets after its first step, which shows the order of the gradients.
 
     A bucket closes with the gradient that brings it to its cap (torch's ``compute_bucket_assignment_by_size``); without
     ``cap``, torch's default, with its smaller first bucket. ``ready``: when each gradient is there, ascending.
     """
-    found: list[Bucket] = []
+    closed: list[Bucket] = []
     filled = 0
     for size, when in zip(sizes, ready, strict=True):
         filled += size
-        limit = cap if cap is not None else DEFAULT_BUCKET if found else FIRST_BUCKET
+        limit = cap if cap is not None else DEFAULT_BUCKET if closed else FIRST_BUCKET
         if filled >= limit:
-            found.append(Bucket(filled, when))
+            closed.append(Bucket(filled, when))
             filled = 0
-    return [*found, Bucket(filled, ready[-1])] if filled else found
+    return [*closed, Bucket(filled, ready[-1])] if filled else closed
 
 
 def exposed(messages: Sequence[tuple[float, float]], backward_s: float) -> float:
-    """Seconds after the backward until the last of ``messages`` (when it may start, its seconds) has arrived."""
+    """Return the seconds from the end of the backward to the end of the last message.
+
+    ``messages``: the earliest start and the seconds of each, in the order of sending.
+    """
     free = 0.0
-    for ready, seconds in messages:  # in the order in which they are sent; one at a time
+    for ready, seconds in messages:  # one at a time
         free = max(free, ready) + seconds
     return max(0.0, free - backward_s)
 
 
 def _fsdp(step: Step, devices: int, setting: Setting) -> float:
-    """Blocks are gathered before their forward and backward, and their gradients scattered after it.
+    """Return the seconds of exposed communication of fsdp.
 
-    The next block's messages travel beside the work on this one. Nothing is beside the gathers of the root, around
-    all blocks, and of the first block of each pass, nor beside the scatters of the block and the root that end it.
+    Blocks are gathered before their forward and backward, and their gradients scattered after it. The next block's
+    messages overlap with the work on this one. Nothing overlaps with the gathers of the root and of the first block of
+    each pass, nor with the scatters of the last block and the root.
     """
     *inner, around = step.blocks
-    blocks, holders = [size for size in inner if size], setting.holders(devices)
+    blocks = [size for size in inner if size]
+    holders = setting.holders(devices)
 
     def gather(size: float) -> float:
         return all_gather(size * setting.shrink, holders, setting.cluster) if size else 0.0
@@ -239,55 +248,55 @@ def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
 
 
 def expected_max(devices: int) -> float:
-    """The largest of n independent standard normal numbers, on average (Blom 1958): what all wait for.
+    """Return the expected maximum of n independent standard normal numbers (Blom 1958).
 
-    Slow devices that stay slow, and pauses that hit all at once, are not in it.
+    Devices that are always slow, and pauses of all devices at once, are not included.
     """
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 def with_error_bars(step: Step, devices: int, setting: Setting) -> dict[str, Any]:
-    """A row of a report: :func:`predict`, with a low and a high for samples a second and for efficiency.
+    """Make a row of a report: :func:`predict`, with a low and a high for samples a second and for efficiency.
 
     Each uncertain input is moved to its low and its high separately; the deviations add up in squares.
     """
-    middle = predict(step, devices, setting)
+    expected = predict(step, devices, setting)
     cases = [predict(case, devices, by) for case, by in _variations(step, setting)]
     pairs = list(zip(cases[::2], cases[1::2], strict=True))
-    slow, fast = _propagate(middle.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
-    least, most = _propagate(middle.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
+    slow, fast = _propagate(expected.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
+    lowest, highest = _propagate(expected.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
     return {
         "gpus": devices,
-        "step_ms": middle.step_s * 1e3,
-        "samples_per_s": middle.samples_per_s,
+        "step_ms": expected.step_s * 1e3,
+        "samples_per_s": expected.samples_per_s,
         "samples_per_s_low": slow,
         "samples_per_s_high": fast,
-        "efficiency": middle.efficiency,
-        "efficiency_low": least,
-        # What fsdp divides of the optimizer's work may bring it above 1.
-        "efficiency_high": max(middle.efficiency, min(1.0, most)),
-        "parts_ms": {name: seconds * 1e3 for name, seconds in middle.parts.items()},
-        "sent_mb": middle.sent / 1e6,
+        "efficiency": expected.efficiency,
+        "efficiency_low": lowest,
+        # It may be above 1, since fsdp divides the optimizer's work.
+        "efficiency_high": max(expected.efficiency, min(1.0, highest)),
+        "parts_ms": {name: seconds * 1e3 for name, seconds in expected.parts.items()},
+        "sent_mb": expected.sent / 1e6,
     }
 
 
 def _variations(step: Step, setting: Setting) -> Iterator[tuple[Step, Setting]]:
-    """A bad and a good case for each uncertain input, in turns."""
+    """Yield a bad and a good case for each uncertain input, in turns."""
     for factor in (1 + step.spread, 1 / (1 + step.spread)):
         yield step.scaled(factor), setting
     for factor in (2.0, 0.5):
         yield replace(step, jitter_s=factor * step.jitter_s), setting
-    for place in (2, 0):
-        yield step, replace(setting, cluster=replace(setting.cluster, beta_place=place))
-    for place in (2, 0):
-        yield step, replace(setting, cluster=replace(setting.cluster, alpha_place=place))
+    for figure in (2, 0):
+        yield step, replace(setting, cluster=replace(setting.cluster, beta_place=figure))
+    for figure in (2, 0):
+        yield step, replace(setting, cluster=replace(setting.cluster, alpha_place=figure))
     for share in (0.8, 1.0):  # messages and kernels share a GPU's memory and some of its multiprocessors
         yield step, replace(setting, overlap=share * setting.overlap)
     for factor in (1.5, 0.5):
         yield step, replace(setting, meeting_s=factor * setting.meeting_s)
 
 
-def _propagate(middle: float, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    low = math.sqrt(sum(max(0.0, middle - min(pair)) ** 2 for pair in pairs))
-    high = math.sqrt(sum(max(0.0, max(pair) - middle) ** 2 for pair in pairs))
-    return max(0.0, middle - low), middle + high
+def _propagate(expected: float, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    low = math.sqrt(sum(max(0.0, expected - min(pair)) ** 2 for pair in pairs))
+    high = math.sqrt(sum(max(0.0, max(pair) - expected) ** 2 for pair in pairs))
+    return max(0.0, expected - low), expected + high

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Okabe and Ito's palette, distinguishable with colour blindness (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
-#: Up to this number, each rank has its own line.
+#: Maximum number of ranks with a line each.
 MAX_RANKS = 16
 
 
@@ -54,10 +54,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of the run with this index; ``what`` is left empty where a run has one curve."""
+    """A curve of the run with this index; ``name`` is empty if a run has one curve."""
 
     run: int
-    what: str
+    name: str
     x: list[float]
     y: list[float]
     dashed: bool = False
@@ -68,19 +68,19 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     require_matplotlib()
 
     def lines(
-        rows: Callable[[RunData], Iterable[Row]], x: str, y: str, what: str = "", *, dashed: bool = False
+        rows: Callable[[RunData], Iterable[Row]], x: str, y: str, name: str = "", *, dashed: bool = False
     ) -> list[Line]:
-        return [Line(index, what, *_points(rows(run), x, y), dashed) for index, run in enumerate(runs)]
+        return [Line(index, name, *_points(rows(run), x, y), dashed) for index, run in enumerate(runs)]
 
     def steps(run: RunData) -> Sequence[Row]:
         return run.steps
 
-    # Evaluations between epochs have a step, but no epoch of their own.
+    # Evaluations between epochs have a step, but no epoch.
     against = "step" if any(run.evaluations for run in runs) else "epoch"
     loss = lines(steps, "step", "loss", "train") + lines(_evaluated, "step", "val_loss", "validation", dashed=True)
     busy = _system(runs, "utilisation", host=("CPU", "cpu"), factor=100)
     used = _system(runs, "memory_gb", host=("host", "memory_gb"))
-    own = "Time of a step before waiting for other ranks, ms"
+    own_time_label = "Time of a step before waiting for other ranks, ms"
     curves: list[tuple[str, str, list[Line], str]] = [
         ("loss", "Loss", sorted(loss, key=lambda line: line.run), "step"),
         *((name, name, lines(_evaluated, against, name), against) for name in _metrics(runs)),
@@ -89,12 +89,14 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
         ("data_wait", "Share of time waiting for data", lines(steps, "step", "data_wait_share"), "step"),
         ("memory", "Memory per rank, GB", _of_ranks(runs, "memory_gb"), "step"),
         ("step_time", "Time of a step, ms", _of_ranks(runs, "step_s", 1e3), "step"),
-        ("own_time", own, _of_ranks(runs, "own_s", 1e3), "step"),
+        ("own_time", own_time_label, _of_ranks(runs, "own_s", 1e3), "step"),
         ("utilisation", "Utilisation of devices and CPU, %", busy, "minutes"),
         ("device_memory", "Memory of devices and host, GB", used, "minutes"),
         ("power", "Power of devices, W", _system(runs, "power_w"), "minutes"),
     ]
-    drawn = [_curves(runs, name, title, [one for one in found if one.y], x) for name, title, found, x in curves]
+    drawn = [
+        _curves(runs, name, title, [line for line in candidates if line.y], x) for name, title, candidates, x in curves
+    ]
     drawn += [_matrix(run, name, table) for run in runs for name, table in run.tables.items()]
     return [picture for picture in drawn if picture is not None]
 
@@ -135,8 +137,9 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        what, fix = "pictures need matplotlib, which is not installed", "pip install 'lockstep-train[report]'"
-        raise UnsupportedError(what, fix=fix) from None
+        problem = "pictures need matplotlib, which is not installed"
+        fix = "pip install 'lockstep-train[report]'"
+        raise UnsupportedError(problem, fix=fix) from None
 
 
 def _curves(runs: Sequence[RunData], name: str, title: str, lines: Sequence[Line], x_label: str) -> Picture | None:
@@ -160,8 +163,8 @@ def _curves(runs: Sequence[RunData], name: str, title: str, lines: Sequence[Line
     if name == "loss" and all(value > 0 for line in lines for value in line.y):
         axes.set_yscale("log")
     if len(lines) > 1:
-        named = [(runs[line.run].label, line.what) for line in lines]
-        labels = [f"{label} {what}".strip() if len(runs) > 1 else what or label for label, what in named]
+        named = [(runs[line.run].label, line.name) for line in lines]
+        labels = [f"{label} {curve}".strip() if len(runs) > 1 else curve or label for label, curve in named]
         legend = axes.legend(axes.lines, labels, fontsize="small", frameon=False)
         for entry in legend.get_texts():
             entry.set_parse_math(False)
@@ -191,7 +194,7 @@ def _evaluated(run: RunData) -> list[Row]:
 
 
 def _metrics(runs: Sequence[RunData]) -> list[str]:
-    """Names of validation metrics, as in ``metrics.json``; the loss has its own picture."""
+    """Return the names of validation metrics, as in ``metrics.json``, without the loss."""
     names = {name for run in runs for row in _evaluated(run) for name, value in row.items() if _is_number(value)}
     return sorted(name for name in names if name.startswith("val_") and name != "val_loss")
 
@@ -200,34 +203,35 @@ def _of_ranks(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[L
     """The value ``name`` of each rank over the steps; of many ranks the least, the median and the most."""
     lines = []
     for index, run in enumerate(runs):
-        found: dict[str, list[Row]] = {}
+        series: dict[str, list[Row]] = {}
         extremes: dict[str, list[Row]] = {"least": [], "median": [], "most": []}
         for row in run.ranks:
-            step, values = row.get("step"), []
+            step = row.get("step")
+            values = []
             for state in row.get("ranks") or ():
                 if isinstance(state.get("rank"), int):
                     value = state.get(name)
-                    found.setdefault(f"rank {state['rank']}", []).append({"step": step, name: value})
+                    series.setdefault(f"rank {state['rank']}", []).append({"step": step, name: value})
                     values += [value] if _is_number(value) else []
             if values:
                 for end, value in zip(extremes, (min(values), statistics.median(values), max(values)), strict=True):
                     extremes[end].append({"step": step, name: value})
-        if len(found) > MAX_RANKS:
-            found = {f"{end} of {len(found)} ranks": rows for end, rows in extremes.items()}
+        if len(series) > MAX_RANKS:
+            series = {f"{end} of {len(series)} ranks": rows for end, rows in extremes.items()}
         else:
-            found = {label: found[label] for label in sorted(found, key=lambda label: int(label.split()[1]))}
-        lines += [Line(index, label, *_points(rows, "step", name, factor)) for label, rows in found.items()]
+            series = {label: series[label] for label in sorted(series, key=lambda label: int(label.split()[1]))}
+        lines += [Line(index, label, *_points(rows, "step", name, factor)) for label, rows in series.items()]
     return lines
 
 
 def _system(
     runs: Sequence[RunData], name: str, *, host: tuple[str, str] | None = None, factor: float = 1.0
 ) -> list[Line]:
-    """``name`` of each device over minutes; ``host``: label and name of the host's own value."""
+    """``name`` of each device over minutes; ``host``: label and name of the host's value."""
     lines = []
     for index, run in enumerate(runs):
         for node, samples in run.system.items():
-            place = f"node {node} " if len(run.system) > 1 else ""
+            prefix = f"node {node} " if len(run.system) > 1 else ""
             rows = [row for row in samples if _is_number(row.get("time"))]
             series: dict[str, list[Row]] = {}
             for row in rows:
@@ -239,7 +243,9 @@ def _system(
                 minutes = (row["time"] - rows[0]["time"]) / 60
                 for label, value in values.items():
                     series.setdefault(label, []).append({"minutes": minutes, name: value})
-            lines += [Line(index, place + label, *_points(of, "minutes", name, factor)) for label, of in series.items()]
+            lines += [
+                Line(index, prefix + label, *_points(of, "minutes", name, factor)) for label, of in series.items()
+            ]
     return lines
 
 
@@ -274,7 +280,7 @@ def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Pictur
 
 def _with_shares(names: Sequence[str], table: Sequence[Sequence[float]]) -> list[str]:
     """Each class with its share of its row."""
-    shares = [f"{row[place] / sum(row):.2f}" if sum(row) else "none" for place, row in enumerate(table)]
+    shares = [f"{row[index] / sum(row):.2f}" if sum(row) else "none" for index, row in enumerate(table)]
     return [f"{name} ({share})" for name, share in zip(names, shares, strict=True)]
 
 

@@ -61,8 +61,8 @@ def read_all(refs: Sequence[str], runs_dir: Path, *, with_runs: bool = True) -> 
             benches[bench] = read_bench(bench)
     for run in find_all(refs, runs_dir) if with_runs else ():
         runs[run.path] = read_run(run)
-    known = ({"name": run.record.name, "location": path.name, "id": run.record.id} for path, run in runs.items())
-    names = labels([*known])
+    sources = ({"name": run.record.name, "location": path.name, "id": run.record.id} for path, run in runs.items())
+    names = labels([*sources])
     return [replace(run, label=label) for run, label in zip(runs.values(), names, strict=True)], benches
 
 
@@ -97,7 +97,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def render(package: str, name: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
-    """The jinja2 template ``name`` in the folder ``html`` of ``package``, with ``values``, each of them escaped."""
+    """Render the jinja2 template ``name`` in the folder ``html`` of ``package`` with ``values``, all escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader(package, "html")
