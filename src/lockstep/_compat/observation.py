@@ -23,7 +23,8 @@ NEXT_INDEX, RESET = "_next_index", "_reset"
 
 #: Loss functions with a ``reduction``; ``numel`` of the input is their count.
 _ELEMENTWISE = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
-_MEAN, _SUM = 1, 2
+_MEAN = 1
+_SUM = 2
 
 
 def loss_term(loss: Tensor) -> tuple[float | None, float, str] | None:

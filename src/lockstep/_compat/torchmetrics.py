@@ -29,7 +29,8 @@ def unequal_lists() -> Iterator[None]:
     """Inside, list states without a reduction may have other lengths on each rank; torchmetrics fails or waits."""
     from torchmetrics.detection.mean_ap import MeanAveragePrecision
 
-    sync, gather = Metric._sync_dist, MeanAveragePrecision._gather_tuple_list
+    sync = Metric._sync_dist
+    gather = MeanAveragePrecision._gather_tuple_list
 
     def sync_dist(metric: Metric, dist_sync_fn: Any, process_group: Any = None) -> None:
         group = process_group or metric.process_group

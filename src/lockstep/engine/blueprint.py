@@ -44,8 +44,10 @@ def on_meta(task: Task) -> nn.Module:
             model = build_model(task)
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
-        fix = "call the model once with a small batch in the task's model(), or name the number of input features"
-        raise UnsupportedError(f"the parameter {lazy[0]} of a lazy module has no shape yet", fix=fix)
+        raise UnsupportedError(
+            f"the parameter {lazy[0]} of a lazy module has no shape yet",
+            fix="call the model once with a small batch in the task's model(), or name the number of input features",
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError("the model has no trainable parameters", fix="leave requires_grad on for some parameters")
     return model

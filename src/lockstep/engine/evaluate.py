@@ -69,7 +69,8 @@ class Evaluator:
         ``limit``: chunks of all ranks; ``None``: all of ``samples``.
         """
         rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
-        number, size = -(-samples // self.batch_size), self.batch_size
+        number = -(-samples // self.batch_size)
+        size = self.batch_size
         number = number if limit is None else min(number, limit)
         nothing = BatchRequest(0, 0, 0, int(self.ghosts), ghost=self.ghosts)
         starts = (size * (start + rank) for start in range(first, number, ranks))
@@ -129,11 +130,13 @@ def evaluate(
     collectives = evaluator.collectives
     with evaluator.walk(model, dataset, collate_of(task), limit=chunks) as batches:
         metrics: Any = make_metrics(task) if collectives.is_main else None
-        merges, merged = getattr(task.merge, "__func__", None) is not Task.merge, list[Any]()
+        merges = getattr(task.merge, "__func__", None) is not Task.merge
+        merged = list[Any]()
         states = None
         if collectives.broadcast(not merges and MergedStates.are_those_of(metrics)):
             states = MergedStates(make_metrics(task) if metrics is None else metrics)
-        draw, chunk_number = SeededDraws(evaluator.seed, (), purpose="metrics"), 0
+        draw = SeededDraws(evaluator.seed, (), purpose="metrics")
+        chunk_number = 0
 
         def update(rows: Iterable[Any]) -> None:
             """Update with random numbers of this chunk alone: earlier draws depend on the number of ranks."""
@@ -141,14 +144,17 @@ def evaluate(
             update_metrics(metrics, rows)
 
         take = states.add if states else merged.append if merges else update
-        waiting, total, count = list[Chunk | None](), 0.0, 0.0
+        waiting = list[Chunk | None]()
+        total = 0.0
+        count = 0.0
 
         def send() -> None:
             """To rank 0, which gets them in index order. Collective."""
             nonlocal total, count, chunk_number
             for chunk in chain.from_iterable(zip(*collectives.gather(waiting) or (), strict=True)):
                 if chunk is not None:
-                    total, count = total + chunk[0], count + chunk[1]
+                    total = total + chunk[0]
+                    count = count + chunk[1]
                     with without_sync():
                         take(chunk[2])
                         chunk_number += 1
@@ -214,7 +220,8 @@ def _chunk(
         outputs = task.validate(model, batch)
     if request.ghost or outputs is None:  # a pipeline's last rank alone has rows
         return None
-    loss, rows = check_loss(outputs[0]), outputs[1]
+    loss = check_loss(outputs[0])
+    rows = outputs[1]
     if checked:
         check_rows(rows, request.size, "the task's evaluate()")
     return float(loss.total), float(loss.count), to_host(rows)

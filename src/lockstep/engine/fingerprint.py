@@ -103,7 +103,8 @@ def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
     first, *other_ranks = collectives.all_gather(mine)
     for rank, other in enumerate(other_ranks, 1):
         for name in {**first, **other}:
-            here, there = first.get(name), other.get(name)
+            here = first.get(name)
+            there = other.get(name)
             if here is None or there is None or not here.is_like(there):
                 counts = [0 if split is None else split.samples for split in (here, there)]
                 others_text = f"{counts[1]} samples, rank 0 has {counts[0]}"

@@ -68,7 +68,10 @@ def training_steps(
         batches: the batch of each request of each window, in order.
         requested: this rank's requests, on which all ranks must agree (stop, time, save).
     """
-    strategy, update, state, batch = parts.strategy, parts.update, parts.state, parts.rank.plan.batch
+    strategy = parts.strategy
+    update = parts.update
+    state = parts.state
+    batch = parts.rank.plan.batch
     norm_every = parts.rank.config.telemetry.log_interval
     for window in windows:
         reduced = strategy.gradients(window, batches, state.step, requested())
@@ -99,7 +102,8 @@ class TimedBatches:
 
     def waited_s(self) -> float:
         """Seconds since the last call."""
-        waited, self._waited_s = self._waited_s, 0.0
+        waited = self._waited_s
+        self._waited_s = 0.0
         return waited
 
 
@@ -116,7 +120,11 @@ class TaskTraining(Training):
     ) -> None:
         rank = parts.rank
         super().__init__(rank, log, parts.strategy.module, (parts.update,), compares=rank.config.debug.trace == "off")
-        self._task, self._datasets, self._parts, self._source, self._trace = task, datasets, parts, source, trace
+        self._task = task
+        self._datasets = datasets
+        self._parts = parts
+        self._source = source
+        self._trace = trace
         self._validation = Validation(rank, task, datasets, parts)
         self._task_hooks: Sequence[TaskHook] = ()
         #: The newest values of the task's hooks, by name.
@@ -141,7 +149,10 @@ class TaskTraining(Training):
 
     def _train(self) -> None:
         """Take steps until the run ends."""
-        rank, state, log, trace = self.rank, self.state, self.log, self._trace
+        rank = self.rank
+        state = self.state
+        log = self.log
+        trace = self._trace
         start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
         loader = loaded(self._source, rank.plan, rank.world, **start, settled=self._validation.settle_loader)
         batches = TimedBatches(loader if trace is None else trace.batches(loader))
@@ -166,7 +177,9 @@ class TaskTraining(Training):
 
     def _begin_windows(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Begin the epoch and the step of each window. It is asked for right before its step."""
-        rank, epoch, record = self.rank, -1, None
+        rank = self.rank
+        epoch = -1
+        record = None
         if rank.config.telemetry.record_samples and (rank.world.is_main or not rank.plan.pipelined):
             # Before, since a step needs all ranks: whichever rank dies, every file has all that a checkpoint has.
             record = record_samples(rank, self.state, self._source.indices)
@@ -182,7 +195,9 @@ class TaskTraining(Training):
 
     def _end_window(self, step: StepResult) -> None:
         """Call what follows a step, and decide whether the run ends here."""
-        log, trace, parts = self.log, self._trace, self._parts
+        log = self.log
+        trace = self._trace
+        parts = self._parts
         ends_epoch = step.epoch_ended or step.step >= self.rank.plan.total_steps
         if trace is not None:
             trace.after_update(step.window.requests, step.loss_total, step.loss_count)
@@ -224,10 +239,12 @@ class TaskTraining(Training):
             self._callback("on_epoch_end")
             if math.isnan(loss):
                 self.rank.note("nothing_counted", _NOTHING_COUNTED.format(epoch=epoch), "warning")
-        config, is_last = self.rank.config, step.step >= self.rank.plan.total_steps
+        config = self.rank.config
+        is_last = step.step >= self.rank.plan.total_steps
         is_due = step.epoch_ended and (epoch % config.validation.every_epochs == 0 or epoch >= config.training.epochs)
         is_due = is_due or self._is_due(step.step)
-        metrics, judged = {"train_loss": loss}, None
+        metrics = {"train_loss": loss}
+        judged = None
         if self._datasets.val is not None and (is_due or is_last):
             metrics |= self._validate()
             judged = metrics if is_due else None

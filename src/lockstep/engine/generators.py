@@ -13,7 +13,8 @@ import torch
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Whatever the body draws, the generators of Python, NumPy and torch are as before afterwards."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
             yield

@@ -37,8 +37,10 @@ QUICK_S = 1e-4
 def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
     """Sizes of the data sets and traits of the model."""
     if not hasattr(datasets, "train"):
-        what = f"the task's datasets() did not return Datasets, but {type(datasets).__name__}"
-        raise TaskError(what, fix="return lockstep.Datasets(train=…, val=…, test=…)")
+        raise TaskError(
+            f"the task's datasets() did not return Datasets, but {type(datasets).__name__}",
+            fix="return lockstep.Datasets(train=…, val=…, test=…)",
+        )
     named = {f"val {split}": dataset for split, dataset in datasets.named.items()}
     splits = {"train": datasets.train, "val": datasets.val, "test": datasets.test}
     for split, dataset in (splits | named).items():

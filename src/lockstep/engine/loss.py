@@ -82,7 +82,9 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
 
 def _divisor(node: Any) -> tuple[Tensor | float | None, bool]:
     """Return the divisor of a loss of torch with ``reduction="mean"``, and whether it is a sum of weights."""
-    values, target, ignored = saved(node, "self"), saved(node, "target"), saved(node, "ignore_index")
+    values = saved(node, "self")
+    target = saved(node, "target")
+    ignored = saved(node, "ignore_index")
     if ignored is None:
         return (values.numel() if isinstance(values, Tensor) else None), False
     counted = target != (ignored + 2**63) % 2**64 - 2**63  # kept as a number without a sign

@@ -65,12 +65,15 @@ class Subject(NamedTuple):
 def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     """Build the subject of an evaluation; ``read`` opens the path of ``wanted.data``. Collective if divided."""
     request, task, datasets, snapshot, world, collectives, device = reopened
-    plan, split = request.plan, request.split
+    plan = request.plan
+    split = request.split
     data = datasets or Datasets(None, test=by_row(read(Path(str(request.data)))))
     if getattr(data, split, None) is None:
         splits = [name for name in ("val", "test") if getattr(data, name, None) is not None]
-        fix = f"choose --split {splits[0]}" if splits else f"return {split}= from Task.datasets()"
-        raise DataError(f"this task has no {split} data", fix=fix)
+        raise DataError(
+            f"this task has no {split} data",
+            fix=f"choose --split {splits[0]}" if splits else f"return {split}= from Task.datasets()",
+        )
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task._lockstep_context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))

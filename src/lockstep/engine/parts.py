@@ -54,7 +54,8 @@ class Parts(NamedTuple):
 
 def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> Parts:
     """Build them from ``snapshot``, or from the start. Collective."""
-    config, plan = rank.config, rank.plan
+    config = rank.config
+    plan = rank.plan
     state = restored_state(rank, snapshot)
     remarks = list[str | None]()
     task._lockstep_context = Context(state)
@@ -76,7 +77,8 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if snapshot is not None:
         remarks += restore(rank, snapshot, state, task, model, update)
     traces = config.debug.trace != "off"
-    off, warning = config.debug.switch_off, None
+    off = config.debug.switch_off
+    warning = None
     if divided is None and not traces:  # a trace compares them itself
         warning = check_start(model, rank.collectives, exact=plan.reproducibility == "exact")
     watched = Watched(task, model, off) if traces or off else None

@@ -105,7 +105,8 @@ def joined(
 
     ``ending`` is closed when the failure of an attempt, if any, has been recorded; it ends heartbeat and writer.
     """
-    device, timeout_s = rank_device(tuple(plan.placement["devices"]), world), config.distributed.timeout_s
+    device = rank_device(tuple(plan.placement["devices"]), world)
+    timeout_s = config.distributed.timeout_s
     watches = config.telemetry.system_metrics and world.local_rank == 0
     heartbeat = Heartbeat()
     ending.callback(heartbeat.stop)
@@ -153,7 +154,8 @@ def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse to resume an exact run where bits would differ."""
     differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
     if differing:
-        fix = "resume where these agree, or give up exactness with --set training.reproducibility=fast"
         raise CheckpointError(
-            "this run is exact, and results would differ in bits here", why="; ".join(differing), fix=fix
+            "this run is exact, and results would differ in bits here",
+            why="; ".join(differing),
+            fix="resume where these agree, or give up exactness with --set training.reproducibility=fast",
         )

@@ -108,11 +108,13 @@ def manifest_of(
 
 def judge_afresh(state: TrainState, manifest: dict[str, Any], plan: Plan) -> str | None:
     """Forget the best evaluation if a resumed run is judged by another metric than before, and return a note."""
-    before, now = manifest.get("monitor"), [plan.monitor, plan.mode]
+    before = manifest.get("monitor")
+    now = [plan.monitor, plan.mode]
     if before in (None, now) or state.best_value is None or state.step >= plan.total_steps:
         return None
     state.best_value = state.best_epoch = state.best_step = None
-    state.best_metric, state.evaluations_without_gain = {}, 0
+    state.best_metric = {}
+    state.evaluations_without_gain = 0
     metric, mode = before if isinstance(before, list) and len(before) == 2 else (before, "unknown")
     return (
         f"The run was judged by {metric} ({mode}) and is now judged by {now[0]} ({now[1]}): "
@@ -125,7 +127,8 @@ def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False
 
     ``makes_data``: the run makes its data in each epoch. ``remedy``: another fix for different data.
     """
-    saved, here = str(manifest.get("fingerprint")), plan.task.fingerprint
+    saved = str(manifest.get("fingerprint"))
+    here = plan.task.fingerprint
     same_length = saved.partition(":")[0] == here.partition(":")[0]
     accepted = makes_data or (same_length and saved == plan.accepted_data)
     if not accepted and not same_data(saved, here):
@@ -135,7 +138,9 @@ def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False
             why=f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}",
             fix=f"point data.data_dir at the same data, or start a new run with --init-from{accepts}{remedy}",
         )
-    version, seed, order = manifest.get("order_version"), manifest.get("seed"), manifest.get("order", {})
+    version = manifest.get("order_version")
+    seed = manifest.get("seed")
+    order = manifest.get("order", {})
     what = fix = ""
     if version != ORDER_VERSION:
         what = f"the run's order is version {version}, this Lockstep's is {ORDER_VERSION}"
@@ -144,7 +149,8 @@ def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False
         what = f"the run's order is {OrderPlan.model_validate(order)}; that of the plan is {plan.order}"
         fix = "leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were"
     elif seed != plan.seed:
-        what, fix = f"the run's seed is {seed}, not {plan.seed}", "leave training.seed as it was"
+        what = f"the run's seed is {seed}, not {plan.seed}"
+        fix = "leave training.seed as it was"
     if what:
         raise CheckpointError(what, why="in another order samples would repeat and others would be left out", fix=fix)
 
@@ -237,7 +243,8 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
     current = model.state_dict()
     names = {plain_name(name): name for name in current}
     weights = {names.get(plain_name(name), name): value for name, value in weights.items()}
-    missing, surplus = sorted(current.keys() - weights.keys()), sorted(weights.keys() - current.keys())
+    missing = sorted(current.keys() - weights.keys())
+    surplus = sorted(weights.keys() - current.keys())
     shapes = [
         f"{key} {_shape(weights[key])} → {_shape(current[key])}"
         for key in sorted(current.keys() & weights.keys())
@@ -246,8 +253,11 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
     listed = ("missing", ", ", missing), ("unknown", ", ", surplus), ("shapes", "; ", shapes)
     problems = [f"{kind} {comma.join(names[:5])}" for kind, comma, names in listed if names]
     if problems:
-        fix = "use the task settings with which they were trained"
-        raise CheckpointError(f"the weights in {source} do not fit the model", why="; ".join(problems), fix=fix)
+        raise CheckpointError(
+            f"the weights in {source} do not fit the model",
+            why="; ".join(problems),
+            fix="use the task settings with which they were trained",
+        )
     if any(hasattr(value, "device_mesh") for value in current.values()):  # divided among ranks
         from lockstep.engine.distributed.dtensor_state import divided_like
 
@@ -285,7 +295,8 @@ def _weights_from(source: Path) -> dict[str, Any]:
         step = store.step_of("best")
         step = store.step_of("last") if step is None else step
     else:
-        store, number = CheckpointStore(source.parent), source.name.removeprefix("step-")
+        store = CheckpointStore(source.parent)
+        number = source.name.removeprefix("step-")
         step = int(number) if number != source.name and number.isdigit() else None
     if step is None:
         raise CheckpointError(

@@ -45,7 +45,8 @@ class LossMeter:
 
     def __init__(self, device: torch.device, total: float = 0.0, count: float = 0.0) -> None:
         self._on_host = device.type == "cpu"
-        self._total, self._count = total, count
+        self._total = total
+        self._count = count
         self._device_sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, total: Tensor | float, count: Tensor | float) -> None:
@@ -108,21 +109,26 @@ class RunLog:
         ends_at_total: bool = True,
     ) -> None:
         checkpoint = rank.config.checkpoint
-        self.state, self.total = state, rank.plan.total_steps
+        self.state = state
+        self.total = rank.plan.total_steps
         self.losses = LossMeter(rank.device, state.epoch_loss, state.epoch_count)
         self.ended_by: EndedBy | None = None
         self._evaluation: dict[str, float] = {}
-        self._rank, self._peak_share, self._ends_at_total = rank, peak_share, ends_at_total
+        self._rank = rank
+        self._peak_share = peak_share
+        self._ends_at_total = ends_at_total
         self._patience = rank.config.training.early_stopping_patience
         self._policy = SavePolicy(checkpoint.every_steps, checkpoint.every_s, step=state.step)
         self._pins = pins(rank.device, rank.plan)
-        self._started, self._earlier_s = time.monotonic(), state.elapsed_s
+        self._started = time.monotonic()
+        self._earlier_s = state.elapsed_s
         self._speed = Throughput()
         self._interval = self._epoch = self._speed.mark()
         self._epoch_speed = self._speed.since(self._epoch)
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
-        self._noted, self._left_out = set[str](), 0
+        self._noted = set[str]()
+        self._left_out = 0
         self._ranks = RankWatch(rank, timed, self._speed, state.step)
         self.pause()
 
@@ -140,7 +146,8 @@ class RunLog:
 
     def start(self, notes: Iterable[Note] = ()) -> None:
         """Report that the attempt starts; where nothing is left to train, ``ended_by`` is set."""
-        rank, state = self._rank, self.state
+        rank = self._rank
+        state = self.state
         rank.heartbeat(state.step, self.total)
         plan = rank.plan.as_dict()
         rank.sink.emit(
@@ -217,7 +224,9 @@ class RunLog:
             without_items: the loss of an interval without items.
             is_empty: the last step had no items either: then there is no row.
         """
-        state, epoch, sums = self.state, self.state.epoch + 1, self.losses.read()
+        state = self.state
+        epoch = self.state.epoch + 1
+        sums = self.losses.read()
         loss, items = (now - before for now, before in zip(sums, self._interval_sums, strict=True))
         speed = self._speed.since(self._interval)
         counts_more = speed.seconds > 0 and items > 1.001 * speed.samples_per_s * speed.seconds
@@ -241,7 +250,8 @@ class RunLog:
             )
             self._rank.sink.emit(row)
         self._ranks.log(state.step, epoch)
-        self._interval, self._interval_sums = self._speed.mark(), sums
+        self._interval = self._speed.mark()
+        self._interval_sums = sums
         if self._rank.writer is not None:
             self._rank.writer.poll()
         self._check_skipped()
@@ -322,12 +332,14 @@ class RunLog:
             uses_patience: as for :meth:`judge`.
         """
         improved = judged is not None and self.judge(judged, uses_patience=uses_patience)
-        state, epoch = self.state, self.state.epoch + 1
+        state = self.state
+        epoch = self.state.epoch + 1
         if ended:
             (total, count), (before_total, before_count) = self.losses.read(), self._interval_sums
             self._interval_sums = before_total - total, before_count - count  # the next interval includes their rest
             self.losses.reset()
-            state.epoch, state.position = epoch, 0
+            state.epoch = epoch
+            state.position = 0
         self._epoch = self._speed.mark()
         self._evaluation = {name: value for name, value in metrics.items() if name.startswith("val_")}
         speed = self._epoch_speed
@@ -339,7 +351,8 @@ class RunLog:
 
     def evaluated(self, metrics: Mapping[str, float], improved: bool) -> None:
         state = self.state
-        attempt, epoch = self._rank.attempt, state.epoch + 1
+        attempt = self._rank.attempt
+        epoch = state.epoch + 1
         self._rank.sink.emit(Evaluated(attempt, epoch, state.step, metrics, improved, state.samples_seen))
 
     def judge(self, metrics: Mapping[str, float], *, uses_patience: bool = True) -> bool:
@@ -349,7 +362,9 @@ class RunLog:
             metrics: the same on all ranks; those of the validation are kept with the best.
             uses_patience: whether an evaluation without improvement counts towards the end.
         """
-        plan, state, patience = self._rank.plan, self.state, self._patience
+        plan = self._rank.plan
+        state = self.state
+        patience = self._patience
         name, value = monitored(metrics, plan.monitor) or ("", math.nan)
         if name not in (plan.monitor, row_name(plan.monitor)):
             self._note_monitor(name, metrics)
@@ -366,7 +381,8 @@ class RunLog:
 
     def _note_monitor(self, name: str, metrics: Mapping[str, float]) -> None:
         """Note once that evaluations do not report the monitored metric; ``name``: of the one in its place, if any."""
-        monitor, stops_early = self._rank.plan.monitor, self._patience > 0
+        monitor = self._rank.plan.monitor
+        stops_early = self._patience > 0
         reported = " or ".join(other for other in metrics if row_name(other).startswith("val_"))
         text = f"Without {monitor} no checkpoint is the best one{', and the run does not stop early' * stops_early}: "
         text += f"set checkpoint.monitor={reported}, or report {monitor}." if reported else "no evaluation reports it."
@@ -395,7 +411,9 @@ class RunLog:
 
         ``content``: ``model``, ``trainer``, ``frozen`` and, of a shard, ``rows``; see :class:`Snapshot`.
         """
-        rank, state, writer = self._rank, self.state, self._rank.writer
+        rank = self._rank
+        state = self.state
+        writer = self._rank.writer
         assert writer is not None
         copy = writer.to_host(content, steady)
         keep = retained([*writer.store.steps(), state.step], rank.config.checkpoint.keep_last, state.best_step)
@@ -404,7 +422,9 @@ class RunLog:
 
     def finish(self, final: dict[str, float]) -> RunResult:
         """Emit the end of the run; ``final``: the metrics that it ends with."""
-        state, ended, rank = self.state, self.ended_by or EndedBy.COMPLETED, self._rank
+        state = self.state
+        ended = self.ended_by or EndedBy.COMPLETED
+        rank = self._rank
         rank.sink.emit(RunEnded(ended.status, state.step, final, state.best_epoch, state.best_metric, self.elapsed_s))
         code = 128 + (rank.stop_signal() or 15) if ended is EndedBy.SIGNAL else 0
         best = dict(state.best_metric)

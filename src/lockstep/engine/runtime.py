@@ -36,9 +36,11 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
     """
     cudnn: Any = torch.backends.cudnn
     newer: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    precisions, switches = [part.fp32_precision for part in newer], (cudnn.benchmark, cudnn.deterministic)
+    precisions = [part.fp32_precision for part in newer]
+    switches = (cudnn.benchmark, cudnn.deterministic)
     # If the caller's values disagree, the older one cannot be read: it is the other of two values.
-    allowed, older = precisions[1] != "tf32", "highest" if precisions[0] == "tf32" else "high"
+    allowed = precisions[1] != "tf32"
+    older = "highest" if precisions[0] == "tf32" else "high"
     with _older_interface():
         with suppress(RuntimeError):
             allowed = cudnn.allow_tf32
@@ -51,7 +53,8 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
             cudnn.allow_tf32 = precision == "high"
         cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if precision == "high" else "ieee"
     if exact or benchmark:
-        cudnn.benchmark, cudnn.deterministic = benchmark and not exact, exact
+        cudnn.benchmark = benchmark and not exact
+        cudnn.deterministic = exact
     try:
         yield
     finally:
@@ -157,8 +160,10 @@ def rank_device(devices: Sequence[str], world: World) -> torch.device:
 @contextmanager
 def runtime(plan: Plan, device: torch.device, *, detect_anomaly: bool, ranks: int) -> Iterator[None]:
     """Threads, seeds and determinism of an attempt; the caller's are restored afterwards."""
-    exact, on_gpu = plan.reproducibility == "exact", device.type == "cuda"
-    products, benchmark = plan.value("matmul_precision"), bool(plan.value("cudnn_benchmark", False))
+    exact = plan.reproducibility == "exact"
+    on_gpu = device.type == "cuda"
+    products = plan.value("matmul_precision")
+    benchmark = bool(plan.value("cudnn_benchmark", False))
     with ExitStack() as restored:
         restored.enter_context(expandable_segments(device))  # before anything asks the GPU
         if on_gpu and ranks == 1:  # one of several ranks ends soon

@@ -16,7 +16,9 @@ class SavePolicy:
     def __init__(
         self, every_steps: int | None, every_s: float | None, clock: Callable[[], float] = time.monotonic, step: int = 0
     ) -> None:
-        self._every_steps, self._every_s, self._clock = every_steps, every_s, clock
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._clock = clock
         self.saved(step)
 
     def due(self, step: int) -> bool:

@@ -42,7 +42,8 @@ class TrainState:
         self.step += 1
         self.micro_step += micro_batches
         self.samples_seen += samples
-        self.epoch, self.position = epoch, position
+        self.epoch = epoch
+        self.position = position
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,12 +62,15 @@ def judge(state: TrainState, metrics: Mapping[str, float], value: float, mode: s
     letters are learnt.
     """
     best = state.best_value
-    loss, lowest = metrics.get("val_loss", math.nan), state.best_metric.get("val_loss", math.nan)
+    loss = metrics.get("val_loss", math.nan)
+    lowest = state.best_metric.get("val_loss", math.nan)
     better = best is None or (value < best if mode == "min" else value > best) or (value == best and loss < lowest)
     if not better or not math.isfinite(value):
         state.evaluations_without_gain += 1
         return False
-    state.best_value, state.best_epoch, state.best_step = value, epoch, state.step
+    state.best_value = value
+    state.best_epoch = epoch
+    state.best_step = state.step
     state.best_metric = {name: v for name, v in metrics.items() if name.startswith("val_")}
     state.evaluations_without_gain = 0
     return True

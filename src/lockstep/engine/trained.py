@@ -55,7 +55,8 @@ class TrainedParameters:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], divided_by: str | None) -> None:
-        self._named, self._divided_by = named, divided_by
+        self._named = named
+        self._divided_by = divided_by
         self.follow()
 
     def follow(self) -> None:
@@ -96,7 +97,8 @@ def build_model(task: Task) -> nn.Module:
                 why="Lockstep distributes the model over the selected devices; a wrapper would use others, or twice",
                 fix="return the module inside; select devices with --devices, and a strategy with --strategy",
             )
-    model, extras = compiled_in_place(model), {name: compiled_in_place(extra) for name, extra in extras.items()}
+    model = compiled_in_place(model)
+    extras = {name: compiled_in_place(extra) for name, extra in extras.items()}
     beside = {f"modules.{name}.": module for name, module in extras.items()}
     trained = Trained({"": model, **beside}) if beside else model
     separate_elements(trained)
@@ -131,8 +133,10 @@ def refuse_meta(model: nn.Module) -> None:
     """Raise :class:`TaskError` where a parameter has no memory, since nothing would be trained."""
     name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if name is not None:
-        fix = "make a new module in each call of model(), or keep it in an attribute of the task"
-        raise TaskError(f"the parameter {name} of the task's model is on the meta device", fix=fix)
+        raise TaskError(
+            f"the parameter {name} of the task's model is on the meta device",
+            fix="make a new module in each call of model(), or keep it in an attribute of the task",
+        )
 
 
 class Callbacks:

@@ -38,8 +38,11 @@ class Training:
     def __init__(
         self, rank: RankContext, log: RunLog, module: nn.Module, updates: Sequence[Update], *, compares: bool = True
     ) -> None:
-        self.rank, self.log, self.state = rank, log, log.state
-        self._module, self._updates = module, updates
+        self.rank = rank
+        self.log = log
+        self.state = log.state
+        self._module = module
+        self._updates = updates
         self._divides = rank.plan.strategy.divides
         self._compares = compares and not self._divides
         #: Step and epoch of the last checkpoint.
@@ -56,7 +59,8 @@ class Training:
         self, scalars: Mapping[str, float], *, without_items: float | None = math.nan, is_empty: bool = False
     ) -> None:
         """Emit the row of a log interval; the arguments are those of :meth:`.RunLog.log_step`. Collective."""
-        first, skipped = self._updates[0], sum(update.skipped for update in self._updates)
+        first = self._updates[0]
+        skipped = sum(update.skipped for update in self._updates)
         norm = None if first.grad_norm is None else float(first.grad_norm)
         self.log.log_step(
             first.rates.lr, norm, scalars, skipped=skipped, without_items=without_items, is_empty=is_empty
@@ -94,7 +98,8 @@ class Training:
 
     def save(self, *, best: bool = False) -> None:
         """Compare buffers and weights of the ranks, and save, unless this step has been saved already. Collective."""
-        rank, position = self.rank, (self.state.step, self.state.epoch)
+        rank = self.rank
+        position = (self.state.step, self.state.epoch)
         if self._saved_at == position and not best:
             return
         self._saved_at = position

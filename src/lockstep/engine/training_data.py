@@ -70,7 +70,8 @@ def open_datasets(task: Task, config: RunConfig) -> Datasets:
     if not hasattr(datasets, "train"):
         return datasets
     train, val, test = map(by_row, (datasets.train, datasets.val, datasets.test))
-    weights, named = getattr(datasets, "weights", None), dict[str, Any]()
+    weights = getattr(datasets, "weights", None)
+    named = dict[str, Any]()
     if isinstance(val, Mapping) and not hasattr(val, "__getitems__"):  # which a TensorDict has: it is one data set
         named = _checked_names({name: by_row(part) for name, part in val.items()})
         val = next(iter(named.values()))
@@ -117,7 +118,8 @@ def training_source(task: Task, datasets: Datasets, plan: Plan, skipped: Path = 
 
     Weights and lengths of the samples must be those that the plan was made with: others would be another order.
     """
-    order, skips = _order(task, datasets.weights, plan), task._lockstep_data.on_bad_row == "skip"
+    order = _order(task, datasets.weights, plan)
+    skips = task._lockstep_data.on_bad_row == "skip"
     return Source(
         datasets.train,
         collate_of(task),
@@ -192,19 +194,25 @@ class _Subset:
     """A fixed part of the data, in a separate order (``debug.overfit_batches``)."""
 
     def __init__(self, indices: Indices, order: SampleOrder) -> None:
-        self._indices, self._order = indices, order
-        self.samples, self.seed, self.repeats = order.samples, order.seed, order.repeats
+        self._indices = indices
+        self._order = order
+        self.samples = order.samples
+        self.seed = order.seed
+        self.repeats = order.repeats
 
     def slice(self, epoch: int, start: int, stop: int) -> Indices:
         return self._indices[self._order.slice(epoch, start, stop)]
 
 
 def _order(task: Task, sampling: Sampling | None, plan: Plan) -> SampleOrder:
-    order, subset = _sampled(sampling, plan), None
+    order = _sampled(sampling, plan)
+    subset = None
     if plan.overfit_samples is not None:
-        subset, order = order.slice(0, 0, plan.overfit_samples), Order(plan.overfit_samples, plan.seed)
+        subset = order.slice(0, 0, plan.overfit_samples)
+        order = Order(plan.overfit_samples, plan.seed)
     if plan.order.bucketed:
-        window, block = plan.order.window, plan.order.block
+        window = plan.order.window
+        block = plan.order.block
         assert window is not None and block is not None, "a bucketed order has both"
         lengths = _lengths(task, plan)
         order = BucketedOrder(order, lengths if subset is None else lengths[subset], window, block)
@@ -255,8 +263,9 @@ def check_dataset(dataset: Any, split: str) -> None:
             fix="return map-style data sets from Task.datasets()",
         )
     if len(dataset) == 0:
-        fix = "check data.data_dir, or return None for a split that you lack"
-        raise DataError(f"the {split} data set is empty", fix=fix)
+        raise DataError(
+            f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack"
+        )
 
 
 def remarks_of(dataset: Any, epoch_caller: str) -> tuple[str, ...]:

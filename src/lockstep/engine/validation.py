@@ -27,8 +27,12 @@ class Validation:
     """
 
     def __init__(self, rank: RankContext, task: Task, datasets: Datasets, parts: Parts) -> None:
-        self._rank, self._task, self._datasets, self._parts = rank, task, datasets, parts
-        self._module, precision = parts.strategy.module, parts.update.precision
+        self._rank = rank
+        self._task = task
+        self._datasets = datasets
+        self._parts = parts
+        self._module = parts.strategy.module
+        precision = parts.update.precision
         self._evaluator = Evaluator.of_plan(rank.plan, rank.collectives, rank.device, precision)
         for method in (task.remarks, task.pictures):
             if rank.plan.strategy.divides and any(p.default is p.empty for p in signature(method).parameters.values()):
@@ -56,7 +60,8 @@ class Validation:
 
     def _check_monitor(self, metrics: Mapping[str, Any]) -> None:
         """Raise :class:`ConfigError` if the monitored metric is not among those of an evaluation."""
-        monitor, sets = self._rank.plan.monitor, ["", *(f"{name}_" for name in self._datasets.named)]
+        monitor = self._rank.plan.monitor
+        sets = ["", *(f"{name}_" for name in self._datasets.named)]
         names = _by_row_name(dict.fromkeys(sets, metrics))
         if monitor in names or monitor == Task.monitor[0]:
             return
@@ -100,7 +105,8 @@ class Validation:
 
     def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
         evaluator = replace(self._evaluator, step=self._parts.state.step if step is None else step)
-        task, forward = self._parts.strategy.evaluating(self._task), self._parts.strategy.compiled
+        task = self._parts.strategy.evaluating(self._task)
+        forward = self._parts.strategy.compiled
         return evaluate(evaluator, task, self._module, dataset, chunks=chunks, forward=forward)
 
     def _show(self, *, emits: bool = True) -> None:

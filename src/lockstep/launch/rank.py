@@ -68,7 +68,8 @@ def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = N
 def train_as_launched(rank: Rank) -> int:
     """Train as a rank of Lockstep's launcher, in the run folder that the caller has made; the exit code."""
     serve_store()
-    run, is_restart = rank.folder, restart_count(os.environ) > 0
+    run = rank.folder
+    is_restart = restart_count(os.environ) > 0
     config = run.config(run.read().attempt if is_restart else None)
     task = load_task(run, config)
 

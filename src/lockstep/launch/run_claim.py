@@ -80,8 +80,11 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
     if not resume:
         return None
     if config.save_dir is None:
-        fix = "add --save-dir DIR, or use `lockstep resume RUN`"
-        raise ConfigError("--resume needs a run folder", why="no --save-dir was given", fix=fix)
+        raise ConfigError(
+            "--resume needs a run folder",
+            why="no --save-dir was given",
+            fix="add --save-dir DIR, or use `lockstep resume RUN`",
+        )
     if not (config.save_dir / "run.json").exists():
         if config.storage.mirror is None:
             return None
@@ -115,7 +118,8 @@ def refuse_running(run: RunDir) -> None:
     """Raises :class:`RunFolderError` when a process trains the run, or may be about to."""
     if is_own_job(run, os.environ):
         return
-    record, deadline = run.read(), time.monotonic() + PENDING_GRACE_S
+    record = run.read()
+    deadline = time.monotonic() + PENDING_GRACE_S
     while run.is_between_processes(record) and time.monotonic() < deadline:
         time.sleep(0.1)
         record = run.read()
@@ -139,7 +143,8 @@ def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
     file = run.path / ".claim"
     key = file.resolve()
     wait_s = max(wait_s, _LEASE_S) if is_own_job(run, os.environ) else wait_s
-    deadline, attempt = time.monotonic() + wait_s, run.read().attempt
+    deadline = time.monotonic() + wait_s
+    attempt = run.read().attempt
     while (descriptor := _claim(file, key)) is None:
         if time.monotonic() >= deadline or run.read().attempt != attempt:
             raise RunFolderError(
@@ -184,7 +189,8 @@ def changed_config(
     ``task_is_given``: whether the task is the user's; else it is made from the name in the configuration. Raises
     :class:`TaskError`: the user has not named something in it.
     """
-    record, edited = run.read(), run.config()
+    record = run.read()
+    edited = run.config()
     recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
     old = run.config(record.attempt) if recorded else edited
     kept = {key: value for key, value in changes.items() if key != "save_dir"}
@@ -320,7 +326,8 @@ def resume_point(
     if step is None:
         if not os.path.lexists(run_dir.plan_file):
             return None
-        plan, start = plan_of(run_dir), run_dir.config().debug.start_position
+        plan = plan_of(run_dir)
+        start = run_dir.config().debug.start_position
         where: dict[str, Any] = {"step": 0, "epoch": 0, "position": start, "samples_seen": 0}
         where |= {"global_batch": plan.batch.global_batch, "order": plan.order}
         return ResumePoint(**where, hold=hold)
@@ -337,5 +344,6 @@ def plan_of(run_dir: RunDir) -> Plan:
     try:
         return Plan.model_validate(run_dir.plan())
     except ValidationError as error:
-        fix = f"copy the newest plan.json of {run_dir.attempts} over it"
-        raise damaged(run_dir.plan_file, str(error)[:300], fix) from None
+        raise damaged(
+            run_dir.plan_file, str(error)[:300], f"copy the newest plan.json of {run_dir.attempts} over it"
+        ) from None

@@ -87,7 +87,8 @@ def _train_on_ranks(start: Start) -> RunResult:
     failure = keep_failure(run, f"the launcher ended with exit code {code}") if code else None
     if failure is not None:
         raise failure.as_error()
-    record, beat = run.read(), run.progress()
+    record = run.read()
+    beat = run.progress()
     if code == 1 and record.status == "completed":
         warn(f"the run is completed, but its launcher ended with exit code 1: see {run.logs / records.LAUNCHER_FILE}")
     return RunResult(
@@ -112,8 +113,10 @@ def _with_note(plan: Plan, reason: str) -> Plan:
 
 def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
     """Halve the micro-batch of the configuration; ``None``: the settings do not ask for it, or it is not possible."""
-    config, plan = start.config, start.plan
-    size, policy = plan.batch.batch_size, config.training.on_oom
+    config = start.config
+    plan = start.plan
+    size = plan.batch.batch_size
+    policy = config.training.on_oom
     if policy == "fail" or (policy == "start" and not at_start):
         return None
     if size < 2 or plan.reproducibility == "exact" or plan.task.sets_batch_size:

@@ -110,8 +110,11 @@ class CompleteRows(Callback):
 
     def _complete(self, trainer: Trainer) -> None:
         # On every rank: to read the metrics may be to reduce them.
-        metrics, earlier = dict(trainer.callback_metrics), self._earlier
-        ended, self._ended, self._earlier = self._ended, None, metrics
+        metrics = dict(trainer.callback_metrics)
+        earlier = self._earlier
+        ended = self._ended
+        self._ended = None
+        self._earlier = metrics
         # Lightning never drops a value; one that was not logged again is still the same object.
         fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
         if ended is not None and trainer.is_global_zero:
@@ -165,7 +168,8 @@ class RunStatus(CompleteRows, FitCallback):
     def __init__(self, folder: Path | str, *, monitor: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
         super().__init__()
         self._path = Path(folder)
-        self._monitor, self._sign = monitor, 1.0 if mode == "min" else -1.0
+        self._monitor = monitor
+        self._sign = 1.0 if mode == "min" else -1.0
         self._run: RunDir | None = None
         self._best: float | None = None
         self._heartbeat: Heartbeat | None = None
@@ -422,7 +426,8 @@ class Upload(FitCallback):
         if target is None:
             raise ConfigError("Upload has no target", fix="give a path or an address, such as s3://bucket/run")
         self._target = target if is_url(target) else f"file://{Path(target).absolute()}"
-        self._every, self._wait_s = every_n_epochs, wait_s
+        self._every = every_n_epochs
+        self._wait_s = wait_s
         #: A run of Lockstep sets this, and closes the mirror when its end is recorded.
         self.is_closed_by_run = False
         Remote(self._target)

@@ -32,7 +32,8 @@ _OF_THE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 _FIX = "--ckpt_path takes a run's folder, one of its checkpoints, or a file; without it `fit` starts a new training"
 #: Where errors about a file's content are raised: never in the user's code.
 _LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), "<")
-_CONNECTOR, _RESTORING = "trainer/connectors/checkpoint_connector.py", ("resume", "restore", "_restore")
+_CONNECTOR = "trainer/connectors/checkpoint_connector.py"
+_RESTORING = ("resume", "restore", "_restore")
 #: The loops are made again from the state of the run; the types of hyper-parameters would need pickle.
 _NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type", "state_dict")
 #: Without them a resumed training would be another one: an error, if they cannot be saved.
@@ -55,7 +56,10 @@ class StoreIO(TorchCheckpointIO):
         write: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
         super().__init__()
-        self._rank, self._state, self._snapshot, self._write = rank, state, snapshot, write
+        self._rank = rank
+        self._state = state
+        self._snapshot = snapshot
+        self._write = write
         self.trainer: Trainer | None = None
         self._warned = False
         self._kept: dict[str, Any] | None = None
@@ -93,7 +97,8 @@ class StoreIO(TorchCheckpointIO):
 
     def _loops(self, trainer: Trainer, global_step: int) -> dict[str, Any]:
         """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
-        state, batch = self._state, self._rank.plan.batch
+        state = self._state
+        batch = self._rank.plan.batch
         loops = deepcopy(trainer.fit_loop.state_dict())
         started_epochs = state.epoch + (state.position > 0)
         set_progress(
@@ -103,7 +108,8 @@ class StoreIO(TorchCheckpointIO):
             processed=state.epoch,
             completed=state.epoch,
         )
-        done, progress = used_batches(state, batch), loops["epoch_loop.batch_progress"]
+        done = used_batches(state, batch)
+        progress = loops["epoch_loop.batch_progress"]
         total = dict.fromkeys(("ready", "started", "processed", "completed"), state.step * batch.accumulate)
         set_progress(progress, **total)
         progress["current"] = dict.fromkeys(progress["current"], done)
@@ -148,12 +154,15 @@ def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainS
                     fix="train on as many devices as before",
                 )
         else:
-            epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
+            epochs = loops["epoch_progress"]["current"]
+            batches = loops["epoch_loop.batch_progress"]
             done = 0 if batches["is_last_batch"] else batches["current"]["completed"]
             # An epoch that max_steps ended counts as completed there.
-            epoch, position = int(epochs["ready"]) - (done > 0), done // batch.accumulate * batch.global_batch
+            epoch = int(epochs["ready"]) - (done > 0)
+            position = done // batch.accumulate * batch.global_batch
         if batch.window(position) is None:
-            epoch, position = epoch + 1, 0
+            epoch = epoch + 1
+            position = 0
         step = int(loops["epoch_loop.state_dict"].get(STEPPED, snapshot.step))
         return TrainState(step, step * batch.accumulate, epoch, position, epoch * batch.samples + position)
 
@@ -204,7 +213,8 @@ def cannot_load(path: object) -> Iterator[None]:
     except LockstepError:
         raise
     except Exception as error:  # whatever is wrong with the file
-        lines, fix = [line for line in str(error).splitlines() if line.strip()], _FIX
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        fix = _FIX
         if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
             lines = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines
             fix = "if you trust whoever made it, add --weights_only false: it may then run code; else " + _FIX

@@ -106,7 +106,8 @@ class LockstepCLI(HardwareCLI):
             folder = self._open.enter_context(TemporaryDirectory(prefix="lockstep-checkpoint-"))
             settings.ckpt_path = str(Path(folder, "module.ckpt"))
             torch.save(content, settings.ckpt_path)
-        path, trusted = settings.get("ckpt_path"), settings.get("weights_only") is False
+        path = settings.get("ckpt_path")
+        trusted = settings.get("weights_only") is False
         with cannot_load(path):
             check_file(path, None if trusted else settings.as_dict())
             try:
@@ -252,8 +253,10 @@ def _fit(
     file = settings.get("ckpt_path") if stored is None else None
     if file is not None:
         if not Path(file).is_file():
-            fix = "name a run folder, one of its checkpoints, or a checkpoint file of Lightning's"
-            raise CheckpointError(f"there is no checkpoint {file}", fix=fix)
+            raise CheckpointError(
+                f"there is no checkpoint {file}",
+                fix="name a run folder, one of its checkpoints, or a checkpoint file of Lightning's",
+            )
         section |= {"ckpt_path": str(Path(file).absolute()), "weights_only": settings["weights_only"]}
     task = _task(cli, section, cli_class, options)
     if isinstance(task, str):
@@ -269,7 +272,8 @@ def _task(
 ) -> str | ModuleTask:
     """The task by name, where every rank can find its classes; else an object."""
     options = {name: value for name, value in options.items() if name != "args"}
-    model, data = options["model_class"], options["datamodule_class"]
+    model = options["model_class"]
+    data = options["datamodule_class"]
     named = cli.subclass_mode_model or model is None
     path = str(cli.config["fit"].model.class_path) if named else f"{model.__module__}.{model.__qualname__}"
     name = ":".join(path.rsplit(".", 1))

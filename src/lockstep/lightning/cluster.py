@@ -160,7 +160,9 @@ def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> 
     """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment."""
     ranks = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
     devices = [rank_device(tuple(plan.placement["devices"]), rank) for rank in ranks]
-    environment, on_cpu, several = RankEnvironment(world), devices[0].type == "cpu", world.size > 1
+    environment = RankEnvironment(world)
+    on_cpu = devices[0].type == "cpu"
+    several = world.size > 1
     ddp: dict[str, Any] = {
         "parallel_devices": devices,
         "cluster_environment": environment,

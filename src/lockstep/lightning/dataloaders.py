@@ -71,14 +71,18 @@ class OrderedBatches:
     """
 
     def __init__(self, batch: BatchPlan, order: SampleOrder, rank: int, state: TrainState) -> None:
-        self._batch, self._order, self._rank, self._state = batch, order, rank, state
+        self._batch = batch
+        self._order = order
+        self._rank = rank
+        self._state = state
 
     def __len__(self) -> int:
         left = self._batch.steps_left(self._state.position) * self._batch.accumulate
         return used_batches(self._state, self._batch) + left
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, steps = self._state.epoch, epoch_steps(self._batch, self._rank, self._state.position)
+        epoch = self._state.epoch
+        steps = epoch_steps(self._batch, self._rank, self._state.position)
         return (self._order.slice(epoch, *span).tolist() for step in steps for span in step.mine)
 
 
@@ -89,7 +93,10 @@ class KeptOrder:
     """
 
     def __init__(self, loader: Any, batch: BatchPlan, seed: int, state: TrainState) -> None:
-        self._loader, self._batch, self._seed, self._state = loader, batch, seed, state
+        self._loader = loader
+        self._batch = batch
+        self._seed = seed
+        self._state = state
 
     def __len__(self) -> int:
         return self._batch.samples // self._batch.batch_size
@@ -216,7 +223,8 @@ class SeededLoader(DataLoader[Any]):
         **defaults: Any,
     ) -> None:
         self._seeding = (seed, rank, epoch)
-        self._seeds_generator, self._seeds_workers = loader.generator is None, loader.worker_init_fn is None
+        self._seeds_generator = loader.generator is None
+        self._seeds_workers = loader.worker_init_fn is None
         generator = torch.Generator() if self._seeds_generator else loader.generator
         arguments = {name: getattr(loader, name) for name in _KEPT}
         arguments["collate_fn"] = HandingCollate(loader.collate_fn)

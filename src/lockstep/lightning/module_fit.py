@@ -65,7 +65,9 @@ class ModuleFit:
             self._state = imported_state(snapshot, rank.plan.batch, self._file)
         else:
             self._state = restored_state(rank, snapshot)
-        self._rank, self._task, self._snapshot = rank, task, snapshot
+        self._rank = rank
+        self._task = task
+        self._snapshot = snapshot
         note = None if snapshot is None else judge_afresh(self._state, snapshot.manifest, rank.plan)
         if note is not None:
             rank.note("judged_afresh", note)
@@ -86,7 +88,10 @@ class ModuleFit:
         return result
 
     def _fit(self) -> None:
-        module, data, rank, plan = self._task.module, self._task.datamodule, self._rank, self._rank.plan
+        module = self._task.module
+        data = self._task.datamodule
+        rank = self._rank
+        plan = self._rank.plan
         if self._snapshot is None:
             load_initial_weights(module, rank.config.init_from, rank.collectives)
         if plan.sync_batchnorm:
@@ -114,8 +119,12 @@ class ModuleFit:
         return shared
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
-        config, plan, arguments = self._rank.config, self._rank.plan, dict(self._task.trainer_arguments)
-        batch, validation, precision = plan.batch, config.validation, plan.placement["precision"]
+        config = self._rank.config
+        plan = self._rank.plan
+        arguments = dict(self._task.trainer_arguments)
+        batch = plan.batch
+        validation = config.validation
+        precision = plan.placement["precision"]
         if precision == "16-mixed" and self._rank.device.type == "cpu":
             precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
         check_interval(arguments, batch)
@@ -166,7 +175,8 @@ def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
     """Return ``samples`` and ``metrics`` of a checkpoint."""
     request = reopened.wanted
     load_weights(task.module, reopened.snapshot.model, request.run.path)
-    precision, seed = request.plan.placement["precision"], request.config.training.seed
+    precision = request.plan.placement["precision"]
+    seed = request.config.training.seed
     metrics, samples = evaluate_module(task, request.split, reopened.device, precision, seed)
     return {"samples": samples, "metrics": metrics}
 
@@ -178,7 +188,8 @@ def evaluate_module(
 
     Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
     """
-    module, data = task.module, task.datamodule
+    module = task.module
+    data = task.datamodule
     hook = f"{split}_dataloader"
     step = {"val": "validation_step", "test": "test_step"}.get(split)
     other_split = ", or choose --split val" if split == "test" else ""

@@ -79,7 +79,9 @@ class _Means:
     """The means over samples of what ``validation_step`` logs."""
 
     def __init__(self, names: list[str]) -> None:
-        self._names, self._sums, self._count = names, dict[str, float](), 0
+        self._names = names
+        self._sums = dict[str, float]()
+        self._count = 0
 
     def update(self, *rows: Tensor) -> None:
         for name, row in zip(self._names, rows, strict=True):
@@ -154,9 +156,12 @@ class ModuleSteps(Task):
         return [*model.module.children()]  # type: ignore[union-attr]
 
     def _run(self, step: str, model: nn.Module, batch: Any) -> _Output:
-        view, context = self._view, self.context
+        view = self._view
+        context = self.context
         if view is not None:
-            view.current_epoch, view.global_step, view.training = context.epoch, context.step, context.is_training
+            view.current_epoch = context.epoch
+            view.global_step = context.step
+            view.training = context.is_training
         output: _Output = model(step, batch, context.step)
         return output
 
@@ -218,7 +223,8 @@ def native_settings(task: ModuleTask, given: Mapping[str, Any], config: RunConfi
             fix="name its class, as FILE.py:MODULE",
         )
     samples = len(open_data(task, config).train)
-    loader, training = task.loader_facts, config.training
+    loader = task.loader_facts
+    training = config.training
     per_step = loader.batch_size * placement_of(config).world_size * training.accumulate
     steps = training.max_steps or -(-samples // per_step) * training.epochs
     sizes = {"batch_size": loader.batch_size, **({"tail": "drop"} if loader.drop_last else {})}

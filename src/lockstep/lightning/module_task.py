@@ -106,11 +106,14 @@ class PlannedTrainer:
         training = config.training
         self.strategy = planned_strategy(placement_of(config).devices, ranks)
         self.world_size = self.num_devices = ranks
-        self.num_nodes, self.precision = 1, config.hardware.precision
+        self.num_nodes = 1
+        self.precision = config.hardware.precision
         self.global_rank = self.local_rank = self.node_rank = self.current_epoch = self.global_step = 0
         self.is_global_zero = self.training = True
-        self.max_epochs, self.max_steps = training.epochs, training.max_steps or -1
-        self.accumulate_grad_batches, self.gradient_clip_val = training.accumulate, training.max_grad_norm
+        self.max_epochs = training.epochs
+        self.max_steps = training.max_steps or -1
+        self.accumulate_grad_batches = training.accumulate
+        self.gradient_clip_val = training.max_grad_norm
         self.model = self.lightning_module = module
         self.datamodule = datamodule
 
@@ -155,7 +158,9 @@ class ModuleTask(Task):
         cli: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(config)
-        self._module, self._datamodule, self._cli = module, datamodule, cli
+        self._module = module
+        self._datamodule = datamodule
+        self._cli = cli
         self.planned = RunConfig()
         self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
         _check_arguments(self.trainer_arguments)
@@ -252,7 +257,8 @@ class ModuleTask(Task):
                     whole_steps=whole_steps,
                 )
                 return Datasets(loader.dataset, weights=loader.sampler if is_weighted(loader) else None)
-            size, batches = samples_of_batch(loader), batches_of_epoch(loader, self._unsized)
+            size = samples_of_batch(loader)
+            batches = batches_of_epoch(loader, self._unsized)
             self.loader_facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
             return Datasets(range(batches * size))
 
@@ -266,7 +272,8 @@ class ModuleTask(Task):
         """Raises :class:`DataError` where a loader that is made again in later epochs has another length."""
         every = self.trainer_arguments.get("reload_dataloaders_every_n_epochs") or self.planned.training.epochs
         owner = next(owner for owner in self._owners if defines(owner, "train_dataloader"))
-        attributes, view = dict(vars(owner)), owner.trainer
+        attributes = dict(vars(owner))
+        view = owner.trainer
         try:
             for epoch in range(every, min(self.planned.training.epochs, _TRIED_RELOADS * every + 1), every):
                 view.current_epoch = epoch

@@ -53,8 +53,12 @@ class RunLogCallback(Checkpoint):
     evaluated: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, rank: RankContext, log: RunLog, averaged: Mapping[str, Any] | None = None) -> None:
-        self._rank, self._log, self._state, self._batch = rank, log, log.state, rank.plan.batch
-        self._averaged, self._on_sigterm = averaged, signal.getsignal(signal.SIGTERM)
+        self._rank = rank
+        self._log = log
+        self._state = log.state
+        self._batch = rank.plan.batch
+        self._averaged = averaged
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._losses: list[tuple[Tensor, int]] = []
         self._returns_loss = False
         self._steps: Iterator[Step] = iter(())
@@ -95,7 +99,8 @@ class RunLogCallback(Checkpoint):
 
     def _begin_epoch(self) -> None:
         self._steps = epoch_steps(self._batch, self._rank.collectives.rank, self._state.position)
-        self._step, self._micro = None, 0
+        self._step = None
+        self._micro = 0
 
     def _before_epoch(self, trainer: pl.Trainer) -> bool:
         self._save_if_due(trainer)
@@ -124,7 +129,8 @@ class RunLogCallback(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, every = self._step, self._rank.config.validation
+        step = self._step
+        every = self._rank.config.validation
         assert step is not None
         start, stop = step.mine[self._micro]
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -136,7 +142,8 @@ class RunLogCallback(Checkpoint):
         stepped = self._micro == len(step.mine)
         if stepped:
             self._finish_step(trainer, step)
-            self._step, self._micro = None, 0
+            self._step = None
+            self._micro = 0
         if every.every_steps is not None:
             # Lightning validates every N batches or at the ends of epochs; this makes it do both.
             validates = self._state.step % every.every_steps == 0
@@ -178,7 +185,8 @@ class RunLogCallback(Checkpoint):
         if not over and not trainer.should_stop:
             return  # on_train_batch_start() has left the rest of the epoch out
         mean_loss = self._log.sum_epoch()
-        metrics, earlier = dict(trainer.callback_metrics), self._earlier
+        metrics = dict(trainer.callback_metrics)
+        earlier = self._earlier
         self._earlier = metrics
         # Lightning keeps every value; one that was not logged again is still the same object.
         fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
@@ -220,7 +228,8 @@ class RunLogCallback(Checkpoint):
         self.averages.update(state.step)
         self._log.step(step.stop - step.start, self._waited_s)
         self._waited_s = 0.0
-        logs, on_host = self._log.is_logged(state.step), trainer.strategy.root_device.type == "cpu"
+        logs = self._log.is_logged(state.step)
+        on_host = trainer.strategy.root_device.type == "cpu"
         if on_host or logs or self._is_epoch_over or state.step % FLAG_INTERVAL == 0:
             self._agree(trainer)
         if logs:
@@ -290,7 +299,8 @@ class RunLogCallback(Checkpoint):
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:
-            self.saves_best, self._due = self._due, None
+            self.saves_best = self._due
+            self._due = None
             self._log.saved()
             self._save(trainer)
 

@@ -48,8 +48,10 @@ class ModuleRunner(TaskRunner):
     def complete(self, given: Mapping[str, Any], config: RunConfig) -> RunConfig:
         """Check ``config`` and leave it as it is: the training loader has the size of a micro-batch."""
         if importlib.util.find_spec("lightning") is None:
-            fix = "pip install 'lockstep-train[lightning]'"
-            raise UnsupportedError("Lightning, which trains a LightningModule, is not installed", fix=fix)
+            raise UnsupportedError(
+                "Lightning, which trains a LightningModule, is not installed",
+                fix="pip install 'lockstep-train[lightning]'",
+            )
         self.task.check_config(config)
         return config
 

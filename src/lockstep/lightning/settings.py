@@ -78,7 +78,8 @@ def resolve(
     selected = None if hardware.selected_devices is None else tuple(hardware.selected_devices)
     config = HardwareConfig(selected_devices=selected, precision=hardware.precision)
     placement = resolve_placement(config, DistributedConfig(), world, detected)
-    devices, on_cpu = placement.devices, placement.accelerator == "cpu"
+    devices = placement.devices
+    on_cpu = placement.accelerator == "cpu"
     if not on_cpu and len(set(devices)) < len(devices):
         raise UnsupportedError(
             f"a GPU is named twice ({', '.join(devices)})",
@@ -132,7 +133,8 @@ def settings_of(
     trainer: Mapping[str, Any], hardware: Hardware, detected: Sequence[Device] | None = None
 ) -> dict[str, Any]:
     """Settings of a run for the section ``trainer``: each argument has one, is left to the Trainer, or is refused."""
-    arguments, detected = changed(trainer), detect_devices() if detected is None else detected
+    arguments = changed(trainer)
+    detected = detect_devices() if detected is None else detected
     settings: dict[str, Any] = {name: {} for name in ("telemetry", "debug", "distributed")}
     settings["training"] = {"max_steps": None, "max_time_s": None, "accumulate": 1, "max_grad_norm": None}
     settings["hardware"] = _hardware(arguments, hardware, detected)

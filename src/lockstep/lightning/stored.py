@@ -47,5 +47,8 @@ def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored 
     try:
         return Stored(find_run("last" if path == "best" else str(path), runs_dir), "best")
     except RunFolderError as error:
-        fix = "name a run (its folder, its id, or `last`), one of its checkpoints, or a checkpoint file of Lightning's"
-        raise CheckpointError(f"there is no checkpoint {path}", why=error.what, fix=fix) from None
+        raise CheckpointError(
+            f"there is no checkpoint {path}",
+            why=error.what,
+            fix="name a run (its folder, its id, or `last`), one of its checkpoints, or a Lightning checkpoint file",
+        ) from None

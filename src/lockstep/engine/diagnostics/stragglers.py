@@ -48,7 +48,9 @@ class Throughput:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._samples, self._waited_s, self._paused_s = 0, 0.0, 0.0
+        self._samples = 0
+        self._waited_s = 0.0
+        self._paused_s = 0.0
         self._pause_began: float | None = None
 
     def add(self, samples: int, waited_s: float = 0.0) -> None:
@@ -92,7 +94,8 @@ class OwnTime:
     """Times one step of this rank until its last gradient; on a GPU by events, without waiting for it."""
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device) -> None:
-        self._parameters, self._device = parameters, device
+        self._parameters = parameters
+        self._device = device
         self._began: Any = None
         self._marked: Any = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -192,7 +195,8 @@ class RankWatch:
 def memory(device: torch.device) -> tuple[float, float, float]:
     """Bytes in use, reserved (NaN on a CPU) and at most, of this process on ``device``."""
     if device.type == "cuda":
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        allocated = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
         return float(allocated), float(reserved), float(torch.cuda.max_memory_allocated(device))
     import resource
 

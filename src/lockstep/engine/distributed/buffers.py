@@ -159,7 +159,8 @@ class Buffers:
         means, sums, highest = (self.tensors(kind) for kind in ("mean", "sum", "max"))
         # Ranks with fewer micro-batches have advanced them less often. Rank 0 has the most.
         same = self.tensors("same", "once") if irregular else []
-        flat, is_first = self._flat, dist.get_rank() == 0
+        flat = self._flat
+        is_first = dist.get_rank() == 0
         parts = [flat(buffer, samples > 0) * samples for buffer in means]
         parts += [flat(buffer) - flat(start) for buffer, start in zip(sums, self._starts, strict=True)]
         parts += [flat(buffer, is_first) for buffer in same]

@@ -44,7 +44,10 @@ class Collectives:
     """
 
     def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
-        self.rank, self.size, self.is_main, self.local_rank = world.rank, world.size, world.is_main, world.local_rank
+        self.rank = world.rank
+        self.size = world.size
+        self.is_main = world.is_main
+        self.local_rank = world.local_rank
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
             # A separate group: DDP's reducer issues collectives from the autograd thread.

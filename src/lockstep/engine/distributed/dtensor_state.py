@@ -94,7 +94,8 @@ def divided_like(whole: Tensor | Pieces, like: Tensor) -> Tensor:
     if isinstance(whole, Tensor):
         return distribute_tensor(whole.to(mesh.device_type, like.dtype), mesh, like.placements, src_data_rank=None)
     # As torch.chunk divides: the last ranks may have fewer rows, or none.
-    count, last = like.shape[0], mesh.ndim - 1
+    count = like.shape[0]
+    last = mesh.ndim - 1
     each = -(-count // mesh.size(last))
     start = min(count, each * mesh.get_local_rank(last))
     rows = whole.rows(start, min(count, start + each)).to(mesh.device_type, like.dtype)

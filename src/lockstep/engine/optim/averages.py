@@ -31,7 +31,8 @@ class Averages:
     def __init__(
         self, config: AveragingConfig, model: nn.Module, total_steps: int, optimizer: Optimizer | None = None
     ) -> None:
-        self._config, self._model = config, model
+        self._config = config
+        self._model = model
         both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         schedule_free: Any = optimizer
         self._own = schedule_free if both and config.name == "none" else None

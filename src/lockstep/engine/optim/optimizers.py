@@ -46,16 +46,20 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
     sparse = sparse_layers(model)
     if sparse and isinstance(optimizer, Adam):
-        fix = "leave sparse=True out, or return torch.optim.SGD or SparseAdam from Task.optimizer()"
-        raise UnsupportedError(f"{kind} does not support the sparse gradients of {sparse[0]}", fix=fix)
+        raise UnsupportedError(
+            f"{kind} does not support the sparse gradients of {sparse[0]}",
+            fix="leave sparse=True out, or return torch.optim.SGD or SparseAdam from Task.optimizer()",
+        )
 
 
 def refuse_closure(kind: type[Optimizer]) -> None:
     """Raise :class:`UnsupportedError` for an optimizer like L-BFGS, whose step itself calls the loss."""
     closure = signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
-        what = f"the step() of {kind.__name__} needs a closure, which evaluates the loss several times"
-        raise UnsupportedError(what, fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW")
+        raise UnsupportedError(
+            f"the step() of {kind.__name__} needs a closure, which evaluates the loss several times",
+            fix="use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
+        )
 
 
 def check_sparse(model: nn.Module, *, reduced: bool) -> None:
@@ -123,9 +127,11 @@ def _made(
     try:
         made = make(groups, **{**settings, **config.options})
     except (TypeError, ValueError) as error:
-        what = f"the optimizer {config.name} cannot be made with these settings"
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(what, why=why, fix="change optimizer.options, or the setting that it names") from None
+        raise ConfigError(
+            f"the optimizer {config.name} cannot be made with these settings",
+            why=f"{type(error).__name__}: {error}",
+            fix="change optimizer.options, or the setting that it names",
+        ) from None
     if config.name not in OPTIMIZERS:
         check_optimizer(made, model)
     return made
@@ -143,8 +149,10 @@ def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[
         depths[id(parameter)] = block_depths.get(id(parameter), outside)
     last = max(depths.values(), default=0)
     if last == min(depths.values(), default=0):
-        fix = "return the blocks from Task.blocks(model), or remove the setting"
-        raise ConfigError(f"optimizer.layer_decay={decay:g} needs a model of several blocks", fix=fix)
+        raise ConfigError(
+            f"optimizer.layer_decay={decay:g} needs a model of several blocks",
+            fix="return the blocks from Task.blocks(model), or remove the setting",
+        )
     return {key: decay ** (last - depth) for key, depth in depths.items()}
 
 
@@ -264,7 +272,8 @@ def _muon(
     hidden = [p for p in parameters if p.dim() == 2 and id(p) not in outer]
     chosen = set(map(id, hidden))
     outer_groups = _grouped(config, [p for p in parameters if id(p) not in chosen], lr, rates)
-    parts, decay = list[Optimizer](), config.weight_decay
+    parts = list[Optimizer]()
+    decay = config.weight_decay
     if hidden:
         settings = {"lr": lr, "weight_decay": decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
         parts.append(_made(config, torch.optim.Muon, _grouped(config, hidden, lr, rates), settings, model))

@@ -77,9 +77,10 @@ class Rates:
         """Train groups that a hook has added; their learning rate is one before scaling, as in all groups."""
         check_belongs(self._optimizer, self._named)
         if self._scheduler is not None:
-            what = "a parameter group was added to an optimizer whose scheduler has one rate for each group before"
-            fix = "make all groups in Task.optimizer(); frozen parameters in them are left alone until unfrozen"
-            raise TaskError(what, fix=fix)
+            raise TaskError(
+                "a parameter group was added to an optimizer whose scheduler has one rate for each group before",
+                fix="make all groups in Task.optimizer(); frozen parameters in them are left alone until unfrozen",
+            )
         for group in self._optimizer.param_groups[self._groups :]:
             group.setdefault("initial_lr", group["lr"])
         self._groups = len(self._optimizer.param_groups)

@@ -85,7 +85,8 @@ class Update:
         self._unusual = bool(optimizers.sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = takes_found_inf(optimizer)
-        self._found_inf, self._skipped = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._found_inf = torch.zeros((), device=device)
+        self._skipped = torch.zeros((), device=device)
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._named = dict(model.named_parameters())
         self.rates = Rates(optimizer, schedule, scheduler, mode, self._named)
@@ -209,7 +210,8 @@ def build_update(
     rank: RankContext, task: Task, model: nn.Module, divided: Divided | None, *, validates: bool
 ) -> Update:
     """The update of ``model``, which is on its device. ``validates``: the run has evaluations."""
-    config, plan = rank.config, rank.plan
+    config = rank.config
+    plan = rank.plan
     with compiler_not_imported():
         optimizer = task.optimizer(bare(model))
         if optimizer is None:
@@ -221,8 +223,10 @@ def build_update(
             group["lr"] *= plan.schedule.scale
     scheduler = scheduler_of(task, optimizer)
     if scheduler is not None and scheduler.interval == "metric" and not validates:
-        fix = "return validation data from datasets(), or a scheduler that steps by step or epoch"
-        raise TaskError("the task's scheduler steps by a metric, and there is no validation data", fix=fix)
+        raise TaskError(
+            "the task's scheduler steps by a metric, and there is no validation data",
+            fix="return validation data from datasets(), or a scheduler that steps by step or epoch",
+        )
     if scheduler is not None and isinstance(made := scheduler.scheduler, ReduceLROnPlateau) and made.mode != plan.mode:
         raise TaskError(
             f"the task's scheduler has mode {made.mode!r}, and {plan.monitor} is best at its {plan.mode}",

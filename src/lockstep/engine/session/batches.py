@@ -87,8 +87,10 @@ class DataFeed:
         *,
         planned: bool,
     ) -> None:
-        rank, train = training.rank, datasets.train
-        plan, batch = rank.plan, rank.plan.batch
+        rank = training.rank
+        train = datasets.train
+        plan = rank.plan
+        batch = rank.plan.batch
         task._lockstep_data = data_settings(rank.config)
         if number and training.reshuffles:
             plan = plan.model_copy(update={"seed": derive_key("loop", plan.seed, number)})
@@ -99,14 +101,17 @@ class DataFeed:
             if rank.world.size > 1:
                 check_alike(examined(train, skips=training.skips)[0], rank.collectives)
             batch = batch.model_copy(update={"samples": len(train)})
-            order, left_out = Order(len(train), plan.seed), skipped if training.skips else None
+            order = Order(len(train), plan.seed)
+            left_out = skipped if training.skips else None
             source = Source(train, collate_of(task), plan.seed, order, plan.order.lanes, left_out)
         if batch.lanes is None and accumulate not in (None, batch.accumulate):
             share = -(-batch.global_batch // batch.ranks)
             batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
         arrangement = rank.config.debug.trace
         self.source = source if arrangement == "off" else replace(source, arrangement=arrangement)
-        self._training, self._batch, self.steps_per_epoch = training, batch, batch.steps_per_epoch
+        self._training = training
+        self._batch = batch
+        self.steps_per_epoch = batch.steps_per_epoch
         self._loader: Any = None
         self._batches = TimedBatches(iter(()))
         self._next = (-1, -1)
@@ -157,7 +162,8 @@ class DataFeed:
         """The batches from there on; the loader before ends, unless it is there."""
         if self._next != (epoch, position):
             self.close()
-            plan, me = self._training.rank.plan, self._training.rank.world.rank
+            plan = self._training.rank.plan
+            me = self._training.rank.world.rank
             requests = chain.from_iterable(window.requests for window in self._windows(epoch, position, plan.epochs))
             self._loader = make_loader(self.source, requests, plan.loader, me, largest=self._batch.batch_size)
             self._batches = TimedBatches(self._loader)

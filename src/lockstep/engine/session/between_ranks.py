@@ -41,7 +41,9 @@ class _Gather(torch.autograd.Function):
         local = tensor.detach()[: None if counts else 0].contiguous()
         sizes, rows = _gathered(local, capacities, look)
         rank = dist.get_rank()
-        ctx.start, ctx.size, ctx.shape = sum(sizes[:rank]), sizes[rank], tensor.shape
+        ctx.start = sum(sizes[:rank])
+        ctx.size = sizes[rank]
+        ctx.shape = tensor.shape
         return torch.cat(rows)
 
     @staticmethod

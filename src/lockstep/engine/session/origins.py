@@ -126,7 +126,8 @@ class LossOrigins(TorchFunctionMode):
 
     def __init__(self, check_call: CheckCall | None = None, *, keeps_rows: bool = False) -> None:
         super().__init__()
-        self._check_call, self._keeps_rows = check_call, keeps_rows
+        self._check_call = check_call
+        self._keeps_rows = keeps_rows
         self._origins: dict[int, _Origins] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._weights: dict[int, str] = {}
@@ -136,7 +137,8 @@ class LossOrigins(TorchFunctionMode):
         self._averages: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         self._moved: set[int] = set()
-        self._part, self._is_paused = _Part(0, 0, is_part=False, is_last=True), False
+        self._part = _Part(0, 0, is_part=False, is_last=True)
+        self._is_paused = False
         self._is_averaged = False
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
@@ -163,7 +165,8 @@ class LossOrigins(TorchFunctionMode):
         self._part = part
         self._stepped.clear()
         self._reads.clear()
-        self._earlier, self._kept = {*self._origins}, set(map(_key, tensors.kept))
+        self._earlier = {*self._origins}
+        self._kept = set(map(_key, tensors.kept))
         self._weights = {_key(p): name for name, parameters in tensors.weights.items() for p in parameters}
         self._shapes = {tuple(p.shape) for parameters in tensors.weights.values() for p in parameters if p.numel() > 1}
         self._merged = set(map(_key, tensors.merged))
@@ -183,7 +186,8 @@ class LossOrigins(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls inside are not those of the loop."""
-        before, self._is_paused = self._is_paused, True
+        before = self._is_paused
+        self._is_paused = True
         try:
             yield
         finally:
@@ -307,7 +311,9 @@ class LossOrigins(TorchFunctionMode):
         self, tensor: Tensor, select: Callable[[Tensor], Tensor] = lambda numbers: numbers, *, by_sample: bool = False
     ) -> _Origins:
         """The origins of the elements of ``tensor`` that ``select`` takes; ``by_sample``: by values of the batch."""
-        origins, key, part = self._of(tensor), _key(tensor), self._part
+        origins = self._of(tensor)
+        key = _key(tensor)
+        part = self._part
         earlier = _batches(origins) - {part.number}
         if not earlier:
             return origins

@@ -52,7 +52,8 @@ class Owned(nn.Module):
 
     def __init__(self, models: nn.Module, optimizer: Optimizer) -> None:
         super().__init__()
-        self.models, self._known = models, set(map(id, parameters_of(optimizer)))
+        self.models = models
+        self._known = set(map(id, parameters_of(optimizer)))
 
     def named_parameters(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return (item for item in self.models.named_parameters(*how, **more) if id(item[1]) in self._known)
@@ -70,7 +71,9 @@ class PreparedModels:
     """
 
     def __init__(self, device: torch.device, precision: str, *, several: bool) -> None:
-        self._device, self._precision, self._several = device, precision, several
+        self._device = device
+        self._precision = precision
+        self._several = several
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
@@ -110,7 +113,8 @@ class PreparedModels:
             )
         if kind == "model":
             separate_elements(thing)
-            thing, self._container = cast(thing.to(self._device), self._precision), None
+            thing = cast(thing.to(self._device), self._precision)
+            self._container = None
             if self._several:
                 check_shapes(list(thing.parameters()))
                 broadcast_module(thing)
@@ -265,7 +269,8 @@ class Beside:
     def __init__(self, frame: FrameType | None, kept: Iterable[Any]) -> None:
         here: dict[str, Any] = {}
         while frame is not None:
-            here, frame = {**frame.f_globals, **frame.f_locals, **here}, frame.f_back
+            here = {**frame.f_globals, **frame.f_locals, **here}
+            frame = frame.f_back
         here |= {f"self.{name}": value for name, value in getattr(here.get("self"), "__dict__", {}).items()}
         parts = [part for thing in kept for part in (thing, *getattr(thing, "__dict__", {}).values())]
         self._kept = [part for part in parts if isinstance(part, nn.Module)]
@@ -294,7 +299,8 @@ class Beside:
 
     def changed(self) -> list[tuple[str, str]]:
         """Names and types of those whose parameters or buffers have been replaced or written to."""
-        before, now = self._before, self._state()
+        before = self._before
+        now = self._state()
         changed = [(n, type(module).__name__) for n, module in self._found.items() if differ(before[n], now[n])]
         self._found, self._before, self._kept = {}, {}, []  # the loop may delete them
         return changed

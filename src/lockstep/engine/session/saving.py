@@ -33,9 +33,12 @@ class Resumed:
     """
 
     def __init__(self, rank: Reads) -> None:
-        self._rank, self._source, self._begun = rank, rank.run_dir.path, False
+        self._rank = rank
+        self._source = rank.run_dir.path
+        self._begun = False
         self.snapshot: Snapshot | None = None
-        self.state, self.made = TrainState(), Made()
+        self.state = TrainState()
+        self.made = Made()
         self.registered: dict[str, Stateful] = {}
 
     def register(self, things: Mapping[str, Any]) -> None:
@@ -111,7 +114,8 @@ class Made:
 
     def resume(self, kept: Iterable[Any], *, within: bool) -> None:
         """``kept``: ``values`` of the checkpoint; ``within``: it is of the middle of an epoch."""
-        self._kept, self._within = list(kept), within
+        self._kept = list(kept)
+        self._within = within
 
     def begin_epoch(self) -> None:
         self.values.clear()  # of an epoch that was left before its first batch
@@ -119,7 +123,8 @@ class Made:
 
     def end_epoch(self) -> None:
         self.values.clear()
-        self._kept, self._within = [], False
+        self._kept = []
+        self._within = False
 
     @property
     def is_drawn_again(self) -> bool:
@@ -137,7 +142,8 @@ class Made:
             self.values.append(self._kept[number])
             there, value = self._kept[number]
             return walked(value, lambda leaf, _: leaf.to(device) if there and isinstance(leaf, Tensor) else leaf)
-        value, on_device = make(*arguments), set[bool]()
+        value = make(*arguments)
+        on_device = set[bool]()
         walked(value, lambda leaf, _: on_device.add(isinstance(leaf, Tensor) and leaf.device.type != "cpu"))
         self.values.append((True in on_device, value))
         return value

@@ -93,7 +93,8 @@ class Shards:
 
 def _call_through(sharded: ShardedModel) -> None:
     """Let calls of the model and of its public methods gather parameters outside blocks, as a call of its root does."""
-    model, depth = sharded.module, 0
+    model = sharded.module
+    depth = 0
 
     def gathering(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -50,7 +50,8 @@ class SharedPrecision(Precision):
     def update(self, found_inf: Tensor, counted: Tensor | None = None) -> None:
         infinite = found_inf.clone()
         if self._found is not None:
-            infinite, counted = torch.maximum(infinite, self._found[0].to(infinite.device)), None
+            infinite = torch.maximum(infinite, self._found[0].to(infinite.device))
+            counted = None
         self._found = infinite, counted
 
     def settle(self) -> None:
@@ -80,8 +81,13 @@ class SessionOptimizer:
         group: dist.ProcessGroup | None,
         shards: Shards | None,
     ) -> None:
-        self.name, self.optimizer, self._rank, self._device = name, prepared.optimizers[name], rank, rank.device
-        optimizer, self._look, self._group = self.optimizer, look, group
+        self.name = name
+        self.optimizer = prepared.optimizers[name]
+        self._rank = rank
+        self._device = rank.device
+        optimizer = self.optimizer
+        self._look = look
+        self._group = group
         self._divided = None if shards is None else shards.of(optimizer)
         self._reducer: Reducer = Alone() if shards is None else step_sums(rank.device, float(rank.collectives.size))
         schedulers = [scheduler for scheduler in prepared.schedulers.values() if scheduler.optimizer is optimizer]
@@ -110,7 +116,8 @@ class SessionOptimizer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: GradientBuckets | None = None
         self._lanes: LaneSums | None = None
-        self._has_reduced, self._applies = False, False
+        self._has_reduced = False
+        self._applies = False
         #: The scheduler's position after the step before.
         self._scheduled: int | None = None
         self._unguard = guard_step(optimizer, self._refuse_own_step)
@@ -167,7 +174,8 @@ class SessionOptimizer:
             )
         if self._trainable.have_changed():
             self._follow()
-        self._earlier, self._has_reduced = 0, False
+        self._earlier = 0
+        self._has_reduced = False
         if not any(call.touched for call in self.calls):
             self._forget()
 
@@ -274,7 +282,11 @@ class SessionOptimizer:
             self.used_by = name
 
     def _forget(self) -> None:
-        self.calls, self._earlier, self.held, self._after, self.used_by = [], 0, None, _NONE, None
+        self.calls = []
+        self._earlier = 0
+        self.held = None
+        self._after = _NONE
+        self.used_by = None
         if self._buckets is not None:
             self._buckets.discard()
         if self._lanes is not None:
@@ -343,9 +355,11 @@ class SessionOptimizer:
                 fix="remove scheduler.step(); give one that steps by epoch to "
                 "session.checkpoint(scheduler=...) instead of prepare()",
             )
-        count, divisor = sums.count, sums.divisor
+        count = sums.count
+        divisor = sums.divisor
         if self.held and count:  # they are divided
-            count, divisor = 1.0 / self.update.precision.seed_value(), 1.0
+            count = 1.0 / self.update.precision.seed_value()
+            divisor = 1.0
         self._applies = True
         try:
             self.update.apply(step, count, divisor, want_norm=want_norm)
@@ -374,7 +388,9 @@ def build_steppers(
 
     The first one's update has the averages of all models.
     """
-    module, several, exact = prepared.container(), rank.collectives.size > 1, rank.plan.reproducibility == "exact"
+    module = prepared.container()
+    several = rank.collectives.size > 1
+    exact = rank.plan.reproducibility == "exact"
     check_sparse(module, reduced=several or exact)
     by_buckets = several and not exact and shards is None
     group = dist.new_group(backend=rank.plan.placement["backend"]) if by_buckets else None

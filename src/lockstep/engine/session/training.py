@@ -63,9 +63,13 @@ class SessionTraining(Training):
     """
 
     def __init__(self, rank: RankContext, prepared: PreparedModels, resumed: Resumed, beside: Beside) -> None:
-        self.ranks, self.prepared = rank.compared, prepared
-        self._resumed, self._beside = resumed, beside
-        module, plan, exact = prepared.container(), rank.plan, rank.plan.reproducibility == "exact"
+        self.ranks = rank.compared
+        self.prepared = prepared
+        self._resumed = resumed
+        self._beside = beside
+        module = prepared.container()
+        plan = rank.plan
+        exact = rank.plan.reproducibility == "exact"
         if plan.sync_batchnorm:
             convert(module, None)
         self._shards = prepared.divided(rank)
@@ -86,17 +90,28 @@ class SessionTraining(Training):
         self._buffers = Buffers(module, rank.device, mode, ("before session.prepare()", prefix))
         self._lanes = lanes_of(rank, self._buffers)
         self.draws = SeededDraws(plan.seed, [rank.device])
-        self._generator, self._part, self._is_seeded = torch.Generator(rank.device), 0, False
-        self._arrive, self._around = arrival(rank.device), contextlib.ExitStack()
+        self._generator = torch.Generator(rank.device)
+        self._part = 0
+        self._is_seeded = False
+        self._arrive = arrival(rank.device)
+        self._around = contextlib.ExitStack()
         self.stream: Any = None
         self.window: Window | None = None
-        self.stage, self.loops, self.place, self._calls, self._checked = 0, 0, -1, 0, 0
-        self.has_stepped, self.is_cut, self.is_ghost = False, False, False
-        self.reshuffles, self.skips = True, rank.config.data.on_bad_row == "skip"
+        self.stage = 0
+        self.loops = 0
+        self.place = -1
+        self._calls = 0
+        self._checked = 0
+        self.has_stepped = False
+        self.is_cut = False
+        self.is_ghost = False
+        self.reshuffles = True
+        self.skips = rank.config.data.on_bad_row == "skip"
         self._flags: Flags | None = None
         keeps_rows = rank.collectives.size == 1 and plan.batch.lanes is None
         self._origins = prepared.origins(self._shards.check_call if self._shards else None, keeps_rows=keeps_rows)
-        self._bodies, self._has_repeated = 0, False
+        self._bodies = 0
+        self._has_repeated = False
         self._left_in: str | None = None
         self._stepped: set[str] = set()
         self._is_compiled = has_compiled(module)
@@ -118,7 +133,10 @@ class SessionTraining(Training):
                 "micro-batches they must be kept apart",
                 fix="use ddp, reproducibility: fast and accumulate=1, or optimizers without common parameters",
             )
-        self.window, self._split, self._flags, self.has_stepped = window, split, None, False
+        self.window = window
+        self._split = split
+        self._flags = None
+        self.has_stepped = False
         self._has_repeated = False
         for stepper in self.steppers.values():
             stepper.begin_window()
@@ -134,7 +152,10 @@ class SessionTraining(Training):
             # In place of a batch without readable samples comes one that counts nothing.
             request, batch = readable(request, next(batches))
             self._part = request.part if self.rank.plan.batch.lanes else self.rank.world.rank + (number << 16)
-            self.place, self._calls, self.is_ghost, self._is_seeded = number, 0, request.ghost, False
+            self.place = number
+            self._calls = 0
+            self.is_ghost = request.ghost
+            self._is_seeded = False
             self._buffers.rewind()
             self.draws(self.state.step, self._part)
             try:
@@ -158,7 +179,8 @@ class SessionTraining(Training):
                 if self._lanes is not None and again == self._has_repeated:
                     self._lanes.end(request)
                 if not again:
-                    self.place, self.is_ghost = -1, False
+                    self.place = -1
+                    self.is_ghost = False
 
     def begin_again(self) -> Sequence[BatchRequest]:
         """The micro-batches of this window, which are run once more. Raises :class:`TaskError`."""
@@ -181,7 +203,8 @@ class SessionTraining(Training):
 
     def _follow(self, batch: Any) -> None:
         """Follow values through the body to its loss: in the first steps, and in those after 2, 4, 8, ... others."""
-        window, count = self.window, self._checked
+        window = self.window
+        count = self._checked
         assert window is not None
         unknown = self._stepped != self.steppers.keys() and count < MAX_FOLLOWED_WINDOWS
         may_have_changed = count.bit_count() == 1  # a body may do something else from an epoch or a step on
@@ -244,7 +267,8 @@ class SessionTraining(Training):
 
     def end_window(self, window: Window, waited_s: float, *, epoch_over: bool) -> None:
         """Count the window, log, and save where that is due; sets ``log.ended_by`` where ranks agreed to stop."""
-        state, log = self.state, self.log
+        state = self.state
+        log = self.log
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
         self.precision.settle()
         self.averages.update(state.step)
@@ -294,7 +318,8 @@ class SessionTraining(Training):
     def backward(
         self, total: Any, count: Any, weight: Any, models: Iterable[nn.Module] | nn.Module | None, **how: Any
     ) -> None:
-        window, samples = self._inside("backward"), None
+        window = self._inside("backward")
+        samples = None
         self._origins.check(total)
         if self.checks_losses:
             self._beside.refuse_scaled()
@@ -315,7 +340,8 @@ class SessionTraining(Training):
         with self._origins.paused():
             value: Tensor | float = backward(total, self.precision, inputs, how, counts=not self.is_ghost)
         if self.is_ghost:
-            value, count = 0.0, 0.0
+            value = 0.0
+            count = 0.0
         for stepper in self.steppers.values():
             stepper.after_backward(self.state.step, value, count, self._requests)
 
@@ -374,7 +400,8 @@ class SessionTraining(Training):
 
     def look_around(self) -> None:
         """Raise :class:`CollectiveError` where a rank left this loop before this step, or waits in another call."""
-        store, me = default_store(), self.rank.world.rank
+        store = default_store()
+        me = self.rank.world.rank
         for rank in range(self.rank.collectives.size):
             note = json.loads(store.get(self._note(rank))) if store.check([self._note(rank)]) else [-1, 0]
             if rank != me and note[0] == self.loops and note[1] <= self.state.step:
@@ -437,4 +464,5 @@ class SessionTraining(Training):
         """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""
         self._resumed.restore_updates({name: stepper.update for name, stepper in self.steppers.items()}, self._module)
         self._saved_at = self.state.step, self.state.epoch
-        self.stage, self.reshuffles = trainer["session"]["stage"], trainer["session"].get("reshuffles", False)
+        self.stage = trainer["session"]["stage"]
+        self.reshuffles = trainer["session"].get("reshuffles", False)

@@ -48,7 +48,8 @@ def build_strategy(
 
     A plan of several ranks may be given to one process alone, to measure it: then it is ``single``.
     """
-    config, plan = rank.config, rank.plan
+    config = rank.config
+    plan = rank.plan
     if divided is not None:
         return divided.strategy(task, precision)
     replica = Replica(task, model, precision, rank.device, plan.seed, rank.world.rank)

@@ -91,7 +91,8 @@ class PipelineModel(Divided):
         #: Further names of tied weights, with their first.
         self._aliases = {other: first for first, *aliases in names.values() for other in aliases}
         world = self.rank.world
-        self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
+        self.is_first = world.rank == 0
+        self.is_last = world.rank == world.size - 1
 
     def strategy(self, task: Task, precision: Precision) -> PipelineStrategy:
         return PipelineStrategy(self.replica(task, precision), self)
@@ -202,13 +203,15 @@ class PipelineStrategy(Strategy):
 
     def through(self, function: Callable[..., Any], batch: Any) -> tuple[Inputs, Any]:
         """This rank's part of ``function(model, batch)``: its inputs and its result."""
-        model, rank = self._pipeline, self._world.rank
+        model = self._pipeline
+        rank = self._world.rank
         model.mine.train(self.module.training)
         if model.is_first:
             inputs = inputs_of(function, batch)
         else:
             received = self._down.receive(rank - 1)
-            states, inputs = received[: len(self._generators)], received[len(self._generators) :]
+            states = received[: len(self._generators)]
+            inputs = received[len(self._generators) :]
 
         def run() -> Any:
             if not model.is_first:

@@ -99,7 +99,8 @@ def pack(total: Any, count: Any, flags: Flags) -> list[Any]:
 
     ``total`` and ``count`` may be tensors in float64, which are not read.
     """
-    rest, low = count // _DIGIT, count % _DIGIT
+    rest = count // _DIGIT
+    low = count % _DIGIT
     return [total, rest // _DIGIT, rest % _DIGIT, low, *flags]
 
 

@@ -38,8 +38,11 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
     refuse_modules(model, "pipeline")
     named = task.stages(model)
     if named is None:
-        what = f"the task {type(task).__name__} cannot be trained in stages"
-        raise TaskError(what, why="it does not say where its model can be cut", fix=_FIX)
+        raise TaskError(
+            f"the task {type(task).__name__} cannot be trained in stages",
+            why="it does not say where its model can be cut",
+            fix=_FIX,
+        )
     stages = list(named)
     for what, why, fix in _mistakes(model, stages):
         raise TaskError(what, why=why, fix=fix)
@@ -107,8 +110,9 @@ def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
     except AttributeError as error:
         if error.obj is not model:
             raise
-        fix = f"call model(…) only; {_FIX}"
-        raise TaskError("the task calls a method of its model", why=str(error), fix=fix) from None
+        raise TaskError(
+            "the task calls a method of its model", why=str(error), fix=f"call model(…) only; {_FIX}"
+        ) from None
 
 
 def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:

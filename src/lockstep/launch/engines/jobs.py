@@ -70,8 +70,9 @@ def _ranks_per_node(config: RunConfig, gpus_per_node: str | None) -> int:
         return len(devices)
     number = (gpus_per_node or "1").rpartition(":")[2]
     if not number.isdigit() or int(number) < 1:
-        fix = "write 4, or a type before it: a100:4"
-        raise UsageError(f"--gpus-per-node {gpus_per_node!r} is not a number of GPUs", fix=fix)
+        raise UsageError(
+            f"--gpus-per-node {gpus_per_node!r} is not a number of GPUs", fix="write 4, or a type before it: a100:4"
+        )
     return int(number)
 
 
@@ -142,9 +143,11 @@ def follow(handle: JobHandle, stream: TextIO) -> int:
 
     Ctrl-C ends the following, not the job.
     """
-    engine, run = find_engine(handle.engine).make(), RunDir(handle.run_folder)
+    engine = find_engine(handle.engine).make()
+    run = RunDir(handle.run_folder)
     output = engine.logs(handle)
-    shown, asked_at = "", 0.0
+    shown = ""
+    asked_at = 0.0
     try:
         while True:
             stream.write(next(output, ""))
@@ -154,7 +157,8 @@ def follow(handle: JobHandle, stream: TextIO) -> int:
                     status = engine.status(handle)
                     text = status.text
                 except UsageError:
-                    status, text = None, f"{handle.engine} does not answer; asking again"
+                    status = None
+                    text = f"{handle.engine} does not answer; asking again"
                 asked_at = time.monotonic()
                 if status is not None and status.is_over:
                     stream.write(next(output, ""))
@@ -192,7 +196,8 @@ def stop(handle: JobHandle, timeout_s: float) -> str:
             why="a run folder from elsewhere could name any job",
             fix="end it where it was submitted, or with the engine's command",
         )
-    engine, run = find_engine(handle.engine).make(), RunDir(handle.run_folder)
+    engine = find_engine(handle.engine).make()
+    run = RunDir(handle.run_folder)
     status = engine.status(handle)
     if status.is_over:
         raise RunFolderError(f"{_name(handle)} is over ({status.text})", fix=f"see `lockstep show {run.path}`")

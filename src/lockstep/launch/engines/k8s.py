@@ -242,8 +242,9 @@ def _requests(failure: str) -> Iterator[Any]:
         from kubernetes import client, config
         from urllib3.exceptions import HTTPError
     except ImportError:
-        fix = "pip install 'lockstep-train[kubernetes]'"
-        raise UsageError("--on k8s needs the package kubernetes", fix=fix) from None
+        raise UsageError(
+            "--on k8s needs the package kubernetes", fix="pip install 'lockstep-train[kubernetes]'"
+        ) from None
     try:
         try:
             config.load_kube_config()  # type: ignore[no-untyped-call]
@@ -257,11 +258,15 @@ def _requests(failure: str) -> Iterator[Any]:
             fix="set KUBECONFIG, or write the manifest with --print and apply it with kubectl",
         ) from None
     except client.ApiException as error:
-        fix = "check permissions with `kubectl auth can-i`, --k8s-namespace and --k8s-kind (404: not installed)"
-        raise UsageError(failure, why=f"{error.status} {error.reason}: {str(error.body)[:500]}", fix=fix) from None
+        raise UsageError(
+            failure,
+            why=f"{error.status} {error.reason}: {str(error.body)[:500]}",
+            fix="check permissions with `kubectl auth can-i`, --k8s-namespace and --k8s-kind (404: not installed)",
+        ) from None
     except (HTTPError, OSError) as error:
-        fix = "`kubectl cluster-info` shows its address"
-        raise UsageError(failure, why=f"{type(error).__name__}: {str(error)[:300]}", fix=fix) from None
+        raise UsageError(
+            failure, why=f"{type(error).__name__}: {str(error)[:300]}", fix="`kubectl cluster-info` shows its address"
+        ) from None
 
 
 SPEC = EngineSpec(

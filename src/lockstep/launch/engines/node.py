@@ -81,7 +81,10 @@ def train_as_node_rank(rank: worker.Rank) -> int:
 
     That is 0 where another start would end the same: also after a stop and for wrong usage.
     """
-    folder, config, world, runs = rank.folder, rank.folder.config(), rank.world, [begun_run(rank.folder)]
+    folder = rank.folder
+    config = rank.folder.config()
+    world = rank.world
+    runs = [begun_run(rank.folder)]
     request = TrainRequest(**read_json(folder.path / _REQUEST))
     if runs[0] is not folder:
         previous = PreviousStart(str(runs[0].path), restart_count(os.environ), first_line(runs[0]))

@@ -113,8 +113,9 @@ def _resources_per_rank(job: Job) -> dict[str, float]:
         try:
             resources[name] = float(number)
         except ValueError:
-            fix = "write NAME=NUMBER, for example --ray-resource CPU=4"
-            raise UsageError(f"--ray-resource {text!r} is not a resource", fix=fix) from None
+            raise UsageError(
+                f"--ray-resource {text!r} is not a resource", fix="write NAME=NUMBER, for example --ray-resource CPU=4"
+            ) from None
     return resources
 
 
@@ -214,7 +215,8 @@ def _stop_signals() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _output(ray: Any, terminal: Any) -> Iterator[None]:
     """Copy the output of the ranks to standard output, and nothing of Ray's."""
-    ended, stream = threading.Event(), sys.stdout
+    ended = threading.Event()
+    stream = sys.stdout
 
     def copy() -> None:
         is_last = False

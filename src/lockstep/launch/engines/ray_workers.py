@@ -216,7 +216,8 @@ class Supervision(ControllerCallback, WorkerGroupCallback):
         self._workers = None
 
     def _save(self) -> None:
-        workers, self._workers = self._workers, None
+        workers = self._workers
+        self._workers = None
         if workers is not None:
             answers = workers.execute_async(_save_and_end, self._grace_s)
             ray.wait(answers, num_returns=len(answers), timeout=self._grace_s)

@@ -136,8 +136,10 @@ def _sbatch_options(job: Job, folder: Path) -> Iterator[str]:
     for option in job.options.get("sbatch_option") or ():
         name, equals, value = option.partition("=")
         if not _OPTION.fullmatch(name):
-            fix = "write it without dashes in front, for example --sbatch-option constraint=a100"
-            raise UsageError(f"--sbatch-option {option!r} is not of the form name=value", fix=fix)
+            raise UsageError(
+                f"--sbatch-option {option!r} is not of the form name=value",
+                fix="write it without dashes in front, for example --sbatch-option constraint=a100",
+            )
         yield f"{name}={_checked(f'--sbatch-option {name}', value)}" if equals else name
 
 

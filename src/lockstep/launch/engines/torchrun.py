@@ -70,11 +70,13 @@ class Rendezvous:
             )
         host, colon, port = rdzv.rpartition(":")
         if not colon or (":" in host and not host.startswith("[")):  # host, host:port or [address]:port
-            host, port = rdzv, str(DEFAULT_PORT)
+            host = rdzv
+            port = str(DEFAULT_PORT)
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            fix = "write HOST:PORT, for example node1:29400"
-            raise ConfigError(f"invalid --rdzv {rdzv!r}: not an address", fix=fix)
+            raise ConfigError(
+                f"invalid --rdzv {rdzv!r}: not an address", fix="write HOST:PORT, for example node1:29400"
+            )
         return cls(host, int(port), job.options["join_timeout_s"])
 
     @property
@@ -195,7 +197,9 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
     from torch.distributed.launcher import api as elastic
 
     logging.disable(logging.CRITICAL)  # the report says it
-    job, meeting, folder = agent.job, agent.rendezvous, RunDir(agent.job.run_folder)
+    job = agent.job
+    meeting = agent.rendezvous
+    folder = RunDir(agent.job.run_folder)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(job.grace_s)))
     join_timeout_s = max(1, round(meeting.join_timeout_s))
     configs: dict[str, Any] = {

@@ -29,7 +29,8 @@ OWN_PAUSE_S = 5.0
 _STATES = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped", psutil.STATUS_DISK_SLEEP: "blocked"}
 
 
-HANG_TIMEOUT, COLLECTIVE_TIMEOUT = "launch.hang_timeout_s", "distributed.timeout_s"
+HANG_TIMEOUT = "launch.hang_timeout_s"
+COLLECTIVE_TIMEOUT = "distributed.timeout_s"
 
 
 class Standstill(FileContent):
@@ -131,16 +132,19 @@ class HangReport(FileContent):
             fix = (
                 "find out what stopped it, then `lockstep resume` the run; to debug a rank, set launch.hang_timeout_s "
             )
-            fix, slow = fix + "to a large number", ""
+            fix = fix + "to a large number"
+            slow = ""
         elif first and first.waits_for_data:
             title = "its loader returns no batch; the other ranks wait for it"
             worker = "fix what its worker does there, or try --num-workers 0"
             fix = worker if first.workers else "try --num-workers 0 to see where the data set stops"
         elif first and not first.stack:
             title = "its process does not answer: native code keeps the interpreter, or the kernel blocks it"
-            fix, check = "fix or avoid that call", "`py-spy dump --native --pid` shows where it is"
+            fix = "fix or avoid that call"
+            check = "`py-spy dump --native --pid` shows where it is"
         elif first and not first.in_framework:
-            title, fix = "it is blocked there; the other ranks are waiting for it", "fix that line"
+            title = "it is blocked there; the other ranks are waiting for it"
+            fix = "fix that line"
         else:
             title = (
                 "the ranks are in different collective calls, or one of them makes a call that the others do not make"
@@ -182,14 +186,16 @@ class Silence:
     """How long one process has made no progress. ``now``: seconds on the clock of the checks."""
 
     def __init__(self, pid: int, now: float) -> None:
-        self._pid, self._since = pid, now
+        self._pid = pid
+        self._since = now
         self._seen: object = None
 
     def update(self, sign: Sign, now: float) -> float:
         """Take the process's newest sign; seconds without progress."""
         seen = sign.beats, saving_progress(self._pid, sign.writer) if sign.activity is Activity.SAVING else None
         if seen != self._seen:
-            self._seen, self._since = seen, now
+            self._seen = seen
+            self._since = now
         return now - self._since
 
     def pause(self, seconds: float) -> None:
@@ -213,7 +219,11 @@ class HangWatch:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pids, self._signs, self._logs, self._timeout_s, self._clock = dict(pids), signs, logs, timeout_s, clock
+        self._pids = dict(pids)
+        self._signs = signs
+        self._logs = logs
+        self._timeout_s = timeout_s
+        self._clock = clock
         self._checked_at = self._asked_at = clock()
         self._silences = {rank: Silence(pid, self._checked_at) for rank, pid in self._pids.items()}
 
@@ -277,7 +287,8 @@ class HangWatch:
         stacks = self._stacks(signs, states) if stacks is None else stacks
         places = []
         for rank, sign in signs.items():
-            stack, workers = stacks.get(rank, ()), tuple[str, ...]()
+            stack = stacks.get(rank, ())
+            workers = tuple[str, ...]()
             if stack and waits_for_data(sign, stack):
                 workers = ask_workers(self._pids[rank], rank, self._logs)
             places.append(standstill(rank, sign, stack, silent_s=silent_s[rank], state=states[rank], workers=workers))

@@ -294,7 +294,9 @@ class MemoryWatch:
     """The ranks' memory as the launcher measures it: the newest and the highest. ``pids``: by rank."""
 
     def __init__(self, pids: Mapping[int, int], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pids, self._clock, self._due = dict(pids), clock, clock()
+        self._pids = dict(pids)
+        self._clock = clock
+        self._due = clock()
         self._kills_before = oom_kills()
         self._free = 0
         self.ranks: dict[int, RankMemory] = {}

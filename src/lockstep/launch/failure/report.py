@@ -83,7 +83,8 @@ class FailureReport:
 
     def details(self) -> str:
         """The traceback and last lines of the first rank to fail, and how many others there are."""
-        first, blocks = self.first, []
+        first = self.first
+        blocks = []
         if first is None:
             if self.launcher_error.strip() != self.what:
                 blocks.append(textwrap.indent(self.launcher_error.rstrip(), "  "))
@@ -153,12 +154,14 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
     ]
     collectives = missing_ranks(run_dir.logs)
     if launcher.hang is not None and all(rank.is_collateral for rank in ranks):
-        hang, number = launcher.hang, launcher.ranks or len(launcher.exits)
+        hang = launcher.hang
+        number = launcher.ranks or len(launcher.exits)
         return FailureReport(number, None, (), hang.cause, hang.headline, hang, collectives=collectives)
     if not launcher.error and all(rank.ended_by_launcher for rank in ranks):
         return None
     ranks.sort(key=lambda rank: (rank.is_collateral, rank.blames_another, rank.time, rank.rank))
-    first, memory = None, ""
+    first = None
+    memory = ""
     if not ranks or (launcher.error and ranks[0].is_collateral):
         cause = find_cause(launcher.error)
     else:
@@ -250,7 +253,8 @@ def _with_memory(
         known[rank] = memory.over(known.get(rank, RankMemory()))
     smaller = ""
     with contextlib.suppress(LockstepError, ValidationError, LookupError, TypeError, ValueError):
-        batch, run = BatchPlan.model_validate(plan["batch"]), run_dir.read().id
+        batch = BatchPlan.model_validate(plan["batch"])
+        run = run_dir.read().id
         if plan["task"].get("sets_batch_size"):
             smaller = f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
         else:

@@ -79,7 +79,10 @@ class Watchdog(threading.Thread):
         workers: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
-        self._world, self._timeout_s, self._hung, self._ask_workers = world, timeout_s, hung, workers
+        self._world = world
+        self._timeout_s = timeout_s
+        self._hung = hung
+        self._ask_workers = workers
         self._store: Any = None if store is None else cast(Any, store).clone()
         self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT)
         self._workers: tuple[str, ...] | None = None
@@ -118,7 +121,9 @@ class Watchdog(threading.Thread):
         """
         if self._store is None:
             return None
-        store, answers, until = self._store.clone(), dict[int, hang.Standstill](), time.monotonic() + _OTHERS_S
+        store = self._store.clone()
+        answers = dict[int, hang.Standstill]()
+        until = time.monotonic() + _OTHERS_S
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         with contextlib.suppress(RuntimeError, ValidationError):
             store.set(_ASKED, "")
@@ -196,7 +201,8 @@ def stops_within(stop: StopRequest, grace_s: float) -> Iterator[None]:
         while not ended.wait(hang.INTERVAL_S):
             if stop.requested is None:
                 continue
-            now, sign = time.monotonic(), pulse.sign
+            now = time.monotonic()
+            sign = pulse.sign
             silence = silence or hang.Silence(os.getpid(), now)
             if silence.update(sign, now) > grace_s and hang.waits_for_data(sign, main_stack()):
                 stop.end_overdue(
@@ -240,7 +246,8 @@ def watched(
     and rank 0 records the failure in it. ``launcher``: where a launcher reads of failures, which it prints.
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
-    file, rank = log_file(run.logs, world.rank), world.rank
+    file = log_file(run.logs, world.rank)
+    rank = world.rank
 
     def hung(report: hang.HangReport, prints: bool) -> NoReturn:
         text = "\n".join([report.headline, report.table()])
@@ -263,7 +270,8 @@ def watched(
 
     workers = partial(ask_workers, os.getpid(), rank, run.logs)
     watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung, workers=workers)
-    before, pulse.is_watched = pulse.is_watched, True
+    before = pulse.is_watched
+    pulse.is_watched = True
     watchdog.start()
     try:
         with contextlib.ExitStack() as inside:

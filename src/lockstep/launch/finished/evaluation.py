@@ -100,7 +100,8 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
     Raises:
         LockstepError: that of the rank that failed. KeyboardInterrupt: a stop was requested.
     """
-    config, plan = evaluation.config, evaluation.plan
+    config = evaluation.config
+    plan = evaluation.plan
     ranks = int(plan.placement["world_size"])
     if ranks == 1:
         with group(World(), config, plan.placement, evaluation.run.logs) as team:
@@ -118,7 +119,9 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
 
 def _on_rank(rank: Rank, function: Compute, evaluation: Evaluation) -> dict[str, Any]:
     """Evaluate as one of the ranks; the result is the same on all of them."""
-    config, plan, world = evaluation.config, evaluation.plan, rank.world
+    config = evaluation.config
+    plan = evaluation.plan
+    world = rank.world
     task = load_task(rank.folder, config)
     device = rank_device(tuple(plan.placement["devices"]), world)
     with (

@@ -67,7 +67,8 @@ def export(
         raise RunFolderError(
             f"{out} is not empty", why="an export never overwrites", fix="give another folder with --out"
         )
-    built, snapshot = task_again(run, run.config(), task), find_checkpoint(run, checkpoint)
+    built = task_again(run, run.config(), task)
+    snapshot = find_checkpoint(run, checkpoint)
     building = out.with_name(out.name + ".partial")
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -148,9 +149,13 @@ def _write_program(model: nn.Module, inputs: Inputs, folder: Path) -> None:
 
 
 def _write_example(folder: Path, program: bool) -> None:
-    extra, imports, body = "", "", PROGRAM_BODY
+    extra = ""
+    imports = ""
+    body = PROGRAM_BODY
     if not program:
-        extra, imports, body = " and safetensors", "from safetensors.torch import load_file\n", WEIGHTS_BODY
+        extra = " and safetensors"
+        imports = "from safetensors.torch import load_file\n"
+        body = WEIGHTS_BODY
         if (folder / "extra_state.pt").exists():
             body = body.replace("# model", f"{EXTRA_LINE}# model")
     text = EXAMPLE.format(extra=extra, imports=imports, body=body)

@@ -57,7 +57,8 @@ def predict(
     kind = _format_of(out)
     built = task_again(run, run.config(), task)
     runner_of(built).check_prediction(run.path)
-    split, step = "test" if path else str(data), find_step(run, checkpoint)
+    split = "test" if path else str(data)
+    step = find_step(run, checkpoint)
     evaluation = replace(evaluation_on(run, devices, split, step, path, whole=True), out=out)
     plan = evaluation.plan
     if plan.placement["accelerator"] == "cpu":  # sums depend on the number of threads
@@ -92,7 +93,8 @@ def _progress(out: Path) -> Path:
 
 def _write(reopened: Reopened) -> dict[str, Any]:
     """Write the missing rows to ``OUT.partial``, on rank 0. Collective."""
-    evaluation, collectives = reopened.wanted, reopened.collectives
+    evaluation = reopened.wanted
+    collectives = reopened.collectives
     out = evaluation.out
     assert out is not None
     subject = opened(reopened, reopened.task.prediction_data)

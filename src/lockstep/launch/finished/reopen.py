@@ -38,12 +38,15 @@ def fetch_weights(url: str, copy: RunDir, checkpoint: str | int) -> None:
 
 def find_step(run: RunDir, checkpoint: str | int) -> int:
     """The step that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`: there is none."""
-    store, text = CheckpointStore(run.checkpoints), str(checkpoint)
-    step, steps = int(text) if text.isdigit() else store.step_of(text), store.steps()
+    store = CheckpointStore(run.checkpoints)
+    text = str(checkpoint)
+    step = int(text) if text.isdigit() else store.step_of(text)
+    steps = store.steps()
     if step is None and text == "best":
         step = store.step_of("last")
     if step is None or step not in steps:
-        have, state = ", ".join(map(str, steps)), run.read()
+        have = ", ".join(map(str, steps))
+        state = run.read()
         raise CheckpointError(
             f"run {state.id} has no checkpoint" + f" {checkpoint!r}" * bool(steps),
             why=f"its steps are: {have}" if have else f"its status is {state.status}, and it saved none",

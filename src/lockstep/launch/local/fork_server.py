@@ -74,7 +74,8 @@ class Forked:
             try:
                 pid, status = os.waitpid(self.pid, options)
             except ChildProcessError:  # where SIGCHLD is ignored, as subprocess takes it
-                pid, status = self.pid, 0
+                pid = self.pid
+                status = 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -167,7 +168,9 @@ class ForkServer:
     def __init__(
         self, control: socket.socket, process: subprocess.Popen[bytes] | Forked, environ: Mapping[str, str]
     ) -> None:
-        self._control, self._process, self.pid = control, process, process.pid
+        self._control = control
+        self._process = process
+        self.pid = process.pid
         self._at_start = _at_start(environ)
         self._caller = os.getpid()
 

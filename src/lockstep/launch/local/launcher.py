@@ -188,14 +188,16 @@ class Supervisor:
     def _begin(self, phase: Phase, deadline: float) -> bool:
         if self.phase in (phase, "failing"):
             return False
-        self.phase, self._deadline = phase, deadline
+        self.phase = phase
+        self._deadline = deadline
         return True
 
     def _observe(self) -> None:
         now = time.time()
         ending = self.phase == "failing" or self._killed
         for rank in self.alive:
-            pid, code = self.processes[rank].pid, _peek(self.processes[rank])
+            pid = self.processes[rank].pid
+            code = _peek(self.processes[rank])
             if code is None:
                 continue
             if code != 0:
@@ -269,7 +271,8 @@ class Launch:
     def supervise(self, processes: Mapping[int, Forked]) -> Supervisor:
         """Supervise ranks that have been started."""
         pids = {rank: process.pid for rank, process in processes.items()}
-        logs, settings = self.run_dir.logs, self.settings
+        logs = self.run_dir.logs
+        settings = self.settings
         self.supervisor = Supervisor(
             processes,
             self.stop_requested,

@@ -74,7 +74,8 @@ def run_on_ranks(
     file.write_bytes(cloudpickle.dumps((function, arguments)))
     try:
         with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
-            main, code = f"{__name__}:{call.__name__}", 0
+            main = f"{__name__}:{call.__name__}"
+            code = 0
             if not stop.requested:
                 code = launch(folder, ranks, rank_main=main, settings=settings, threads=threads)
     finally:
@@ -100,9 +101,11 @@ def call(rank: Rank) -> int:
     serve_store()
     function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())
     try:
-        result, code = function(rank, *arguments), 0
+        result = function(rank, *arguments)
+        code = 0
     except Stopped as end:
-        result, code = None, int(end.code or 0)
+        result = None
+        code = int(end.code or 0)
     _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(result))
     return code
 
@@ -135,8 +138,11 @@ def launch(
     try:
         records.clear(run_dir.logs)
     except OSError as error:
-        fix = "change its permissions, or choose another --save-dir"
-        raise RunFolderError(f"cannot write in {run_dir.logs}", why=str(error), fix=fix) from error
+        raise RunFolderError(
+            f"cannot write in {run_dir.logs}",
+            why=str(error),
+            fix="change its permissions, or choose another --save-dir",
+        ) from error
     limits = (settings or LaunchConfig()).model_dump()
     request = {"folder": str(run_dir.path.resolve()), "ranks": ranks, "rank_main": rank_main, "settings": limits}
     environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}

@@ -69,7 +69,8 @@ def _run(rank: Rank, function: str) -> int:
     A failure becomes an exit code, and is recorded and not printed, since the process that started the ranks prints one
     report on all of them.
     """
-    logs, number = rank.folder.logs, rank.world.rank
+    logs = rank.folder.logs
+    number = rank.world.rank
     try:
         records.error_file(logs, number).unlink(missing_ok=True)
         if environment.LAUNCHER_PID in os.environ:

@@ -87,7 +87,8 @@ class Team:
         """
         if self.world.size == 1:
             return body() if here else None
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = body() if here else None
         except LockstepError as caught:
@@ -105,8 +106,11 @@ class Team:
             if error is not None:
                 if not self._prints:
                     raise SystemExit(error.exit_code)
-                what = error.what if len(self.leads) == 1 else f"node {self.node_of(rank)}: {error.what}"
-                raise type(error)(what, why=error.why, fix=error.fix)
+                raise type(error)(
+                    error.what if len(self.leads) == 1 else f"node {self.node_of(rank)}: {error.what}",
+                    why=error.why,
+                    fix=error.fix,
+                )
 
     def refuse_different(self, values: Mapping[int, str], what: str, *, why: str, fix: str) -> None:
         """End every rank if ``values``, by rank, are not the same; every rank has the same ``values``."""

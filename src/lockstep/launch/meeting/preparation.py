@@ -117,7 +117,8 @@ def launched_start(team: Team, run: RunDir, task: Task, config: RunConfig, *, is
             run_claim.warn(text)
         point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
         step = point.step if point else 0
-        attempt, restarts = run.begin_attempt(run.plan(), plan.placement, step), records.read_launcher(run).restarts
+        attempt = run.begin_attempt(run.plan(), plan.placement, step)
+        restarts = records.read_launcher(run).restarts
         return plan, attempt, step, records.restarted(restarts, attempt, step) if restarts else None
 
     beginning = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
@@ -137,7 +138,8 @@ def prepare_together(
     if not found:
         return begin_attempt(team, run, task, config, request, new_id=run_id)
     whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.world.is_main)
-    shared, local = team.collectives.broadcast(whole), config
+    shared = team.collectives.broadcast(whole)
+    local = config
     assert shared is not None
     config = shared if team.me.node_rank == team.members[0].node_rank else with_own_settings(shared, local)
     task = run_claim.task_of_run(task, config, as_given=request.as_given)
@@ -306,11 +308,13 @@ def plan_together(
 
     def make() -> tuple[Plan, int, int]:
         nonlocal inputs
-        point, warn = None, run_claim.warn
+        point = None
+        warn = run_claim.warn
         if request.is_resume:
             point = run_claim.resume_point(run, hold=request.hold, accept_data=request.accept_data, report=warn)
         inputs = plan_for(request.task, request.config, request.placement, request.datasets, point)
-        plan, step = change(inputs.plan), point.step if point else 0
+        plan = change(inputs.plan)
+        step = point.step if point else 0
         return plan, record(plan, step), step
 
     made = team.collectives.broadcast(team.together(make, here=team.me.rank == 0))
@@ -328,7 +332,8 @@ def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int
 
 def with_own_settings(shared: RunConfig, local: RunConfig) -> RunConfig:
     """Take from ``local`` the settings that each node decides, if it has a value for them, and else ``shared``."""
-    result, values = shared.model_dump(mode="json"), local.model_dump(mode="json")
+    result = shared.model_dump(mode="json")
+    values = local.model_dump(mode="json")
     for key in OWN_SETTINGS:
         section, _, name = key.rpartition(".")
         value = (values[section] if section else values)[name]

@@ -27,7 +27,8 @@ def supervise(
 
     Collective. ``ending`` ends the watch.
     """
-    world, limits = team.world, config.launch
+    world = team.world
+    limits = config.launch
     use_backend(team, config, placement, run.logs)
     stop = launched.stop if launched is not None else ending.enter_context(StopRequest())
     if world.from_outside:

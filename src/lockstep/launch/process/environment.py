@@ -71,7 +71,8 @@ def restore_sys_path(environ: Mapping[str, str]) -> None:
 
 def set_threads(environ: Mapping[str, str]) -> None:
     """Let libraries use OMP_NUM_THREADS threads, which they read when imported: in a fork, that was before."""
-    torch, threads = sys.modules.get("torch"), environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    torch = sys.modules.get("torch")
+    threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if torch is not None and threads.isdecimal() and int(threads):
         from threadpoolctl import threadpool_limits
 

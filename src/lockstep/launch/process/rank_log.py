@@ -85,7 +85,8 @@ def _redirected_to(log: TextIO) -> Iterator[None]:
 
 @contextmanager
 def _copied_to(log: TextIO) -> Iterator[None]:
-    root, show = logging.getLogger(), warnings.showwarning
+    root = logging.getLogger()
+    show = warnings.showwarning
     copy = logging.StreamHandler(log)
     copy.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     added: list[logging.Handler] = [copy]

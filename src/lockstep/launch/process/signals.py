@@ -70,7 +70,8 @@ class StopRequest:
 
     def _notify(self) -> None:
         if self.requested is not None and self._on_request is not None:
-            on_request, self._on_request = self._on_request, None
+            on_request = self._on_request
+            self._on_request = None
             on_request(self.requested)
 
     def install(self) -> Self:
@@ -121,7 +122,8 @@ class StopRequest:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._overdue is not None:
-            error, self._overdue = self._overdue, None
+            error = self._overdue
+            self._overdue = None
             raise error
         if signum == signal.SIGINT:
             self._interrupts += 1

@@ -37,7 +37,10 @@ class LoopTask(Task):
         self, models: nn.Module, dataset: Any, collate: Callable[[Any], Any] | None, weights: Any = None
     ) -> None:
         super().__init__()
-        self._models, self.dataset, self.samples, self.weights = models, dataset, length(dataset), weights
+        self._models = models
+        self.dataset = dataset
+        self.samples = length(dataset)
+        self.weights = weights
         if collate is not None:
             vars(self)["collate"] = collate  # a class or a module, too
 
@@ -61,7 +64,8 @@ def begin_attempt(
 
     The ``resumed`` weights are restored already; ``ending`` ends the attempt.
     """
-    run, datasets = joined.run_dir, open_datasets(task, config)
+    run = joined.run_dir
+    datasets = open_datasets(task, config)
     compares = joined.world.size > 1 and task.samples is not None
     local_fingerprint = ""
     if compares and not joined.world.is_main:  # rank 0 does it for the plan

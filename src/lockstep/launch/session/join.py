@@ -86,7 +86,8 @@ def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not started:
         return dict(given)
-    chosen, defaults = started[0].given, RunConfig().launch.model_dump()
+    chosen = started[0].given
+    defaults = RunConfig().launch.model_dump()
     for key, value in given.get("launch", {}).items():
         if key not in chosen.get("launch", {}) and value != defaults.get(key, value):
             raise ConfigError(
@@ -191,7 +192,8 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
 
 def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     """The folder of a new run of this process's script."""
-    run, path = create_folder(config, run_id), Path(sys.argv[0])
+    run = create_folder(config, run_id)
+    path = Path(sys.argv[0])
     if path.is_file():
         Script(str(path.resolve()), sys.argv[1:], str(Path.cwd()), {}).keep(run)
     return run

@@ -50,11 +50,15 @@ class Loop:
     def __init__(
         self, joined: Joined, config: RunConfig, given: Mapping[str, Any], device: torch.device, ending: ExitStack
     ) -> None:
-        self.joined, self.config, self.device = joined, config, device
-        self._given, self._ending = given, ending
+        self.joined = joined
+        self.config = config
+        self.device = device
+        self._given = given
+        self._ending = ending
         self.prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
         self.resumed = Resumed(joined)
-        self.state, self._made = self.resumed.state, self.resumed.made
+        self.state = self.resumed.state
+        self._made = self.resumed.made
         self.training: SessionTraining | None = None
         #: The data of the plan, as given and as opened.
         self._task: LoopTask
@@ -62,8 +66,10 @@ class Loop:
         #: By number in the epoch: the batches of a loop, and the arguments of ``batches()``.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
         self._by_row = ByRow()
-        self._epochs, self._number = 1, 0
-        self._in_epochs, self.is_done = False, False
+        self._epochs = 1
+        self._number = 0
+        self._in_epochs = False
+        self.is_done = False
         #: The reason why a resumed run has nothing to train.
         self._over = ""
         self._logged: dict[str, Any] = {}
@@ -97,7 +103,8 @@ class Loop:
         Type and shape, from the dimension ``first`` on, are compared now, but not in steps that take what the first
         steps took.
         """
-        training, ranks = self.training, self.ranks
+        training = self.training
+        ranks = self.ranks
         if training is None or training.place < 0 or training.checks_losses:
             sizes = ["*"] * first + [str(size) for size in tensor.shape[first:]]
             call = f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"
@@ -126,7 +133,8 @@ class Loop:
 
     def _is_over(self) -> str:
         """Why a resumed run has nothing to train, and what would change that; empty: it has."""
-        state, settings = self.state, self.config.training
+        state = self.state
+        settings = self.config.training
         if state.epoch >= self._epochs:
             return f"has trained all {self._epochs} epochs. To train on, raise training.epochs"
         if settings.max_steps is not None and state.step >= settings.max_steps:
@@ -138,7 +146,8 @@ class Loop:
 
     def _leave(self, over: str) -> None:
         """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
-        run, ranks = self.joined.run_dir, self.joined.collectives
+        run = self.joined.run_dir
+        ranks = self.joined.collectives
         ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
         if ranks.is_main:
             rest = "The script ends here" if ends else "What follows the loop runs, without the variables of the loop"
@@ -182,7 +191,8 @@ class Loop:
             end_script(128 + (self.joined.stop.requested or 15) if log.ended_by == "signal" else 0)
 
     def _end_epoch(self, row: dict[str, float]) -> None:
-        training, self._left = self.training, None
+        training = self.training
+        self._left = None
         if training is None:
             self.state.epoch += 1
         if training is None or not training.is_cut:
@@ -215,7 +225,8 @@ class Loop:
             )
         if self.training is None:
             self._start(LoopTask(self.prepared.container(), dataset, collate, weights), accumulate)
-        number, self._number = self._number, self._number + 1
+        number = self._number
+        self._number = self._number + 1
         return self._walk(number, dataset, accumulate, collate, weights)
 
     def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> Iterator[Any]:
@@ -240,7 +251,8 @@ class Loop:
             raise
         finally:
             if not self._has_ended():
-                training.stage, self.state.position = number + 1, 0
+                training.stage = number + 1
+                self.state.position = 0
             self._draws(self.state.step, _AFTER)
         self._stop_if_asked()
 
@@ -322,13 +334,16 @@ class Loop:
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")):
                 shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-                fix = "log a number, such as the mean of a tensor"
-                raise TaskError(f"session.log({name}=…) got a {type(value).__name__}{shape}, not a number", fix=fix)
+                raise TaskError(
+                    f"session.log({name}=…) got a {type(value).__name__}{shape}, not a number",
+                    fix="log a number, such as the mean of a tensor",
+                )
         in_window = self.training is not None and self.training.window is not None
         (self.training.scalars if self.training and in_window else self._logged).update(values)
 
     def _row(self, split: str) -> dict[str, float]:
-        values, self._logged = as_numbers(self._logged), {}
+        values = as_numbers(self._logged)
+        self._logged = {}
         return {name if name.startswith(_SPLITS) else f"{split}_{name}": value for name, value in values.items()}
 
     def evaluate(
@@ -336,7 +351,9 @@ class Loop:
     ) -> Iterator[tuple[Any, ...]]:
         dataset = self._by_row(dataset)
         check_data(dataset, streams=None)
-        training, config, ranks = self.training, self.config, self.joined.collectives
+        training = self.training
+        config = self.config
+        ranks = self.joined.collectives
         plan = None if training is None else training.rank.plan
         size = batch_size or config.validation.batch_size or self._evaluation_batch_size()
         evaluator = self.prepared.evaluator(ranks, plan, size, seed=config.training.seed, step=self.state.step)
