@@ -196,7 +196,6 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     choose(page, "renamed", "Duplicate")
     expect(page.get_by_label("Epochs", exact=True)).to_have_value("4")
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="Close the form").click()
     for name in ("renamed", "second"):
         page.get_by_role("checkbox", name=f"Select {name}").check()
     page.get_by_role("button", name="Add tag…").click()
@@ -768,8 +767,8 @@ def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage
     expect(page.get_by_role("checkbox", name="GPU 0")).to_be_checked()
     expect(page.get_by_label("Task", exact=True)).to_be_focused()
     for _ in range(3):
-        keys.press("Tab")  # a task file, the name, the first device
-    expect(page.get_by_role("checkbox", name="GPU 0")).to_be_focused()
+        keys.press("Tab")  # the name, the section of the devices, the first of them
+    expect(page.get_by_role("checkbox", name="CPU")).to_be_focused()
     keys.press("Escape")
     expect(page.get_by_role("button", name="New run")).to_be_focused()
     keys.press("Enter")

@@ -79,14 +79,9 @@ function Group({ title, fields = [], open = false, children }) {
   <//>`;
 }
 
-function TaskChoice() {
-  const [adding, setAdding] = useState(false);
-  return html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
-      ${(given) => html`<${Select} bare autofocus ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => [name, name.split("/").at(-1), { title: name }])} onChange=${chooseTask} />`}
-    <//>
-    <div><${Button} kind="quiet small" onClick=${() => setAdding(true)}>Add a task file…<//></div>
-    ${adding && html`<${TaskDialog} onClose=${() => setAdding(false)} />`}`;
-}
+const TaskChoice = () => html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
+  ${(given) => html`<${Select} bare autofocus ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => [name, name.split("/").at(-1), { title: name }])} onChange=${chooseTask} />`}
+<//>`;
 
 /** Offers the tasks of a file: one of those in the folder of the studio, or a path below it. */
 function TaskDialog({ onClose }) {
@@ -225,7 +220,7 @@ export function Configuration({ onClose }) {
       <h1>New run</h1>
       <${Button} kind="small" onClick=${() => setDialog("load")}>Load<//>
       <${Button} kind="small" onClick=${() => setDialog("save")}>Save<//>
-      <${Menu} label="More actions" items=${[["Reset to defaults", reset]]} />
+      <${Menu} label="More actions" items=${[["Add a task file…", () => setDialog("task")], ["Reset to defaults", reset]]} />
       <${Button} kind="quiet small" aria-label="Close the form" onClick=${onClose}>✕<//>
     </div>
     <div class="scroll">
@@ -234,5 +229,6 @@ export function Configuration({ onClose }) {
     </div>
     <div class="foot">${ready && html`<${RunButton} />`}</div>
     ${dialog === "save" && html`<${SaveDialog} onClose=${close} />`} ${dialog === "load" && html`<${LoadDialog} onClose=${close} />`}
+    ${dialog === "task" && html`<${TaskDialog} onClose=${close} />`}
   `;
 }

@@ -46,7 +46,7 @@ function Ranks({ chosen, onChoose, onWrong }) {
 }
 
 /**
- * `detailed`: with memory and users of each device. `beside`: elements next to the heading.
+ * `detailed`: with memory and users of each device. `beside`: elements below the devices.
  * `onWrong(message)`: why the number of ranks is invalid, or null.
  */
 export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null, onWrong = () => {}, children }) {
@@ -56,7 +56,7 @@ export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null
     onChoose(on ? [...others, id].sort((a, b) => order.indexOf(a) - order.indexOf(b)) : others);
   };
   return html`<fieldset class="stack">
-      <div class="row between"><legend class="eyebrow">Devices</legend>${beside}</div>
+      <legend class="eyebrow">Devices</legend>
       <div class="devices">
         ${(devices.value?.devices ?? []).map(
           (device) => html`<label key=${device.id} class="device">
@@ -65,7 +65,7 @@ export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null
           </label>`,
         )}
       </div>
-      ${children}
+      ${children}${beside}
     </fieldset>
     ${chosen.length > 0 && chosen.every((id) => id === "cpu") && html`<${Ranks} chosen=${chosen} onChoose=${onChoose} onWrong=${onWrong} />`}`;
 }
@@ -114,7 +114,7 @@ function Notes() {
 
 export function Hardware() {
   if (!devices.value) return null;
-  const refresh = html`<${Button} kind="quiet small" onClick=${() => refreshDevices().catch(showError)} aria-label="Refresh the devices">Refresh<//>`;
+  const refresh = html`<div><${Button} kind="quiet small" onClick=${() => refreshDevices().catch(showError)} aria-label="Refresh the devices">Refresh<//></div>`;
   return html`<div class="stack">
     <${DeviceChoice} key=${draft.value.task} chosen=${ticked.value} onChoose=${tick} detailed beside=${refresh} onWrong=${(message) => note("ranks", message)}><${Absent} /><${Free} /><//>
     <${Precision} />
