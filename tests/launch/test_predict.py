@@ -16,14 +16,18 @@ import torch
 import lockstep
 from lockstep import Task
 from lockstep.config import resolve
-from lockstep.engine import evaluate as engine
+from lockstep.engine import predict as engine
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launch.finished import evaluation
-from lockstep.launch.finished.predict import predict
+from lockstep.launch.finished import predict as predictions
 from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
 
 pytestmark = pytest.mark.processes
+
+
+def predict(run: RunDir, data: Any, out: Path, *, task: Any = None, devices: str | None = None) -> dict[str, Any]:
+    return predictions.predict(run, predictions.Request(data=data, devices=devices), out, task=task)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, merge
@@ -166,28 +166,70 @@ class Run:
 
     def evaluate(
         self,
+        data: Any = None,
         *,
-        split: Literal["test", "val"] = "test",
+        split: str = "test",
         devices: str | None = None,
         checkpoint: str | int = "best",
-        data: str | Path | None = None,
         task: Task | type[Task] | None = None,
     ) -> dict[str, Any]:
         """Metrics of a checkpoint, such as ``{"test_loss": 0.3}``: the same on any number of devices.
 
         Args:
-            split: the data to evaluate on.
+            data: ``train``, ``val`` or ``test`` of the run; a file, for a task with ``evaluation_data``; or a data set
+                with samples as those of ``Task.datasets()``, such as a frame. ``None``: ``split``.
+            split: the same by its name.
             devices: device names, separated by commas; default: the first of the run.
             checkpoint: ``best``, ``last`` or a step.
-            data: a file of other data, for a task with ``evaluation_data``.
             task: as for :meth:`resume`.
         """
-        path = None if data is None else Path(data)
-        how: dict[str, Any] = {"split": split, "devices": devices, "checkpoint": checkpoint, "data": path}
         from lockstep.launch.finished.evaluation import evaluate
 
         self._fetch(checkpoint)
-        return dict(evaluate(self._dir, task=task or self._task, **how)["metrics"])
+        source = split if data is None else data
+        result = evaluate(self._dir, source, devices=devices, checkpoint=checkpoint, task=task or self._task)
+        return dict(result["metrics"])
+
+    def predict(
+        self,
+        data: Any = "test",
+        out: str | Path | None = None,
+        *,
+        loss: bool = False,
+        devices: str | None = None,
+        checkpoint: str | int = "best",
+        task: Task | type[Task] | None = None,
+    ) -> Any:
+        """The model's prediction for each sample, in the order of ``data``: a frame of pandas.
+
+        Its columns are ``index``, those of ``Task.predict``, and ``file``, if the data set has ``names``.
+
+        Example::
+
+            run.predict("val", loss=True).nlargest(10, "loss")  # the ten worst
+
+        Args:
+            data: as for :meth:`evaluate`; files are for a task with ``prediction_data``.
+            out: write this file in place of the frame, and return its path; ends in .csv, .jsonl or .parquet.
+            loss: add a column with the loss of each sample.
+            devices: as for :meth:`evaluate`; so are ``checkpoint`` and ``task``.
+
+        Raises:
+            UnsupportedError: pandas is not installed, and ``out`` is missing.
+        """
+        from lockstep.launch.finished import predict
+
+        self._fetch(checkpoint)
+        request = predict.Request(data=data, devices=devices, checkpoint=checkpoint, with_loss=loss)
+        if out is None:
+            return predict.frame_of(self._dir, request, task or self._task)
+        predict.predict(self._dir, request, Path(out), task=task or self._task)
+        return Path(out)
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """Metrics of the test that are no single number, such as a confusion matrix, as nested lists; by name."""
+        return self._dir.tables()
 
     def export(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 def weights_flag(purpose: str) -> Parameter:
     return flag(f"Which weights{purpose}. Default: best.", "best|last|STEP")
-
-
-def _devices(result: str) -> Parameter:
-    same = f"any number gives the same {result}"
-    return flag(f"Devices by name, comma-separated: {same}. Default: the first of the run.", "DEVICE,...")
 
 
 def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
@@ -46,25 +42,46 @@ def _print(result: Mapping[str, Any], as_json: bool) -> None:
     answer(result, partial(print_values, result.items()), as_json)
 
 
-@verb("RUN [OPTIONS]", "Example:\n  lockstep evaluate last --split val --checkpoint last")
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """The flags of a command that computes with a checkpoint."""
+
+    checkpoint: Annotated[str, weights_flag(" to use")] = "best"
+    devices: Annotated[
+        str | None,
+        flag("Devices by name, comma-separated: any number gives the same. Default: the first of the run.", "DEVICE,…"),
+    ] = None
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR
+
+
+Weights = Annotated[CheckpointFlags, Parameter(name="*")]
+BEST = CheckpointFlags()
+
+
+@verb(
+    "RUN [DATA] [OPTIONS]",
+    "Examples:\n  lockstep evaluate last val --checkpoint last\n  lockstep evaluate last other_pictures",
+)
 def evaluate(
     run: RunRef,
+    source: Annotated[
+        str | None, Parameter(name="DATA", help="train, val or test, or a file or folder of data. Default: test.")
+    ] = None,
     /,
     *,
-    split: Annotated[Literal["test", "val"], flag("Which data to evaluate on. Default: test.")] = "test",
-    data: Annotated[
-        Path | None, flag("Evaluate on other data than the run's, such as a manifest of recordings.", "FILE")
-    ] = None,
-    checkpoint: Annotated[str, weights_flag(" to evaluate")] = "best",
-    devices: Annotated[str | None, _devices("metrics")] = None,
+    split: Annotated[Literal["test", "val"] | None, flag("Another spelling of DATA.")] = None,
+    data: Annotated[Path | None, flag("Another spelling of DATA.", "FILE")] = None,
+    weights: Weights = BEST,
     as_json: AsJson = False,
-    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
+    named = [name for name, value in {"DATA": source, "--split": split, "--data": data}.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} both name the data", fix="give one of them")
+    found, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
     from lockstep.launch.finished.evaluation import evaluate as evaluate_run
 
-    fork_ranks_from_here(devices)
-    result = evaluate_run(found, split=split, devices=devices, checkpoint=chosen, data=data)
+    fork_ranks_from_here(weights.devices)
+    result = evaluate_run(found, source or split or data or "test", devices=weights.devices, checkpoint=chosen)
     _print(result if as_json else {**{k: v for k, v in result.items() if k != "metrics"}, **result["metrics"]}, as_json)
 
 
@@ -82,18 +99,19 @@ def predict(
             "FILE",
         ),
     ] = None,
-    checkpoint: Annotated[str, weights_flag(" to use")] = "best",
-    devices: Annotated[str | None, _devices("file")] = None,
+    loss: Annotated[bool, flag("Add a column with the loss of each sample.")] = False,
+    weights: Weights = BEST,
     as_json: AsJson = False,
-    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
+    found, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
+    from lockstep.launch.finished.predict import Request
     from lockstep.launch.finished.predict import predict as write_predictions
 
     if out is None and is_url(run):
         out = Path(f"predictions-{Path(data).stem}.csv")
-    fork_ranks_from_here(devices)
-    _print(write_predictions(found, data, out, devices=devices, checkpoint=chosen), as_json)
+    fork_ranks_from_here(weights.devices)
+    request = Request(data=data, devices=weights.devices, checkpoint=chosen, with_loss=loss)
+    _print(write_predictions(found, request, out), as_json)
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep export last --out model --no-program")

@@ -181,7 +181,7 @@ def evaluate(
         if metrics is not None:
             draw(evaluator.step, len(dataset))  # no chunk has this number
             with without_sync():
-                result = {"loss": total / count if count else math.nan, **values_of(metrics)}
+                result = {"loss": total / count if count else math.nan, **values_of(metrics, task.class_names)}
         return collectives.broadcast(result) or {}
 
 

@@ -67,7 +67,8 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     request, task, datasets, snapshot, world, collectives, device = reopened
     plan = request.plan
     split = request.split
-    data = datasets or Datasets(None, test=by_row(read(Path(str(request.data)))))
+    source = request.data
+    data = datasets or Datasets(None, test=by_row(read(source) if isinstance(source, Path) else source))
     if getattr(data, split, None) is None:
         splits = [name for name in ("val", "test") if getattr(data, name, None) is not None]
         raise DataError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -81,11 +81,12 @@ def groups_remark(metrics: Any) -> str | None:
     )
 
 
-def values_of(metrics: Any) -> dict[str, Any]:
+def values_of(metrics: Any, class_names: Sequence[str] = ()) -> dict[str, Any]:
     """Compute ``metrics``: a number, or a table as nested lists, by name.
 
     A single metric is named after its class, as in a ``MetricCollection``. The numbers of a pair, such as a recall and
-    its threshold, are named by their places; those of a mapping by its keys.
+    its threshold, are named by their places; those of a mapping by its keys; a list of one number for each class, by
+    its ``class_names``: ``recall/cat``.
 
     Raises:
         TaskError: a value of the name ``loss``, which is that of the task's loss; one that JSON cannot hold; a name
@@ -101,6 +102,11 @@ def values_of(metrics: Any) -> dict[str, Any]:
                 raise TaskError(f"two values of the task's metrics are called {name}", fix="rename one of the metrics")
             _check_value(name, value)
             result[name] = value
+    for name, value in [*result.items()] if class_names else ():
+        is_by_class = isinstance(value, list) and len(value) == len(class_names)
+        if is_by_class and all(isinstance(number, float | int) for number in value):
+            result |= {f"{name}/{label}": float(number) for label, number in zip(class_names, value, strict=True)}
+            del result[name]
     return result
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep._compat.torch import tree_map
 from lockstep.data.reader import Collate
 from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.staging import to_host
@@ -50,19 +53,38 @@ def _rounds(
 
 
 def predictions(
-    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int
+    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int, with_loss: bool = False
 ) -> Iterator[list[list[Row]]]:
     """Yield the rows of as many chunks as there are ranks, from chunk ``first`` on, on rank 0. Collective.
 
-    Where ``dataset`` has ``names``, rows have that of their sample as ``file``.
+    Where ``dataset`` has ``names``, rows have that of their sample as ``file``; ``with_loss``: and its ``loss``.
     """
     names = getattr(dataset, "names", None)
 
     def rows_of(batch: Any, request: BatchRequest) -> list[Row]:
         rows = _rows(to_host(task.predict(bare(model), batch)), request)
+        if with_loss:
+            losses = _sample_losses(task, model, batch, request.size)
+            rows = [{**row, "loss": loss} for row, loss in zip(rows, losses, strict=True)]
         return rows if names is None else [{**row, "file": names[row["index"]]} for row in rows]
 
     return _rounds(evaluator, model, (dataset, collate_of(task)), rows_of, first=first)
+
+
+def _sample_losses(task: Task, model: nn.Module, batch: Any, samples: int) -> list[float]:
+    """The mean loss of each sample; one of a task that sums is computed on its sample alone."""
+    total, count = task.loss(bare(model), batch)
+    if total.dim() == 1 and len(total) == samples:
+        return [float(value) for value in total.float().tolist()]
+    if samples == 1:
+        return [float(total.sum()) / float(count) if count else math.nan]
+
+    def sample_of(value: Any, position: int) -> Any:
+        has_samples = isinstance(value, Tensor) and value.dim() and len(value) == samples
+        return value[position : position + 1] if has_samples else value
+
+    alone = (tree_map(partial(sample_of, position=position), batch) for position in range(samples))
+    return [_sample_losses(task, model, sample, 1)[0] for sample in alone]
 
 
 def predicted_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,8 @@ from lockstep.rundir.folder import RunDir
 class Evaluation:
     """The checkpoint of ``step`` on a ``split`` of the run's data, with its configuration and plan on other devices.
 
-    ``data``: a file for the task's ``evaluation_data``, instead of ``split``; ``out``: where predictions are written.
+    ``data``: a data set, or a file for the task's ``evaluation_data``, instead of ``split``; ``out``: where predictions
+    are written; ``with_loss``: with the loss of each sample.
     """
 
     run: RunDir
@@ -33,8 +34,9 @@ class Evaluation:
     plan: Plan
     split: str
     step: int
-    data: Path | None = None
+    data: Any = None
     out: Path | None = None
+    with_loss: bool = False
 
 
 class Reopened(NamedTuple):
@@ -53,7 +55,7 @@ def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collective
     """The checkpoint and the data of an evaluation, on every rank. Collective."""
     store = CheckpointStore(wanted.run.checkpoints)
     snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
-    datasets = None if wanted.data else open_data(task, wanted.config, collectives)
+    datasets = None if wanted.data is not None else open_data(task, wanted.config, collectives)
     if datasets is not None and world.size > 1:
         check_same_data(datasets, collectives)
     device = rank_device(tuple(wanted.plan.placement["devices"]), world)

@@ -146,7 +146,7 @@ class Metrics(Protocol):
     def compute(self) -> Mapping[str, Any]:
         """A number or a tensor for each name: one number is logged, several are kept as a table.
 
-        A report names the rows and columns of ``confusion`` as the task's ``class_names``, if it has them.
+        A list of one number for each of the task's ``class_names`` is logged by these: ``val_recall/cat``.
         """
 
 
@@ -197,6 +197,10 @@ class Task:
     defaults: ClassVar[Mapping[str, Any]] = {}
     #: What 'best' means when the run does not say: a key of the metrics row, and its direction.
     monitor: ClassVar[tuple[str, str]] = ("val_loss", "min")
+
+    #: Names of the classes, in the order of their numbers; may be set in ``__init__`` or ``datasets``. A metric with a
+    #: number for each class has a column for each (``val_recall/cat``), and a report names the rows of ``confusion``.
+    class_names: Sequence[str] = ()
 
     #: Whether arguments of ``__init__`` are settings of the task.
     records_arguments: ClassVar[bool] = True

@@ -92,7 +92,7 @@ class Validation:
         numbers = {name: float(value) for name, value in _numbers(values).items()}
         tables = {name: value for name, value in values.items() if name not in numbers}
         if tables and self._rank.collectives.is_main:
-            names = getattr(self._task, "class_names", None)
+            names = self._task.class_names
             tables |= {"class_names": list(names)} if names else {}
             write_json(self._rank.run_dir.path / "tables.json", tables)
         return numbers

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, AsJson, RunRef, RunsDir, answer, flag, verb
+from lockstep.cli.results import open_checkpoint, weights_flag
 from lockstep.errors import ConfigError, UnsupportedError, UsageError
 from lockstep.telemetry.console import say
-
-if TYPE_CHECKING:
-    pass
-from lockstep.cli.results import open_checkpoint, weights_flag
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep generate last --prompt 'The class ' --tokens 200")
@@ -37,12 +34,42 @@ def generate(
     from lockstep.recipes.text.task import TextTask
 
     task, model = load_model(run_folder, chosen)
-    if not isinstance(task, TextTask):
+    tokenizer = getattr(task, "tokenizer", None)
+    if isinstance(task, TextTask):
+        text = task.generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    elif callable(getattr(model, "generate", None)) and callable(tokenizer):
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            text = _continue_with_transformers(model, tokenizer, prompt, tokens, temperature, top_k)
+    else:
         raise UnsupportedError(
-            "this run generates no text", why=f"its task is {type(task).__name__}", fix="name a run of `text`"
+            "this run generates no text",
+            why=f"its task is {type(task).__name__}; a model of transformers needs the task's tokenizer",
+            fix="name a run of `text`, or set self.tokenizer in the task's __init__, its model() or load_state_dict()",
         )
-    text = task.generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
     answer({"prompt": prompt, "text": text}, lambda out: out.write(f"{text}\n"), as_json)
+
+
+def _continue_with_transformers(
+    model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float, top_k: int | None
+) -> str:
+    """Continue ``prompt`` with ``model.generate``, by the most probable tokens if ``temperature`` is 0."""
+    import torch
+
+    inputs = tokenizer(prompt or tokenizer.bos_token or tokenizer.eos_token or " ", return_tensors="pt")
+    with torch.no_grad():
+        ids = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=tokens,
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_k=(top_k or 0) if temperature else None,
+        )
+    text: str = tokenizer.decode(ids[0], skip_special_tokens=True)
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)  # others could change the terminal
 
 
 @verb("RUN FILE... [OPTIONS]", "Example:\n  lockstep transcribe last recording.wav other.flac")

@@ -474,6 +474,11 @@ class RunDir:
     def evaluations(self) -> list[dict[str, Any]]:
         return self._rows(self.evaluations_file)
 
+    def tables(self) -> dict[str, Any]:
+        """Metrics of the test that are no single number, and ``class_names``; empty without any."""
+        file = self.path / "tables.json"
+        return _mapping(read_json(file), file) if file.exists() else {}
+
     def remarks(self) -> list[dict[str, Any]]:
         return self._rows(self.remarks_file)
 

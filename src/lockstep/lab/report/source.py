@@ -60,9 +60,7 @@ def read_run(run: RunDir) -> RunData:
 
     plan = safely(run.plan, {}) if run.plan_file.exists() else {}
     scored = safely(lambda: score_of(run), None) if plan else None
-    tables_file = run.path / "tables.json"
-    tables = safely(lambda: read_json(tables_file), {}) if tables_file.exists() else {}
-    tables = tables if isinstance(tables, dict) else {}
+    tables = safely(run.tables, {})
     names = tables.get("class_names")
     return RunData(
         path=run.path,

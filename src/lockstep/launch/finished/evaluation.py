@@ -5,6 +5,7 @@ The ranks are started in a temporary folder: that of the run is only read.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ from lockstep.launch.run_claim import plan_of, task_again, warn
 from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import load_task, pack_task
 
+#: The parts of a run's data.
+SPLITS = ("train", "val", "test")
 #: How long a rank may take to end after a stop: it has nothing to save.
 STOP_GRACE_S = 5.0
 
@@ -37,22 +40,29 @@ Compute = Callable[[Reopened], dict[str, Any]]
 
 def evaluate(
     run: RunDir,
+    data: Any = "test",
     *,
-    split: str = "test",
     devices: str | None = None,
     checkpoint: str | int = "best",
-    data: Path | None = None,
     task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
-    """Metrics of one checkpoint on one split, the same on any number of devices; see :meth:`lockstep.Run.evaluate`.
+    """Metrics of one checkpoint on ``data``, the same on any number of devices; see :meth:`lockstep.Run.evaluate`.
 
     Each sample counts once. Every rank has the whole model; of a run with ``strategy: fsdp`` its shard.
     """
+    split, source = source_of(data)
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
-    metrics = compute(_measured, evaluation_on(run, devices, split, step, data), built)
-    samples = {"split": split} if data is None else {"data": str(data)}
+    metrics = compute(_measured, evaluation_on(run, devices, split, step, source), built)
+    samples = {"split": split} if source is None else {"data": str(data) if isinstance(source, Path) else "a data set"}
     return {"run": run.read().id, **samples, "step": step, **metrics}
+
+
+def source_of(data: Any) -> tuple[str, Any]:
+    """The split that ``data`` names, and ``None``; else ``test``, and the file's path or the data set."""
+    if isinstance(data, str) and data in SPLITS:
+        return data, None
+    return "test", Path(data).resolve() if isinstance(data, str | os.PathLike) else data
 
 
 def _measured(reopened: Reopened) -> dict[str, Any]:
@@ -60,7 +70,7 @@ def _measured(reopened: Reopened) -> dict[str, Any]:
 
 
 def evaluation_on(
-    run: RunDir, devices: str | None, split: str, step: int, data: Path | None, *, whole: bool = False
+    run: RunDir, devices: str | None, split: str, step: int, data: Any, *, whole: bool = False
 ) -> Evaluation:
     """Describe an evaluation, with the run's configuration and plan on ``devices``.
 

@@ -86,6 +86,8 @@ def export(
             if inputs is not None:
                 _write_program(model, inputs, building)
         runner_of(built).export(model, snapshot, building)
+        if not (building / "pretrained").exists():
+            _write_pretrained(model, built, building / "pretrained")
         record = run.read()
         metadata = {
             "run": record.id,
@@ -108,6 +110,27 @@ def export(
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return {"out": str(out), "step": snapshot.step, "files": sorted(file.name for file in out.iterdir())}
+
+
+def _write_pretrained(model: nn.Module, task: Task, folder: Path) -> None:
+    """Write a model of transformers or peft as ``from_pretrained`` reads it: of peft, the adapter alone.
+
+    It may be a part of the task's model: each outermost one gets a folder of its name. The task's ``tokenizer`` or
+    ``processor`` is written beside it.
+    """
+    models: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if callable(getattr(module, "save_pretrained", None)) and not any(
+            name.startswith(f"{outer}.") or not outer for outer in models
+        ):
+            models[name] = module
+    for name, module in models.items():
+        target = folder / name if len(models) > 1 else folder
+        module.save_pretrained(target)
+        for attribute in ("tokenizer", "processor"):
+            save = getattr(getattr(task, attribute, None), "save_pretrained", None)
+            if callable(save):
+                save(target)
 
 
 def _listed(state: Any) -> Any:

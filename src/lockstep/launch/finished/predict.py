@@ -10,9 +10,10 @@ import csv
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from lockstep.engine.measure import opened
@@ -21,45 +22,59 @@ from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
-from lockstep.launch.finished.evaluation import compute, evaluation_on
+from lockstep.launch.finished.evaluation import SPLITS, compute, evaluation_on, source_of
 from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.run_claim import task_again
-from lockstep.rundir.files import plain, read_json, write_json
+from lockstep.rundir.files import plain, read_json, read_jsonl, write_json
 from lockstep.rundir.folder import RunDir
 
 Format = Literal["csv", "jsonl", "parquet"]
-SPLITS = ("train", "val", "test")
 #: Rows that are converted at a time.
 _ROWS = 10_000
 
 
-def predict(
-    run: RunDir,
-    data: str | Path = "test",
-    out: Path | None = None,
-    *,
-    devices: str | None = None,
-    checkpoint: str | int = "best",
-    task: Task | type[Task] | None = None,
-) -> dict[str, Any]:
-    """Write a row for each sample of ``data``: byte-equal on any number of ranks.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to predict.
 
     Args:
-        data: ``train``, ``val`` or ``test`` of the run, or a file or folder for the task's ``prediction_data``.
-        out: ends in ``.csv``, ``.jsonl`` or ``.parquet``; ``None``: ``predictions-<data>.csv`` in the run folder.
+        data: ``train``, ``val`` or ``test`` of the run; a file or folder for the task's ``prediction_data``; or a data
+            set, whose predictions need a name for their file.
         devices: as ``--devices``; ``None``: the first one of the run.
+        checkpoint: ``best``, ``last`` or a step.
+        with_loss: add a column ``loss``: that of each sample.
+    """
+
+    data: Any = "test"
+    devices: str | None = None
+    checkpoint: str | int = "best"
+    with_loss: bool = False
+
+
+def predict(
+    run: RunDir,
+    request: Request,
+    out: Path | None = None,
+    *,
+    task: Task | type[Task] | None = None,
+) -> dict[str, Any]:
+    """Write a row for each sample: byte-equal on any number of ranks.
+
+    Args:
+        out: ends in ``.csv``, ``.jsonl`` or ``.parquet``; ``None``: ``predictions-<data>.csv`` in the run folder.
         task: the run's task; ``None``: made from its settings.
     """
-    path = None if str(data) in SPLITS else Path(data).resolve()
-    if path is not None and not path.exists():
-        raise DataError(f"there is no {data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
-    out = (out or run.path / f"predictions-{path.stem if path else data}.csv").resolve()
+    split, source = source_of(request.data)
+    if isinstance(source, Path) and not source.exists():
+        raise DataError(f"there is no {request.data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
+    assert out is not None or source is None or isinstance(source, Path), "a data set has no name for a file"
+    out = (out or run.path / f"predictions-{split if source is None else source.stem}.csv").resolve()
     kind = _format_of(out)
     built = task_again(run, run.config(), task)
     runner_of(built).check_prediction(run.path)
-    split = "test" if path else str(data)
-    step = find_step(run, checkpoint)
-    evaluation = replace(evaluation_on(run, devices, split, step, path, whole=True), out=out)
+    step = find_step(run, request.checkpoint)
+    evaluation = evaluation_on(run, request.devices, split, step, source, whole=True)
+    evaluation = replace(evaluation, out=out, with_loss=request.with_loss)
     plan = evaluation.plan
     if plan.placement["accelerator"] == "cpu":  # sums depend on the number of threads
         threads = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
@@ -69,7 +84,20 @@ def predict(
     _convert(_partial(out), out, kind)
     for part in (_partial(out), _progress(out)):
         part.unlink(missing_ok=True)
-    return {"run": run.read().id, "data": str(data), "step": step, "rows": rows, "out": str(out)}
+    return {"run": run.read().id, "data": str(request.data), "step": step, "rows": rows, "out": str(out)}
+
+
+def frame_of(run: RunDir, request: Request, task: Task | type[Task] | None) -> Any:
+    """The rows of :func:`predict` as a frame of pandas. Raises :class:`UnsupportedError`: it is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        fix = "pip install pandas, or write a file: run.predict(data, out='predictions.csv')"
+        raise UnsupportedError("pandas, which makes the frame, is not installed", fix=fix) from None
+    with TemporaryDirectory(prefix="lockstep-predict-") as folder:
+        file = Path(folder, "predictions.jsonl")
+        predict(run, request, file, task=task)
+        return pandas.DataFrame(read_jsonl(file, max_bytes=file.stat().st_size + 1))
 
 
 def _format_of(out: Path) -> Format:
@@ -104,11 +132,19 @@ def _write(reopened: Reopened) -> dict[str, Any]:
         "step": evaluation.step,
         "split": evaluation.split,
         "data": str(evaluation.data),
+        "with_loss": evaluation.with_loss,
         "samples": samples,
         "batch_size": evaluation.plan.eval_batch_size,
     }
     done, length = collectives.broadcast(_resumed(out, key) if collectives.is_main else (0, 0))
-    chunks = predictions(subject.evaluator, reopened.task, subject.model, subject.dataset, first=done)
+    chunks = predictions(
+        subject.evaluator,
+        reopened.task,
+        subject.model,
+        subject.dataset,
+        first=done,
+        with_loss=evaluation.with_loss,
+    )
     if not collectives.is_main:
         for _ in chunks:
             pass

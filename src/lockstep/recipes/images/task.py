@@ -154,7 +154,7 @@ class ImagesTask(Task):
         return splits, broken
 
     @property
-    def class_names(self) -> tuple[str, ...]:
+    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self._found[0]["train"].classes
 
     @property

@@ -152,7 +152,7 @@ class HarTask(Task):
         return Standardiser.fit(self.windows.train)
 
     @property
-    def class_names(self) -> tuple[str, ...]:
+    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.windows.class_names
 
     def datasets(self) -> Datasets:
