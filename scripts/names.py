@@ -22,7 +22,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (19, 3, 1.5, 34, 11, 2.3, 6),
+    "all": (18, 1, 1.5, 32, 11, 2.3, 6),
     "_compat": (0, 2, 0, 0, 6, 0, 0),
     "audit": (0, 0, 0.6, 1, 0, 0, 0),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 
 def predict(run: RunDir, data: Any, out: Path, *, task: Any = None, devices: str | None = None) -> dict[str, Any]:
-    return predictions.predict(run, predictions.Request(data=data, devices=devices), out, task=task)
+    return predictions.predict(run, predictions.PredictionRequest(data=data, devices=devices), out, task=task)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,8 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """The best epoch's validation metrics (``val_…``) and, of a completed run, its test metrics (``test_…``)."""
-        best, found = self.best_epoch, self._result.metrics if self._result else self._dir.read().final_metrics
+        best = self.best_epoch
+        found = self._result.metrics if self._result else self._dir.read().final_metrics
         row = next((row for row in self.history if row.get("epoch") == best), {})
         values = {name: value for name, value in row.items() if name.startswith("val_")}
         return {**values, **found}
@@ -154,7 +155,8 @@ class Run:
         given = mapping_of(config, settings)
         if self._url is not None:
             given = merge({"storage": {"mirror": self._url}}, given)
-            self._dir, self._url = run_at(self._url, self._runs_dir), None
+            self._dir = run_at(self._url, self._runs_dir)
+            self._url = None
         if resume_session(self._dir, given, None) is not None:
             self._result = None
             return self
@@ -220,7 +222,7 @@ class Run:
         from lockstep.launch.finished import predict
 
         self._fetch(checkpoint)
-        request = predict.Request(data=data, devices=devices, checkpoint=checkpoint, with_loss=loss)
+        request = predict.PredictionRequest(data=data, devices=devices, checkpoint=checkpoint, with_loss=loss)
         if out is None:
             return predict.frame_of(self._dir, request, task or self._task)
         predict.predict(self._dir, request, Path(out), task=task or self._task)

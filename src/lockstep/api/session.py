@@ -84,8 +84,10 @@ class Session:
         join.open_sessions.append(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)
-        self._hook, sys.excepthook = sys.excepthook, self._on_exception
-        self._exit, sys.exit = sys.exit, self._on_exit
+        self._hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        self._exit = sys.exit
+        sys.exit = self._on_exit
         self._exits: BaseException | None = None
         self._script = script_frame()
         self._most_gathered: dict[Any, int] = {}
@@ -431,7 +433,8 @@ class Session:
         if self not in join.open_sessions:
             return
         join.open_sessions.remove(self)
-        sys.excepthook, sys.exit = self._hook, self._exit
+        sys.excepthook = self._hook
+        sys.exit = self._exit
         error = None if isinstance(error, SystemExit) and not error.code else error
         try:
             self._loop.finish(error)

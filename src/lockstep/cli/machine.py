@@ -72,6 +72,9 @@ def completion(
     try:
         written = root.install_completion(shell=chosen)
     except OSError as error:
-        fix = "print it and put it where your shell reads it"
-        raise UsageError("the completion script cannot be installed", why=str(error), fix=fix) from None
+        raise UsageError(
+            "the completion script cannot be installed",
+            why=str(error),
+            fix="print it and put it where your shell reads it",
+        ) from None
     say(f"written to {written}; open a new shell to use it", sys.stdout)

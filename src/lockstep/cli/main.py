@@ -163,15 +163,19 @@ def _require_folder() -> None:
     try:
         here = Path.cwd()
     except FileNotFoundError as error:
-        what = "the working folder was removed"
-        raise UsageError(what, why="relative paths and torch's libraries need one", fix="cd to another") from error
+        raise UsageError(
+            "the working folder was removed", why="relative paths and torch's libraries need one", fix="cd to another"
+        ) from error
     for file in (here / name for name in _LIBRARY_FILES):
         if file.exists():
             from lockstep.rundir.files import is_in_run_folder
 
             if is_in_run_folder(here):
-                why = "a library would read its settings there; a run folder is data"
-                raise UsageError(f"{file} is in a run folder", why=why, fix="cd to another folder, or remove the file")
+                raise UsageError(
+                    f"{file} is in a run folder",
+                    why="a library would read its settings there; a run folder is data",
+                    fix="cd to another folder, or remove the file",
+                )
 
 
 def _discard_output() -> None:

@@ -27,8 +27,9 @@ def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, 
     """The run, and its checkpoint: ``best``, ``last`` or the number of a step."""
     step = int(checkpoint) if checkpoint.isascii() and checkpoint.isdigit() else None
     if step is None and checkpoint not in {"best", "last"}:
-        what = f"invalid value for --checkpoint: {checkpoint!r}"
-        raise UsageError(what, fix="write best, last, or a step such as 1200")
+        raise UsageError(
+            f"invalid value for --checkpoint: {checkpoint!r}", fix="write best, last, or a step such as 1200"
+        )
     chosen = checkpoint if step is None else step
     found = find(run, runs_dir)
     if is_url(run):
@@ -104,13 +105,13 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     found, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
-    from lockstep.launch.finished.predict import Request
+    from lockstep.launch.finished.predict import PredictionRequest
     from lockstep.launch.finished.predict import predict as write_predictions
 
     if out is None and is_url(run):
         out = Path(f"predictions-{Path(data).stem}.csv")
     fork_ranks_from_here(weights.devices)
-    request = Request(data=data, devices=weights.devices, checkpoint=chosen, with_loss=loss)
+    request = PredictionRequest(data=data, devices=weights.devices, checkpoint=chosen, with_loss=loss)
     _print(write_predictions(found, request, out), as_json)
 
 

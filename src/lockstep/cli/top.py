@@ -110,7 +110,8 @@ def _pressed(seconds: float) -> str:
 
 def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     """Tables as (columns, rows): the run, its ranks, GPUs, hosts; empty ones are left out."""
-    run, nodes = state["run"], state["nodes"]
+    run = state["run"]
+    nodes = state["nodes"]
     gpus = ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by")
     found = [
         (("", ""), _of_run(run) if run else []),
@@ -123,7 +124,9 @@ def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]
 
 def _of_run(run: State) -> list[tuple[str, ...]]:
     logged = run["logged"] or {}
-    step, total, left = run["step"], run["total_steps"], run["seconds_left"]
+    step = run["step"]
+    total = run["total_steps"]
+    left = run["seconds_left"]
     progress = [] if step is None else [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]
     progress += [f"epoch {logged['epoch']}"] if "epoch" in logged else []
     progress += [f"{duration(left)} left"] if left is not None else []

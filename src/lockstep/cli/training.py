@@ -74,8 +74,9 @@ def _refuse_flags_of_others(flags: SubmitFlags) -> None:
             continue
         text = f"--{name.replace('_', '-')}"
         if engine is None:
-            fix = f"add --on {reader or 'ENGINE'}, or leave it out to train here"
-            raise UsageError(f"{text} is for a cluster", fix=fix)
+            raise UsageError(
+                f"{text} is for a cluster", fix=f"add --on {reader or 'ENGINE'}, or leave it out to train here"
+            )
         raise UsageError(f"{text} is for --on {reader}", why=f"--on {engine.name} does not read it", fix="leave it out")
 
 

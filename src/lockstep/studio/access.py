@@ -50,7 +50,8 @@ class Sessions:
     """Browsers that have shown the token. A session is its last second with a signature by the token, for this port."""
 
     def __init__(self, home: Home, port: int) -> None:
-        self._home, self._port = home, port
+        self._home = home
+        self._port = port
 
     def is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode("utf-8", "replace"), self._home.token().encode())
@@ -74,7 +75,10 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str, base: str, hosts: Collection[str]) -> None:
-        self._app, self._sessions, self._cookie, self._base = app, sessions, cookie, base
+        self._app = app
+        self._sessions = sessions
+        self._cookie = cookie
+        self._base = base
         self._hosts = {*_LOOPBACK, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +115,8 @@ class Guard:
 
     async def _answer(self, asked: HTTPConnection, receive: Receive) -> ASGIApp | None:
         """A refusal, or what needs no session; ``None``: the application answers."""
-        method, path = asked.scope.get("method"), asked.scope["path"]
+        method = asked.scope.get("method")
+        path = asked.scope["path"]
         if self._base and path == self._base:
             return RedirectResponse(f"{self._base}/")
         try:
@@ -137,9 +142,12 @@ class Guard:
             return
         name = asked.cookies.get(self._cookie, "")
         if not name or not self._sessions.knows(name):
-            what = "the studio's token has changed, or your session has expired" if name else "the token is missing"
-            fix = "open the address that `lockstep studio` printed when it started"
-            raise ApiError("UNAUTHORISED", 401, what, fix=fix)
+            raise ApiError(
+                "UNAUTHORISED",
+                401,
+                "the studio's token has changed, or your session has expired" if name else "the token is missing",
+                fix="open the address that `lockstep studio` printed when it started",
+            )
 
     async def _begin_session(self, request: Request) -> Response:
         try:
@@ -156,11 +164,16 @@ class Guard:
 
 def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
     """Refuse names bound to this address (DNS rebinding) but for ``hosts``, and pages of other sites."""
-    host, origin = headers.get("host", ""), headers.get("origin")
+    host = headers.get("host", "")
+    origin = headers.get("origin")
     name = _host_of(f"//{host}")
     if name not in hosts or "@" in host:
-        fix = "use the address that it printed; behind a proxy, start it with the proxy's name as --trusted-host"
-        raise ApiError("FOREIGN_HOST", 400, "the studio answers on this machine only", fix=fix)
+        raise ApiError(
+            "FOREIGN_HOST",
+            400,
+            "the studio answers on this machine only",
+            fix="use the address that it printed; behind a proxy, start it with the proxy's name as --trusted-host",
+        )
     foreign = origin not in {None, f"http://{host}"} and _host_of(str(origin)) not in hosts - _LOOPBACK
     # Other ports of this machine are the same site to a browser, and get the cookie.
     elsewhere = origin is None and headers.get("sec-fetch-site") in {"cross-site", "same-site"}

@@ -37,8 +37,10 @@ from lockstep.studio.home import Home, iso, modified_ns, remove_folder
 from lockstep.studio.schemas import ApiError, in_progress
 from lockstep.studio.settings import command_of
 
-_MAX_RECORD_BYTES, _MAX_LOG_BYTES = 256 << 10, 1 << 20
-_MAX_RESULT_BYTES, _MAX_REPORT_BYTES = 4 << 20, 64 << 20
+_MAX_RECORD_BYTES = 256 << 10
+_MAX_LOG_BYTES = 1 << 20
+_MAX_RESULT_BYTES = 4 << 20
+_MAX_REPORT_BYTES = 64 << 20
 #: The command ends after the run is marked as ended: ranks exit, loggers finish. That is slow on a busy machine.
 _ENDING_S = 60.0
 _KEPT_JOBS = 50
@@ -279,7 +281,8 @@ class Starts:
         The command that the studio started leads its own process group. For a run from a terminal it is the launcher,
         since it would restart killed ranks, or the one process that trains; their groups may contain other commands.
         """
-        start, beat = self.read(run.path.name), run.progress()
+        start = self.read(run.path.name)
+        beat = run.progress()
         if start is not None and is_alive(start.process):
             return start.process
         launcher = _Launcher.read(run.logs / LAUNCHER_FILE, _MAX_RECORD_BYTES)  # none where one process trains
@@ -358,7 +361,8 @@ class Jobs:
     def changed(self) -> list[dict[str, Any]]:
         """Jobs whose status or output has changed since the last call."""
         found = {job["id"]: job for job in self.all()}
-        before, self._reported = self._reported, {name: (job["status"], job["output"]) for name, job in found.items()}
+        before = self._reported
+        self._reported = {name: (job["status"], job["output"]) for name, job in found.items()}
         return [job for name, job in found.items() if before.get(name) != self._reported[name]]
 
     def stop(self, name: str) -> dict[str, Any]:

@@ -74,9 +74,13 @@ class Planner:
                 answer = self._exchange(json.dumps(request).encode())
             except (OSError, EOFError, ValueError) as error:
                 self._end()
-                what, why = "the data of this task could not be read", str(error) or "the helper process ended"
-                fix = "run `lockstep plan` with the same settings in a terminal to see the reason"
-                raise ApiError("PLANNER_FAILED", 503, what, why=why, fix=fix) from None
+                raise ApiError(
+                    "PLANNER_FAILED",
+                    503,
+                    "the data of this task could not be read",
+                    why=str(error) or "the helper process ended",
+                    fix="run `lockstep plan` with the same settings in a terminal to see the reason",
+                ) from None
         if "error" in answer:
             given = answer["error"]
             raise ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))
@@ -105,7 +109,8 @@ class Planner:
         return json.loads(pipe.recv_bytes())
 
     def _end(self) -> None:
-        helper, self._helper = self._helper, None
+        helper = self._helper
+        self._helper = None
         if helper is not None:
             process, pipe = helper
             pipe.close()
@@ -207,8 +212,11 @@ class Forms:
         schema = self.described(wanted.task)["schema"]
         unknown = (wanted.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
         if unknown and not schema.get("additionalProperties"):
-            why = f"{wanted.task} knows {', '.join(schema.get('properties', {})) or 'none'}"
-            raise ConfigError(f"the task has no setting {min(unknown)!r:.100}", why=why, fix="check its spelling")
+            raise ConfigError(
+                f"the task has no setting {min(unknown)!r:.100}",
+                why=f"{wanted.task} knows {', '.join(schema.get('properties', {})) or 'none'}",
+                fix="check its spelling",
+            )
         return wanted
 
     def train_words(self, wanted: Wanted) -> list[str]:
@@ -238,7 +246,8 @@ class Forms:
         files = [file for file in self._home.runs_dir.glob("*/report.json") if is_bench(file.parent)]
         reports = []
         for file in sorted(files, key=modified_ns, reverse=True)[:_MAX_REPORTS]:
-            report, name = or_else(functools.partial(read_bench, file.parent), {}), file.parent.name
+            report = or_else(functools.partial(read_bench, file.parent), {})
+            name = file.parent.name
             if report.get("kind") == "scaling":
                 about = {"title": str(report.get("title") or name), "created_at": iso(modified_ns(file) / 1e9)}
                 reports.append({"id": name, **about, "report": report})
@@ -258,7 +267,8 @@ class Forms:
             wanted = self.wanted(body)
         except (ConfigError, TaskError) as error:
             return _answer(error) | {"warnings": [], "precisions": precisions, "preview": None}
-        config, devices = resolve(wanted.mapping()), self.devices()
+        config = resolve(wanted.mapping())
+        devices = self.devices()
         placement = plan = problem = None
         try:
             placement = _place(config, devices)
@@ -301,7 +311,8 @@ def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict
     gpus = placement is not None and placement.accelerator == "gpu"
     several = placement is not None and placement.world_size > 1 and not placement.spec.divides
     batch = plan["batch"] if plan else {"ranks": 1, "devices_per_rank": 1, "accumulate": 1}
-    workers, ranks = plan["loader"]["num_workers"] if plan else 0, batch["ranks"]
+    workers = plan["loader"]["num_workers"] if plan else 0
+    ranks = batch["ranks"]
     in_all = f", {workers * ranks} in all" if ranks > 1 and workers else ""
     rate = plan["decisions"]["lr"] if plan else {}
     return {

@@ -48,8 +48,12 @@ class Home:
 
     def config(self, name: str) -> Path:
         if not _CONFIG_NAME.fullmatch(name):
-            fix = "use letters, digits, spaces, dots, dashes and underscores; at most 64"
-            raise ApiError("CONFIG_NOT_FOUND", 404, f"{name[:100]!r} is not a valid name of a configuration", fix=fix)
+            raise ApiError(
+                "CONFIG_NOT_FOUND",
+                404,
+                f"{name[:100]!r} is not a valid name of a configuration",
+                fix="use letters, digits, spaces, dots, dashes and underscores; at most 64",
+            )
         return self.configs / f"{name}.json"
 
     def job(self, name: str) -> Path:
@@ -107,7 +111,10 @@ def is_run_name(name: str) -> bool:
 def remove_folder(folder: Path, inside: Path) -> None:
     """Delete ``folder`` with its content if it is a real folder right inside ``inside``; else :class:`StorageError`."""
     if folder.parent != inside or folder.is_symlink():
-        why, fix = "it is a link, or not right inside the runs folder", "check where it points, and delete it yourself"
-        raise StorageError(f"{folder} is not deleted", why=why, fix=fix)
+        raise StorageError(
+            f"{folder} is not deleted",
+            why="it is a link, or not right inside the runs folder",
+            fix="check where it points, and delete it yourself",
+        )
     with storing(folder), contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)

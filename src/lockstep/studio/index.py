@@ -140,8 +140,10 @@ class RunIndex:
 
         ``noted``: the studio may have notes on it.
         """
-        entry, path = self._entries.get(name), f"{self._home.runs_dir}/{name}"
-        record, notes = _stat(f"{path}/{_FILES[0]}"), _stat(f"{self._home.starts}/{name}") if noted else None
+        entry = self._entries.get(name)
+        path = f"{self._home.runs_dir}/{name}"
+        record = _stat(f"{path}/{_FILES[0]}")
+        notes = _stat(f"{self._home.starts}/{name}") if noted else None
         # A run that has ended and is unchanged needs no more than this check: an attempt begins with its record.
         if entry is not None and not entry.restless and (entry.signature[0], entry.signature[-1]) == (record, notes):
             return entry
@@ -161,7 +163,9 @@ class RunIndex:
             if not entry.problem:
                 _log.exception("run %s cannot be shown", name)
             entry.problem = f"{path} cannot be shown: {type(error).__name__}: {error}"
-            entry.signature, entry.restless, summary = (), True, {}
+            entry.signature = ()
+            entry.restless = True
+            summary = {}
         if summary != entry.summary:
             entry.summary = summary
         return entry
@@ -173,17 +177,21 @@ class RunIndex:
 
     def _read(self, entry: Entry, start: Command | None, *, there: bool) -> None:
         """Read the files of a run; ``there``: it has a record. Else its command has not made its folder yet."""
-        entry.record, entry.beat, entry.problem = None, None, ""
+        entry.record = None
+        entry.beat = None
+        entry.problem = ""
         summary: Summary = {}
         try:
             if there:
                 record = entry.run.read()
                 summary = summarize(entry.run, record)
-                entry.record, entry.beat = record, entry.run.progress()
+                entry.record = record
+                entry.beat = entry.run.progress()
         except RunFolderError as error:
             entry.problem = one_line(error)
         if entry.record is None and start is not None:
-            began, placed = datetime.fromtimestamp(start.at, UTC), {"devices": start.devices}
+            began = datetime.fromtimestamp(start.at, UTC)
+            placed = {"devices": start.devices}
             # The entry has another id.
             record = RunRecord(id=new_run_id(), task=start.task, created_at=began, pid=start.pid, placement=placed)
             summary = summarize(entry.run, record)
@@ -197,7 +205,9 @@ class RunIndex:
 
     def _complete(self, entry: Entry, start: Command | None) -> Summary:
         """The summary from the files, and what depends on processes and labels."""
-        run, record, base = entry.run, entry.record, dict(entry.base)
+        run = entry.run
+        record = entry.record
+        base = dict(entry.base)
         name = run.path.name
         labels = self._starts.labels(name) if entry.signature[-1] is not None else Labels()
         alive = start is not None and is_alive(start.process)

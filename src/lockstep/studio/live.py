@@ -50,7 +50,9 @@ class Hub:
     """The tabs that are open, and the feeds of runs, which they share."""
 
     def __init__(self, index: RunIndex, jobs: Jobs, hello: Callable[[], dict[str, Any]]) -> None:
-        self.index, self._jobs, self._hello = index, jobs, hello
+        self.index = index
+        self._jobs = jobs
+        self._hello = hello
         #: By run, while a tab follows it.
         self.feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
         self._tabs: set[Tab] = set()
@@ -82,7 +84,8 @@ class Tab:
     """One WebSocket."""
 
     def __init__(self, hub: Hub, socket: WebSocket) -> None:
-        self._hub, self.socket = hub, socket
+        self._hub = hub
+        self.socket = socket
         self._asked = asyncio.Event()
         self._subscriptions: dict[str, Subscription] = {}
         self._watches_runs = False
@@ -129,12 +132,15 @@ class Tab:
     async def _answer(self, asked: Asked) -> None:
         match asked.type:
             case "watch":
-                self._watches_runs, self._known, self._list_due = asked.runs, None, 0.0
+                self._watches_runs = asked.runs
+                self._known = None
+                self._list_due = 0.0
                 self._asked.set()
             case "subscribe":
                 if asked.run not in self._subscriptions and len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
-                    what = f"a tab follows at most {MAX_SUBSCRIPTIONS} runs"
-                    raise ApiError("INVALID_CONFIG", 422, what, fix="leave some out")
+                    raise ApiError(
+                        "INVALID_CONFIG", 422, f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out"
+                    )
                 feed = self._hub.feeds.get(asked.run) or Feed(self._hub.index.run_folder(asked.run), asked.run)
                 self._hub.feeds[asked.run] = feed
                 self._subscriptions[asked.run] = Subscription(feed)
@@ -144,8 +150,7 @@ class Tab:
             case "range":
                 subscription = self._subscriptions.get(asked.run)
                 if subscription is None:
-                    what = "this tab does not follow that run"
-                    raise ApiError("RUN_NOT_FOUND", 404, what, fix="subscribe first")
+                    raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
                 # Thinning out a million rows takes a while, and other tabs should not wait for it.
                 self.say(await asyncio.to_thread(_range, subscription.feed, asked))
 
@@ -154,7 +159,8 @@ class Tab:
     async def _send(self) -> None:
         try:
             while True:
-                news, self._outbox = self._outbox, []
+                news = self._outbox
+                self._outbox = []
                 await self._send_all(news)
                 if time.monotonic() >= self._list_due:
                     await self._look_at_list()
@@ -190,7 +196,8 @@ class Tab:
             if self._subscriptions.get(feed.name) is subscription:
                 del self._subscriptions[feed.name]
             self._hub.feeds.pop(feed.name, None)
-            why, fix = "reading its files failed; see the studio's log", "look for a damaged file in its folder"
+            why = "reading its files failed; see the studio's log"
+            fix = "look for a damaged file in its folder"
             error = ApiError("RUN_NOT_USABLE", 500, f"run {feed.name} cannot be followed", why=why, fix=fix)
             news = [{"type": "error", **error.as_dict(), "run": feed.name}]
         await self._send_all(news)
@@ -209,7 +216,8 @@ class Tab:
         await self._send_all([*news, {"type": "alive", "now": time.time()}])
 
     def _news_of_list(self, runs: list[Summary], problems: list[str]) -> list[Message]:
-        now, known = {run["id"]: run for run in runs}, self._known
+        now = {run["id"]: run for run in runs}
+        known = self._known
         self._known = (now, problems)
         if known is None:
             return [{"type": "runs", "runs": runs, "problems": problems}]
@@ -235,6 +243,10 @@ def _parse(text: str | None) -> Asked:
     try:
         return Asked.model_validate_json(text or "")
     except ValidationError as error:
-        why = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
-        fix = "see the studio's documentation of /api/live"
-        raise ApiError("INVALID_REQUEST", 422, "the message is malformed", why=why[:500], fix=fix) from None
+        raise ApiError(
+            "INVALID_REQUEST",
+            422,
+            "the message is malformed",
+            why="; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])[:500],
+            fix="see the studio's documentation of /api/live",
+        ) from None

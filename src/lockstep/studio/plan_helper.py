@@ -55,7 +55,8 @@ class Helper:
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:
-            self._open, self._plans = None, {}
+            self._open = None
+            self._plans = {}
             self._open = (key, now, open_data(built, whole))
         asked = json.dumps([task, config, devices])
         if asked not in self._plans:
@@ -69,7 +70,8 @@ def _describe_task(name: str) -> dict[str, Any]:
     try:
         kind = find_task(name)
         title = (inspect.getdoc(kind) or name).partition("\n")[0].rstrip(".")
-        schema, defaults = settings_model(kind).model_json_schema(), plain(dict(kind.defaults))
+        schema = settings_model(kind).model_json_schema()
+        defaults = plain(dict(kind.defaults))
         return found | {"title": title, "schema": schema, "defaults": defaults}
     except Exception as error:  # one task that cannot be imported must not hide the others
         return found | {"error": _error(error)}

@@ -44,7 +44,9 @@ from lockstep.studio.schemas import (
 )
 from lockstep.studio.settings import REFUSED, command_of, flatten
 
-_MAX_TABLES, _MAX_FILES, _MAX_REMARKS = 4 << 20, 5000, 200
+_MAX_TABLES = 4 << 20
+_MAX_FILES = 5000
+_MAX_REMARKS = 200
 #: Settings that the page may not set, and that a copy gets in another way.
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
@@ -69,7 +71,8 @@ class Runs:
         chosen = self._forms.place(wanted)
         name = body.id or new_run_id()
         folder = self._home.run(name)
-        words, shown = ["train", wanted.task, "--save-dir", str(folder)], self._forms.train_words(wanted)
+        words = ["train", wanted.task, "--save-dir", str(folder)]
+        shown = self._forms.train_words(wanted)
         with self._changing:
             if os.path.lexists(folder):
                 raise in_progress(name, "it has been started already")
@@ -80,11 +83,13 @@ class Runs:
         return self._index.summary(name)
 
     def detail(self, name: RunName) -> dict[str, Any]:
-        summary, run = self._index.summary(name), self._index.run_folder(name)
+        summary = self._index.summary(name)
+        run = self._index.run_folder(name)
         output = self._starts.output(run.path.name)
         logs = _log_names(run)
         lines, _ = last_lines(run.logs / "run.log" if not output.exists() and "run.log" in logs else output, 40)
-        config, start = or_else(run.config, None), self._starts.read(run.path.name)
+        config = or_else(run.config, None)
+        start = self._starts.read(run.path.name)
         record = run.read() if os.path.lexists(run.run_file) else None
         shown, given = (start.shown, start.arguments) if start else ([], [])
         return {
@@ -159,7 +164,8 @@ class Runs:
         require_resumable(self._index.run(name))
         with self._ended(name):
             summary = self._index.summary(name)
-            location, devices = self._index.locate(name), body.devices or summary["devices"]
+            location = self._index.locate(name)
+            devices = body.devices or summary["devices"]
             attempt = max(1, summary["attempt"])
             self._starts.begin(location, words, task=summary["task"], attempt_before=attempt, devices=devices)
         return self._index.summary(name)
@@ -171,9 +177,13 @@ class Runs:
             raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running")
         target = await asyncio.to_thread(self._starts.target, self._index.run_folder(name))
         if target is None or not await asyncio.to_thread(send, target, signal.SIGTERM):
-            what = f"run {name} runs on {summary['host'] or 'another machine'}"
-            why = "a signal reaches only processes of this machine and user"
-            raise ApiError("RUN_NOT_USABLE", 409, what, why=why, fix=f"run `lockstep stop {name}` there")
+            raise ApiError(
+                "RUN_NOT_USABLE",
+                409,
+                f"run {name} runs on {summary['host'] or 'another machine'}",
+                why="a signal reaches only processes of this machine and user",
+                fix=f"run `lockstep stop {name}` there",
+            )
         self._index.stopping(name)
         attempt = summary["attempt"] if summary["status"] == "running" else None
         watch = asyncio.create_task(self._kill_later(name, target, attempt))
@@ -204,7 +214,8 @@ class Runs:
         return self._begin_job("report", name)
 
     def _begin_job(self, kind: str, name: str, *words: str) -> dict[str, Any]:
-        folder, summary = self._index.run(name).path, self._index.summary(name)
+        folder = self._index.run(name).path
+        summary = self._index.summary(name)
         if kind != "report":
             require_code_named(self._index.run(name))
         if summary["starting"]:
@@ -215,8 +226,12 @@ class Runs:
         config = self._index.run(name).config()
         task = config.task.name
         if task not in self._forms.offered:
-            what, fix = f"this run's task, {task}, is not in the list", f"start the studio with --task {task}"
-            raise ApiError("TASK_NOT_USABLE", 422, what, fix=fix)
+            raise ApiError(
+                "TASK_NOT_USABLE",
+                422,
+                f"this run's task, {task}, is not in the list",
+                fix=f"start the studio with --task {task}",
+            )
         require_code_named(self._index.run(name))
         form, left_out = _form_of(config, self._forms.described(task)["defaults"])
         if form.get("init_from") is not None:
@@ -269,7 +284,8 @@ class Runs:
         """By run, the settings that are not the ``same`` in all runs."""
         found = {}
         for summary in self._index.summaries():
-            file, name = self._home.run(summary["location"]) / "config.yaml", summary["id"]
+            file = self._home.run(summary["location"]) / "config.yaml"
+            name = summary["id"]
             with contextlib.suppress(RunFolderError):
                 if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(file)):
                     self._settings[name] = (stamp, _settings_of(file))

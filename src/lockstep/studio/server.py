@@ -97,7 +97,8 @@ class Studio:
         }
 
     def first_answer(self) -> dict[str, Any]:
-        devices, names = self.forms.list_devices(), list(self.options.tasks)
+        devices = self.forms.list_devices()
+        names = list(self.options.tasks)
         return {"studio": self.about(), "devices": devices, "schema": self.forms.schema, "tasks": names}
 
 
@@ -176,8 +177,11 @@ def _listen(port: int | None) -> socket.socket:
     for candidate in (DEFAULT_PORT, 0) if port is None else (port,):
         with contextlib.suppress(OSError, OverflowError):
             return socket.create_server((HOST, candidate))
-    why, fix = "another program answers there, maybe another studio", "choose another --port, or leave it out"
-    raise UsageError(f"port {port} is taken", why=why, fix=fix)
+    raise UsageError(
+        f"port {port} is taken",
+        why="another program answers there, maybe another studio",
+        fix="choose another --port, or leave it out",
+    )
 
 
 def _make_app(studio: Studio, port: int) -> Any:
@@ -200,7 +204,8 @@ def _make_app(studio: Studio, port: int) -> Any:
     _add_pages(app, studio)
     _add_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
-    options, sessions = studio.options, Sessions(studio.home, port)
+    options = studio.options
+    sessions = Sessions(studio.home, port)
     cookie = f"lockstep_studio_{port}"
     return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
 
@@ -286,7 +291,10 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
     models = [{"model": create_model(name, **fields)} for name, fields in (("Envelope", ok), ("Problem", error))]
     responses: Any = {200: models[0], "4XX": models[1], "5XX": models[1]}
     router = APIRouter(prefix="/api", responses=responses, default_response_class=Response)
-    forms, runs, saved, jobs = studio.forms, studio.runs, studio.saved, studio.jobs
+    forms = studio.forms
+    runs = studio.runs
+    saved = studio.saved
+    jobs = studio.jobs
     routes: list[tuple[str, str, Callable[..., Any], str]] = [
         ("GET", "/studio", studio.about, "Version, folder and start of this studio"),
         ("GET", "/page", studio.first_answer, "What the page needs first: studio, devices, schema and names of tasks"),

@@ -57,11 +57,13 @@ def offered_tasks(given: Sequence[str]) -> OfferedTasks:
     found: dict[str, str | None] = dict.fromkeys(BUILT_IN)
     for text in given:
         name, plus, data = text.partition("+")
-        task, data_module = _class_path(name), _class_path(data) if plus else None
+        task = _class_path(name)
+        data_module = _class_path(data) if plus else None
         known = found.setdefault(task, data_module) or data_module
         if data_module not in (None, known):
-            fix = "give each module once, or derive a class for the other"
-            raise TaskError(f"{name} is given with two data modules", fix=fix)
+            raise TaskError(
+                f"{name} is given with two data modules", fix="give each module once, or derive a class for the other"
+            )
         found[task] = known
     return found
 
@@ -109,13 +111,16 @@ def tasks_in(text: str, folder: Path, runs_dir: Path) -> list[str]:
     stem, _, attribute = text.partition(".py:")
     file = folder / (f"{stem}.py" if attribute else text)
     if not is_task_file(file, folder, runs_dir):
-        why = f"the page takes Python files below {folder}, and none of a run"
-        fix = "start the studio with --task FILE.py:Class"
-        raise TaskError(f"{text[:200]!r} is not a task file here", why=why, fix=fix)
+        raise TaskError(
+            f"{text[:200]!r} is not a task file here",
+            why=f"the page takes Python files below {folder}, and none of a run",
+            fix="start the studio with --task FILE.py:Class",
+        )
     classes = [attribute] if attribute else task_classes(file)
     if not classes:
-        fix = f"name it: {text[:200]}:Class"
-        raise TaskError(f"no task in {text[:200]}", why="no class derives from a task", fix=fix)
+        raise TaskError(
+            f"no task in {text[:200]}", why="no class derives from a task", fix=f"name it: {text[:200]}:Class"
+        )
     return [_class_path(f"{file}:{name}") for name in classes]
 
 
@@ -140,8 +145,13 @@ class Wanted:
 def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
     """The checked request. Raises :class:`ApiError` for what the page may not set, :class:`ConfigError`."""
     if task not in tasks:
-        why, fix = f"the studio knows {', '.join(tasks)}", "start the studio with --task FILE.py:Class to add one"
-        raise ApiError("TASK_NOT_USABLE", 422, f"there is no task {task[:100]!r} here", why=why, fix=fix)
+        raise ApiError(
+            "TASK_NOT_USABLE",
+            422,
+            f"there is no task {task[:100]!r} here",
+            why=f"the studio knows {', '.join(tasks)}",
+            fix="start the studio with --task FILE.py:Class to add one",
+        )
     kept: dict[str, Any] = {}
     for key, value in flatten(config):
         refused = next((name for name in REFUSED if f"{key}.".startswith(f"{name}.")), None)
@@ -168,8 +178,11 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
 def check_ranks(devices: Sequence[str]) -> None:
     """Raises :class:`ConfigError` for more processes on the CPU than the page starts."""
     if (ranks := sum(device == "cpu" for device in devices)) > MOST_CPU_RANKS:
-        why, fix = f"the page starts at most {MOST_CPU_RANKS}", "select fewer, or start this run from a terminal"
-        raise ConfigError(f"{ranks} ranks on the CPU are too many", why=why, fix=fix)
+        raise ConfigError(
+            f"{ranks} ranks on the CPU are too many",
+            why=f"the page starts at most {MOST_CPU_RANKS}",
+            fix="select fewer, or start this run from a terminal",
+        )
 
 
 def for_page(value: Any) -> Any:
@@ -281,8 +294,9 @@ class SavedConfigs:
         if not content:
             raise ConfigError("this has no settings", fix="write `section:`")
         if "defaults" in content:
-            what = "`defaults` names files, which the page cannot read"
-            raise ConfigError(what, fix="paste the content of these files")
+            raise ConfigError(
+                "`defaults` names files, which the page cannot read", fix="paste the content of these files"
+            )
         task = content.pop("task", None) or {}
         if not isinstance(task, dict):
             raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")

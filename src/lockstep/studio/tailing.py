@@ -89,7 +89,9 @@ class Columns:
 
     def clear(self) -> None:
         """Remove all rows: the file was replaced."""
-        self._data, self.rows, self.cut = {}, 0, False
+        self._data = {}
+        self.rows = 0
+        self.cut = False
         self.generation += 1
 
     def between(self, low: float | None, high: float | None) -> tuple[int, int]:
@@ -217,7 +219,8 @@ class Tail:
 
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
         """As :func:`lockstep.rundir.folder.surviving`, on stretches of rows instead of single ones."""
-        steps, kept = columns["step"], self.columns
+        steps = columns["step"]
+        kept = self.columns
         attempts = np.nan_to_num(columns.get("attempt", np.ones(len(steps))), nan=1)
         breaks = np.flatnonzero((np.diff(steps) <= 0) | (np.diff(attempts) != 0)) + 1
         for start, end in itertools.pairwise([0, *breaks.tolist(), len(steps)]):
@@ -346,7 +349,8 @@ class Subscription:
     epochs: dict[str, Any] | None = None
 
     def news(self) -> list[Message]:
-        feed, news = self.feed, list[Message]()
+        feed = self.feed
+        news = list[Message]()
         with feed.lock:
             feed.poll()
             if self.epochs is not feed.epochs:
@@ -357,7 +361,8 @@ class Subscription:
         return news
 
     def _news_of(self, stream: str) -> list[Message]:
-        feed, columns = self.feed, self.feed.tails[stream].columns
+        feed = self.feed
+        columns = self.feed.tails[stream].columns
         generation, rows, sent = self.cursors.get(stream, (-2, 0, 0))
         if (preview := feed.previews.get(stream)) is not None:
             # The cursor of a preview matches no generation, so the complete history follows.

@@ -35,11 +35,19 @@ class TaskFromParts(Task):
         super().__init__()
         for name, dataset in vars(datasets).items():
             if isinstance(dataset, DataLoader):
-                fix = f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…"
-                raise is_loader(f"{name} is a DataLoader, not a data set", dataset, fix)
-        self._model, self._given_loss, self._datasets = model, loss, datasets
-        self._metrics, self._optimizer, self._collate = metrics, optimizer, collate
-        self._criterion, self._counted = loss, Counted()
+                raise is_loader(
+                    f"{name} is a DataLoader, not a data set",
+                    dataset,
+                    f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…",
+                )
+        self._model = model
+        self._given_loss = loss
+        self._datasets = datasets
+        self._metrics = metrics
+        self._optimizer = optimizer
+        self._collate = collate
+        self._criterion = loss
+        self._counted = Counted()
         called = loss.forward if isinstance(loss, nn.Module) else loss
         try:
             self._takes_model = next(iter(inspect.signature(called).parameters), None) == "model"

@@ -47,8 +47,11 @@ def find_task(name: str) -> type[Task]:
     where = BUILT_IN.get(name, name)
     if where.endswith(".py"):
         names = _task_names(_imported(where))
-        fix = f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS"
-        raise TaskError(f"{where} is a file, and one of its tasks must be named", why=_listed(names), fix=fix)
+        raise TaskError(
+            f"{where} is a file, and one of its tasks must be named",
+            why=_listed(names),
+            fix=f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
+        )
     if ":" not in where:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise TaskError(
@@ -95,8 +98,11 @@ def find_class(where: str) -> type:
     module = _imported(place)
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
-        why = _listed(_task_names(module))
-        raise TaskError(f"{place} has no class {attribute!r}", why=why, fix="check the name after the colon")
+        raise TaskError(
+            f"{place} has no class {attribute!r}",
+            why=_listed(_task_names(module)),
+            fix="check the name after the colon",
+        )
     return found
 
 
@@ -145,8 +151,10 @@ def check_methods(kind: type[Task]) -> None:
     """Raise :class:`TaskError` where a method of the task cannot be called as Lockstep calls it."""
     config: Any = kind.Config
     if not isinstance(config, type):
-        what = f"{kind.__name__}.Config is a {type(config).__name__}, not a class"
-        raise TaskError(what, fix="write a class of settings: a subclass of lockstep.TaskConfig, or a dataclass")
+        raise TaskError(
+            f"{kind.__name__}.Config is a {type(config).__name__}, not a class",
+            fix="write a class of settings: a subclass of lockstep.TaskConfig, or a dataclass",
+        )
     for name, method in vars(Task).items():
         own = getattr(kind, name)
         if name.startswith("_") or not isinstance(method, FunctionType) or own is method:
@@ -197,7 +205,8 @@ def configured(task: Task, config: Any = None) -> Task:
 
 def _imported(place: str) -> Any:
     """The module ``path/to/file.py`` or ``package.module``, imported as if it were called without arguments."""
-    given, sys.argv = sys.argv, [place]
+    given = sys.argv
+    sys.argv = [place]
     try:
         with world_kept(os.environ):
             return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -223,8 +232,9 @@ def _imported(place: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        fix = "check the path before the colon"
-        raise TaskError(f"there is no file {path}", why=f"looked in {Path.cwd()}", fix=fix)
+        raise TaskError(
+            f"there is no file {path}", why=f"looked in {Path.cwd()}", fix="check the path before the colon"
+        )
     # A stable name lets objects of the module be pickled between processes that import the same file.
     name = f"lockstep_task_{path.resolve().stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())

@@ -45,8 +45,10 @@ def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: 
     config = resolve({name: overrides[name] for name in ("hardware", "distributed", "runs_dir") if name in overrides})
     placement = place(config, World())
     if placement.world_size < 2:
-        fix = "name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu"
-        raise UsageError(f"there is only one rank, and so no communication ({', '.join(placement.devices)})", fix=fix)
+        raise UsageError(
+            f"there is only one rank, and so no communication ({', '.join(placement.devices)})",
+            fix="name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu",
+        )
     if max_bytes < 4096:
         raise UsageError("--max-mb is too small to fit a line through two message sizes", fix="use --max-mb 1 or more")
     sizes = message_sizes(max_bytes)

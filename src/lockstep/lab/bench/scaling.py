@@ -55,8 +55,10 @@ def bench_scaling(
     base = subject.base
     devices = list(base.placement.devices)
     if len(devices) < 2:
-        fix = "name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu"
-        raise UsageError(f"{devices[0]} is one device: nothing scales", fix=fix)
+        raise UsageError(
+            f"{devices[0]} is one device: nothing scales",
+            fix="name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu",
+        )
     check_steps(steps, warm_up)
     if repeats < 1:
         raise UsageError(f"{repeats} repeats measure nothing", fix="take --repeats 3, or any number from 1 on")

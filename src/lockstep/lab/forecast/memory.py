@@ -337,8 +337,11 @@ def _refuse(spec: StrategySpec, counting: Counting) -> None:
     ranks = counting.ranks
     per_node = counting.per_node
     if ranks == 1 and (spec.scatters or spec.state == "staged"):
-        fix = "name them with --devices, or a number of hypothetical GPUs: --gpus 2"
-        raise UnsupportedError(f"strategy {spec.name} needs several devices", why=spec.summary, fix=fix)
+        raise UnsupportedError(
+            f"strategy {spec.name} needs several devices",
+            why=spec.summary,
+            fix="name them with --devices, or a number of hypothetical GPUs: --gpus 2",
+        )
     if spec.scatters and per_node is not None and ranks > per_node:
         raise UnsupportedError(
             f"strategy {spec.name} cannot use {ranks} GPUs",

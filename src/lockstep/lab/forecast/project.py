@@ -92,11 +92,16 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
     """Refuse a wish that cannot be fulfilled; returns its links, or ``None`` if they are to be measured."""
     if not wish.gpus or min(wish.gpus) < 1 or max(wish.gpus) > MOST or wish.steps < 2 or wish.repeats < 1:
         problem = "a forecast needs numbers of GPUs, steps and repeats"
-        fix = "write for example --gpus 8,64,512"
-        raise UsageError(problem, why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more", fix=fix)
+        raise UsageError(
+            problem,
+            why=f"1 to {MOST:,} GPUs, 2 steps or more, 1 repetition or more",
+            fix="write for example --gpus 8,64,512",
+        )
     if wish.strategy is not None and find_strategy(wish.strategy).devices == "one":
-        fix = "leave --strategy out; one device is a row of it: --gpus 1,8"
-        raise UsageError(f"a forecast of several devices cannot use strategy {wish.strategy}, which takes one", fix=fix)
+        raise UsageError(
+            f"a forecast of several devices cannot use strategy {wish.strategy}, which takes one",
+            fix="leave --strategy out; one device is a row of it: --gpus 1,8",
+        )
     if config.training.global_batch_size is not None:
         raise UsageError(
             f"a forecast cannot hold the global batch at {config.training.global_batch_size}",
@@ -107,8 +112,10 @@ def _checked(wish: Wish, devices: Sequence[str], config: RunConfig) -> Cluster |
         return cluster_of(wish.interconnect, wish.per_node)
     if wish.gpu is not None or len(devices) < 2:
         between = f"{devices[0]} and itself" if wish.gpu is None else f"hypothetical GPUs ({wish.gpu})"
-        fix = "name the devices with --devices, two or more, or choose --interconnect nvlink,ib400"
-        raise UsageError(f"nothing can be measured between {between}", fix=fix)
+        raise UsageError(
+            f"nothing can be measured between {between}",
+            fix="name the devices with --devices, two or more, or choose --interconnect nvlink,ib400",
+        )
     return None
 
 

@@ -138,8 +138,7 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         problem = "pictures need matplotlib, which is not installed"
-        fix = "pip install 'lockstep-train[report]'"
-        raise UnsupportedError(problem, fix=fix) from None
+        raise UnsupportedError(problem, fix="pip install 'lockstep-train[report]'") from None
 
 
 def _curves(runs: Sequence[RunData], name: str, title: str, lines: Sequence[Line], x_label: str) -> Picture | None:

@@ -55,8 +55,10 @@ class Grid:
     def __init__(self, space: Space, seeds: Sequence[int]) -> None:
         for key, values in space.items():
             if isinstance(values, Range):
-                fix = f"list values, --set {key}=A,B,C, or add --search optuna"
-                raise ConfigError(f"{key} is a range, and a grid has values", fix=fix)
+                raise ConfigError(
+                    f"{key} is a range, and a grid has values",
+                    fix=f"list values, --set {key}=A,B,C, or add --search optuna",
+                )
         lists = [list(values) for values in space.values() if not isinstance(values, Range)]
         points = [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
         total = len(points) * len(seeds)
@@ -88,8 +90,9 @@ class OptunaSearch:
             import optuna
             from optuna.storages import journal
         except ImportError:
-            fix = "pip install 'lockstep-train[optuna]', or leave --search out for a grid"
-            raise UnsupportedError("optuna is not installed", fix=fix) from None
+            raise UnsupportedError(
+                "optuna is not installed", fix="pip install 'lockstep-train[optuna]', or leave --search out for a grid"
+            ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         backend = journal.JournalFileBackend(str(folder / "optuna.log"))
         storage = optuna.storages.JournalStorage(backend)

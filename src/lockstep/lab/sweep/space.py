@@ -84,11 +84,15 @@ def parse_range(text: str) -> Range | None:
     parts = _RANGE.fullmatch(text.strip())
     if parts is None:
         return None
-    low, high = parse_yaml(parts[2]), parse_yaml(parts[3])
+    low = parse_yaml(parts[2])
+    high = parse_yaml(parts[3])
     is_log = parts[1] is not None
     if not low < high or (is_log and low <= 0):
-        why = "a logarithmic range begins above 0" if low < high else "its first number must be the smaller one"
-        raise ConfigError(f"{text} is not a range", why=why, fix="write for example log:1e-5..1e-2")
+        raise ConfigError(
+            f"{text} is not a range",
+            why="a logarithmic range begins above 0" if low < high else "its first number must be the smaller one",
+            fix="write for example log:1e-5..1e-2",
+        )
     return Range(low, high, is_log)
 
 
@@ -100,8 +104,10 @@ def checked(space: Mapping[str, Any]) -> dict[str, Sequence[Any] | Range]:
         if isinstance(number_range, Range):
             result[key] = number_range
         elif isinstance(values, str) or not isinstance(values, Iterable):
-            fix = "give a list of values, or a range such as 'log:1e-5..1e-2'"
-            raise ConfigError(f"{key}: {values!r} is not a list of values", fix=fix)
+            raise ConfigError(
+                f"{key}: {values!r} is not a list of values",
+                fix="give a list of values, or a range such as 'log:1e-5..1e-2'",
+            )
         else:
             result[key] = list(values)
     return result

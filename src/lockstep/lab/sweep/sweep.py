@@ -101,8 +101,11 @@ def _check(space: Space, options: SweepOptions) -> None:
     if empty:
         raise UsageError(f"{', '.join(empty)} has no values", fix="list at least one")
     if options.search == "optuna" and options.seeds > 1:
-        fix = "search with one seed, then train the best settings with several"
-        raise UsageError("several seeds are for a grid", why="a search trains each point once", fix=fix)
+        raise UsageError(
+            "several seeds are for a grid",
+            why="a search trains each point once",
+            fix="search with one seed, then train the best settings with several",
+        )
     if options.search == "grid" and options.trials is not None:
         raise UsageError("a number of trials is for a search", fix="leave it out, or search with optuna")
 
@@ -147,11 +150,15 @@ def _open_folder(folder: Path, task: str, settings: Mapping[str, Any], options: 
         return
     if not options.resume:
         raise RunFolderError(f"{folder} has a sweep", fix="add --resume to train what is left, or choose another")
-    before, now = flattened(read_json(file)), flattened(content)
+    before = flattened(read_json(file))
+    now = flattened(content)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if differing:
-        fix = "use the same settings; values and seeds may be added"
-        raise RunFolderError(f"the sweep in {folder} has other settings", why=", ".join(differing), fix=fix)
+        raise RunFolderError(
+            f"the sweep in {folder} has other settings",
+            why=", ".join(differing),
+            fix="use the same settings; values and seeds may be added",
+        )
 
 
 class _Sweeper:
@@ -165,7 +172,8 @@ class _Sweeper:
         runs_dir: Path,
         report: Callable[[str], None],
     ) -> None:
-        self._task, self._settings = task, settings
+        self._task = task
+        self._settings = settings
         self._folder = folder
         self._runs_dir = absolute(runs_dir)
         self._report = report

@@ -34,7 +34,7 @@ _ROWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PredictionRequest:
     """What to predict.
 
     Args:
@@ -53,7 +53,7 @@ class Request:
 
 def predict(
     run: RunDir,
-    request: Request,
+    request: PredictionRequest,
     out: Path | None = None,
     *,
     task: Task | type[Task] | None = None,
@@ -87,7 +87,7 @@ def predict(
     return {"run": run.read().id, "data": str(request.data), "step": step, "rows": rows, "out": str(out)}
 
 
-def frame_of(run: RunDir, request: Request, task: Task | type[Task] | None) -> Any:
+def frame_of(run: RunDir, request: PredictionRequest, task: Task | type[Task] | None) -> Any:
     """The rows of :func:`predict` as a frame of pandas. Raises :class:`UnsupportedError`: it is not installed."""
     try:
         import pandas

@@ -76,7 +76,8 @@ def checked(
     if not is_finite:
         bad = int(np.flatnonzero(~np.isfinite(samples).all(axis=(1, 2)))[0])
         raise _wrong(f"{where}: window {bad} holds values that are not finite", fix="remove it, or fill its gaps")
-    lowest, highest = int(labels.min()), int(labels.max())
+    lowest = int(labels.min())
+    highest = int(labels.max())
     if lowest < first or (classes is not None and highest >= first + classes):
         known = f"{first} to {first + classes - 1}" if classes is not None else f"whole numbers from {first}"
         raise _wrong(f"{where}: labels go from {lowest} to {highest}, out of range; the classes are {known}")
@@ -94,7 +95,9 @@ def by_subject(
 ) -> tuple[Windows, ...]:
     """Windows for training, validation and test by the subject of each."""
     here = set(subjects.tolist())
-    train, twice, unknown = here - {*val, *test}, {*val} & {*test}, {*val, *test} - here
+    train = here - {*val, *test}
+    twice = {*val} & {*test}
+    unknown = {*val, *test} - here
     problem = ""
     if unknown:
         problem = f"there is no subject {', '.join(map(str, sorted(unknown)))} to keep apart"
@@ -139,8 +142,10 @@ def load_watch(*, val_subjects: Sequence[int] | None, test_subjects: Sequence[in
         cut_windows(recording * flip if mirror and side == 0 else recording, length, length // 2)
         for recording, side in zip(recordings, arrays["side"], strict=True)
     ]
-    counts, names = [len(part) for part in cut], tuple(arrays["class_names"].tolist())
-    labels, subjects = np.repeat(arrays["label"], counts), np.repeat(arrays["subject"], counts)
+    counts = [len(part) for part in cut]
+    names = tuple(arrays["class_names"].tolist())
+    labels = np.repeat(arrays["label"], counts)
+    subjects = np.repeat(arrays["subject"], counts)
     windows = checked(np.concatenate(cut), labels, classes=len(names), where="watch.npz")
     train, kept, held_out = by_subject(windows, subjects, val, test)
     return HarData(train, kept, held_out, names)
@@ -244,11 +249,14 @@ def load_tensors(folder: Path) -> HarData:
     train = _load(folder / "train.pt", classes=None)
     classes = int(train.labels.max()) + 1
     if classes > len(train):
-        what = f"{folder / 'train.pt'}: label {classes - 1} is out of range for {len(train)} windows"
-        raise _wrong(what, fix="number the classes from 0 without gaps")
+        raise _wrong(
+            f"{folder / 'train.pt'}: label {classes - 1} is out of range for {len(train)} windows",
+            fix="number the classes from 0 without gaps",
+        )
     val, test = (_load(folder / f"{part}.pt", classes=classes) for part in PARTS[1:])
     for part, windows in zip(PARTS[1:], (val, test), strict=True):
-        shape, wanted = windows.samples.shape[1:], train.samples.shape[1:]
+        shape = windows.samples.shape[1:]
+        wanted = train.samples.shape[1:]
         if shape != wanted:
             raise _wrong(f"{part}.pt has windows of shape {shape}, train.pt of {wanted}")
     return HarData(train, val, test, _numbered(classes))
@@ -338,7 +346,8 @@ def as_dataset(windows: Windows, mode: Mode) -> ArrayDataset:
     ``joint``: all channels are one sample. ``average``, ``first``: one channel is left. ``flatten``: each
     channel is a sample with the window's label; the third array says which window it is from.
     """
-    samples, labels = torch.from_numpy(windows.samples), torch.from_numpy(windows.labels)
+    samples = torch.from_numpy(windows.samples)
+    labels = torch.from_numpy(windows.labels)
     if mode == "joint":
         return ArrayDataset(samples, labels)
     if mode == "average":
@@ -354,7 +363,8 @@ class Repeated:
     """``length`` samples out of fewer: sample ``i`` is ``dataset[i % len(dataset)]``."""
 
     def __init__(self, dataset: ArrayDataset, length: int) -> None:
-        self._dataset, self._length = dataset, length
+        self._dataset = dataset
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -379,8 +389,10 @@ class AugmentedWindows:
     """
 
     def __init__(self, windows: Windows, standardiser: Standardiser, *, rotate_deg: float, gain: float) -> None:
-        self._windows, self._standardiser = windows, standardiser
-        self._angle, self._gain = math.radians(rotate_deg), gain
+        self._windows = windows
+        self._standardiser = standardiser
+        self._angle = math.radians(rotate_deg)
+        self._gain = gain
         self.labels = windows.labels  # for data.sampling=balanced
 
     def __len__(self) -> int:
@@ -401,7 +413,8 @@ class AugmentedWindows:
 def _rotation(axis: npt.NDArray[np.float64], angle: float) -> Floats:
     """The matrix that turns by ``angle`` (radians) about ``axis`` (not normalised): Rodrigues' formula."""
     x, y, z = (axis / np.sqrt(axis @ axis)).tolist()
-    s, c = math.sin(angle), math.cos(angle)
+    s = math.sin(angle)
+    c = math.cos(angle)
     t = 1.0 - c
     rows = [
         [c + t * x * x, t * x * y - s * z, t * x * z + s * y],

@@ -89,8 +89,10 @@ class HarTask(Task):
     def prepare(self) -> None:
         if self.data.download:
             if self.config.source not in ("auto", "uci"):
-                what = f"there is nothing to download for task.source={self.config.source}"
-                raise ConfigError(what, fix="leave --download out, or choose task.source=uci")
+                raise ConfigError(
+                    f"there is nothing to download for task.source={self.config.source}",
+                    fix="leave --download out, or choose task.source=uci",
+                )
             data.fetch_uci(self._folder())
 
     @cached_property
@@ -98,8 +100,9 @@ class HarTask(Task):
         """Where the windows come from, decided."""
         given = self.config.source
         if given in ("watch", "synthetic") and self.data.data_dir is not None:
-            fix = "leave one of the two out"
-            raise ConfigError(f"task.source={given} reads no folder, but data.data_dir is set", fix=fix)
+            raise ConfigError(
+                f"task.source={given} reads no folder, but data.data_dir is set", fix="leave one of the two out"
+            )
         if given != "auto":
             return given
         if self.data.data_dir is None and not self.data.download:
@@ -123,7 +126,8 @@ class HarTask(Task):
     @cached_property
     def windows(self) -> HarData:
         """The windows of the source, in its own units."""
-        config, source = self.config, self.source
+        config = self.config
+        source = self.source
         for name, sources in (("val_subjects", ("watch", "uci")), ("test_subjects", ("watch",))):
             if getattr(config, name) is not None and source not in sources:
                 raise ConfigError(f"task.{name} means nothing to {source}, which has its own split", fix="leave it out")
@@ -161,20 +165,26 @@ class HarTask(Task):
         return Datasets(self._training(given.train), val, test)
 
     def _training(self, windows: Windows) -> Any:
-        config, on_watch = self.config, self.source == "watch" and self.config.mode == "joint"
+        config = self.config
+        on_watch = self.source == "watch" and self.config.mode == "joint"
         rotate = config.rotate_deg if config.rotate_deg is not None else WATCH_ROTATION_DEG * on_watch
         gain = config.gain if config.gain is not None else WATCH_GAIN * on_watch
         if not rotate and not gain:
-            plain, wanted = self._plain(windows), config.synthetic_samples
+            plain = self._plain(windows)
+            wanted = config.synthetic_samples
             if self.source != "synthetic" or wanted <= len(windows):
                 return plain
             return data.Repeated(plain, wanted * (len(plain) // len(windows)))  # one window may be several samples
         if config.mode != "joint":
-            what = f"task.rotate_deg and task.gain need all channels, and do not work with task.mode={config.mode}"
-            raise ConfigError(what, fix="set them to 0, or task.mode to joint")
+            raise ConfigError(
+                f"task.rotate_deg and task.gain need all channels, and do not work with task.mode={config.mode}",
+                fix="set them to 0, or task.mode to joint",
+            )
         if rotate and self.windows.shape[0] % 3:
-            what = f"task.rotate_deg needs channels in xyz triples, these windows have {self.windows.shape[0]}"
-            raise ConfigError(what, fix="set it to 0")
+            raise ConfigError(
+                f"task.rotate_deg needs channels in xyz triples, these windows have {self.windows.shape[0]}",
+                fix="set it to 0",
+            )
         return data.AugmentedWindows(windows, self.standardiser, rotate_deg=rotate, gain=gain)
 
     def _plain(self, windows: Windows) -> ArrayDataset:
@@ -182,7 +192,9 @@ class HarTask(Task):
 
     def model(self) -> nn.Module:
         channels, length = self.windows.shape
-        name, hidden, sizes = self.config.model, self.config.hidden, dict[str, Any]()
+        name = self.config.model
+        hidden = self.config.hidden
+        sizes = dict[str, Any]()
         try:
             if hidden is not None and name in ("cnn", "mlp"):
                 sizes["widths" if name == "cnn" else "hidden"] = hidden
@@ -197,8 +209,11 @@ class HarTask(Task):
             channels = channels if self.config.mode == "joint" else 1
             return kinds[name](channels, len(self.class_names), length, **sizes)
         except ValueError as error:
-            what = f"task.model={name} does not fit windows of {length} steps and these settings"
-            raise ConfigError(what, why=str(error), fix="change task.hidden, or choose another task.model") from None
+            raise ConfigError(
+                f"task.model={name} does not fit windows of {length} steps and these settings",
+                why=str(error),
+                fix="change task.hidden, or choose another task.model",
+            ) from None
 
     def stages(self, model: nn.Module) -> list[nn.Module] | None:
         """Blocks or layers of the network, and its head; none of ``vit_plots``."""
@@ -221,7 +236,8 @@ class HarTask(Task):
         return self.validate(model, batch)[1]
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Tensor, ...]]:
-        logits, is_flat = model(batch[0]), self.config.mode == "flatten"
+        logits = model(batch[0])
+        is_flat = self.config.mode == "flatten"
         rows = (logits.float().softmax(dim=1), *batch[1:]) if is_flat else (logits.argmax(dim=1), batch[1])
         return self._loss(logits, batch[1]), rows
 
@@ -268,7 +284,8 @@ def scores(confusion: Tensor) -> dict[str, Tensor]:
 
     F1 is the mean over the classes that occur, in truth or prediction, as torchmetrics' macro average.
     """
-    right, occurrences = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
+    right = confusion.diagonal()
+    occurrences = confusion.sum(0) + confusion.sum(1)
     return {"accuracy": right.sum() / confusion.sum(), "f1": (2 * right / occurrences)[occurrences > 0].mean()}
 
 
@@ -296,7 +313,8 @@ class WindowScores:
     """
 
     def __init__(self, classes: int, channels: int) -> None:
-        self.classes, self.channels = classes, channels
+        self.classes = classes
+        self.channels = channels
         self._windows = self._channels = torch.zeros(classes, classes, dtype=torch.int64)
         #: Rows of the windows that are not complete yet: probabilities, target and window.
         self.waiting = torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)

@@ -51,13 +51,16 @@ class LinePlots(nn.Module):
 
     def __init__(self, height: int = 32, width: int | None = None, limit: float = 3.0) -> None:
         super().__init__()
-        self.height, self.width, self.limit = height, width, limit
+        self.height = height
+        self.width = width
+        self.limit = limit
 
     def forward(self, windows: Tensor) -> Tensor:
         if self.width is not None and self.width != windows.shape[2]:
             windows = nn.functional.interpolate(windows, self.width, mode="linear", align_corners=True)
         rows = (1 - windows.clamp(-self.limit, self.limit) / self.limit) / 2 * (self.height - 1)
         following = torch.cat([rows[..., 1:], rows[..., -1:]], dim=2)
-        top, bottom = torch.minimum(rows, following)[:, :, None], torch.maximum(rows, following)[:, :, None]
+        top = torch.minimum(rows, following)[:, :, None]
+        bottom = torch.maximum(rows, following)[:, :, None]
         pixels = torch.arange(self.height, device=windows.device, dtype=windows.dtype)[:, None]
         return (1 - torch.maximum(top - pixels, pixels - bottom).clamp(min=0)).clamp(min=0)
