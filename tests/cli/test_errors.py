@@ -22,7 +22,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["train", "har", "--epochs"], ["--epochs", "requires an argument"]),
     (["train", "har", "--precision", "16"], ["16-mixed"]),
     (["train", "har", "--strategy", "ddpp"], ["--strategy", "ddpp", "ddp"]),
-    (["train", "har", "two"], ["more words", "two"]),
+    (["train", "har", "two"], ["unexpected argument", "two"]),
     (["train", "har", "--set", "epochs"], ["--set", "section.key=value", "fix:"]),
     (["train", "har", "--set", "training.epoch=1"], ["unknown key training.epoch", "did you mean training.epochs?"]),
     (["train", "har", "--batch-size", "0"], ["training.batch_size"]),

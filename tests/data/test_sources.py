@@ -560,7 +560,7 @@ def test_a_folder_is_searched_with_the_folders_in_it_and_the_plan_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     json_lines(tmp_path, 9)
-    assert "in folders within" not in JsonLines(f"{tmp_path}/").remark
+    assert "in subfolders" not in JsonLines(f"{tmp_path}/").remark
     for place in ("deep/er", ".hidden"):
         (tmp_path / place).mkdir(parents=True)
         json_lines(tmp_path / place, 9)

@@ -472,7 +472,7 @@ def test_what_a_model_keeps_that_runs_code_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Extra, "kind", SimpleNamespace)
-    with pytest.raises(CheckpointError, match=r"cannot save extra_state/0\._extra_state(.|\n)*get_extra_state\(\)"):
+    with pytest.raises(CheckpointError, match=r"at .extra_state. → .0\._extra_state(.|\n)*get_extra_state\(\)"):
         trained(tmp_path / "run", task=WithExtra)
     assert not (tmp_path / "run" / "steps.jsonl").exists()
 

@@ -48,7 +48,7 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     if find_spec("matplotlib"):
         files = write_report(report, tmp_path / "report")
         assert files[-1].read_bytes().startswith(b"\x89PNG")
-        with pytest.raises(StorageError, match="no folder"):
+        with pytest.raises(StorageError, match="not a folder"):
             write_report(report, files[0])
 
 

@@ -279,7 +279,7 @@ def test_a_report_that_cannot_be_written_is_printed(
     place = tmp_path / "file"
     place.write_text("")
     report = BenchReport("comm", "cpu, cpu", {}, verdict="it took hours")
-    with pytest.raises(StorageError, match="no folder"):
+    with pytest.raises(StorageError, match="not a folder"):
         deliver(report, place, write=write_report, show=print_report, as_json=as_json)
     assert "it took hours" in capsys.readouterr().out
 
