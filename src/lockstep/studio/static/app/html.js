@@ -5,7 +5,7 @@ import { batch, computed, effect, signal } from "../vendor/signals.js";
 import htm from "../vendor/htm.js";
 
 export { render };
-export { useEffect, useErrorBoundary, useId, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
+export { useEffect, useErrorBoundary, useId, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact-hooks.js";
 export { batch, computed, effect, signal };
 
 export const html = htm.bind(h);

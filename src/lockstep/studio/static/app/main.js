@@ -1,6 +1,6 @@
 // The page: the top bar, one view, and the form of a new run as a drawer.
 
-import { html, render, effect, stored, useEffect, useRef } from "./html.js";
+import { html, render, effect, stored, useEffect, useLayoutEffect, useRef } from "./html.js";
 import { locked } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
@@ -75,7 +75,7 @@ function Bar() {
 function Drawer() {
   const dialog = useRef(null);
   const close = () => dialog.current.close(); // which gives the focus back
-  useEffect(() => dialog.current?.showModal(), [drawer.value]);
+  useLayoutEffect(() => dialog.current?.showModal(), [drawer.value]); // before a key can arrive
   if (!drawer.value) return null;
   return html`<dialog ref=${dialog} class="drawer column" aria-label="Configuration" onClose=${() => (drawer.value = false)} onClick=${(event) => event.target === dialog.current && close()}>
     <${Boundary}><${Configuration} onClose=${close} /><//>
