@@ -18,7 +18,7 @@ from lockstep.engine.training_data import begin_stream, kept_on, training_source
 
 
 class Fitting(Protocol):
-    """What trains one rank until the plan is fulfilled, or a stop is agreed on."""
+    """Trains one rank until the plan is fulfilled, or a stop is agreed on."""
 
     @property
     def log(self) -> RunLog:
@@ -29,14 +29,14 @@ class Fitting(Protocol):
 
 
 def build_training(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> TaskTraining:
-    """Build what a rank trains ``task`` with, from ``snapshot`` or from the start. Collective."""
+    """Build the training of ``task`` on a rank, from ``snapshot`` or from the start. Collective."""
     parts = build_parts(rank, task, datasets, snapshot)
     rank, strategy, debug = parts.rank, parts.strategy, rank.config.debug
     done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
     saved = None if snapshot is None else snapshot.trainer.get("stream")
     begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)
     source = training_source(task, datasets, rank.plan, rank.run_dir.path / f"skipped-rank{rank.world.rank}.jsonl")
-    # Compiled code would be compiled again for the hooks that time a rank's own work; the gradient of a divided model
+    # Compiled code would be compiled again for the hooks that time one rank; the gradient of a divided model
     # is complete only when all ranks have done theirs.
     untimed = rank.config.training.compile or strategy.divided_by is not None
     share = None

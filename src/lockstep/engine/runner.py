@@ -45,7 +45,7 @@ class TaskRunner:
         return kind(**arguments)
 
     def complete(self, given: Mapping[str, Any], config: RunConfig) -> RunConfig:
-        """Complete ``config``, of which ``given`` was set; raise where it cannot train the task."""
+        """Complete ``config``, of which ``given`` was set; raise if it cannot train the task."""
         return one_micro_batch(given, config)
 
     def native_settings(self, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
@@ -60,11 +60,11 @@ class TaskRunner:
         return facts
 
     def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
-        """Return ``config`` with the sizes of batches that the task sets; ``global_batch_size``: where it is fixed."""
+        """Return ``config`` with the sizes of batches that the task sets; ``global_batch_size``: if it is fixed."""
         return config
 
     def revised(self, plan: Plan, config: RunConfig) -> Plan:
-        """Return ``plan`` with the decisions that the task makes; raise where it cannot follow the plan."""
+        """Return ``plan`` with the decisions that the task makes; raise if it cannot follow the plan."""
         return plan
 
     def fitting(self, rank: RankContext, datasets: Datasets | None, ending: ExitStack) -> Fitting:

@@ -21,7 +21,7 @@ Examples:
   lockstep sweep har --set optimizer.lr=1e-4,3e-4,1e-3 --seeds 5
   lockstep sweep my_task.py:MyTask --set training.batch_size=32,64 --devices all   # a trial on each GPU
   lockstep sweep har --set optimizer.lr=log:1e-5..1e-2 --search optuna --trials 30
-  lockstep sweep har --seeds 5 --save-dir runs/seeds --resume                  # train what is left
+  lockstep sweep har --seeds 5 --save-dir runs/seeds --resume                  # train the remaining trials
 
 A --set with several values, KEY=A,B, is varied; a list in brackets is one value. Each trial is an ordinary run in
 --runs-dir with the sweep's name as a tag: `lockstep compare` and `report` take it.
@@ -52,5 +52,5 @@ def sweep(
     if result.exit_code:
         again = [word for word in sys.argv[1:] if word != "--resume"]
         again += [] if "save_dir" in mapping else ["--save-dir", str(result.folder)]
-        say(f"to train what is left: lockstep {shlex.join([*again, '--resume'])}", sys.stderr)
+        say(f"to train the remaining trials: lockstep {shlex.join([*again, '--resume'])}", sys.stderr)
     return result.exit_code

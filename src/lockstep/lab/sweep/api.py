@@ -21,7 +21,7 @@ class SweepSettings(Settings, total=False):
     parallel: int | None  # trials at the same time
     search: Literal["grid", "optuna"]
     trials: int | None  # of a search
-    resume: bool  # train what is left of the sweep in save_dir
+    resume: bool  # train the remaining trials of the sweep in save_dir
 
 
 def sweep(
@@ -50,8 +50,8 @@ def sweep(
             ``runs_dir``. ``seeds``: how many seeds each combination is trained with, from the run's ``seed`` upwards.
             ``parallel``: trials at the same time, each with as many of ``devices``; default: one on each GPU, or one on
             the CPU. Trials share a GPU only if it is named several times. ``search="optuna"`` chooses ``trials`` points
-            (default: 20), and stops trials whose evaluations are worse than the median. ``resume=True`` trains what is
-            left of the sweep in ``save_dir``; if there is none, it starts one.
+            (default: 20), and stops trials whose evaluations are worse than the median. ``resume=True`` trains the
+            remaining trials of the sweep in ``save_dir``; if there is none, it starts one.
 
     Raises:
         UsageError: the task, a setting or the space is wrong; nothing was started.

@@ -65,7 +65,7 @@ class TrialProcess:
         return True
 
     def status(self) -> str:
-        """The status of its run, ``pruned``, or ``failed`` where it made no run."""
+        """The status of its run, ``pruned``, or ``failed`` without a run."""
         status = self.run.status() if self.run.run_file.exists() else "failed"
         return "pruned" if status == "stopped" and self._is_pruned else status
 

@@ -44,7 +44,7 @@ class SweepOptions:
         Literal["grid", "optuna"], _flag("optuna chooses the points, and stops bad trials early. Default: grid.")
     ] = "grid"
     trials: Annotated[int | None, _flag("Trials of a search. Default: 20.")] = None
-    resume: Annotated[bool, _flag("Train what is left of the sweep in --save-dir, if there is one.")] = False
+    resume: Annotated[bool, _flag("Train the remaining trials of the sweep in --save-dir, if there is one.")] = False
 
 
 #: Values by the key of their setting.

@@ -1,4 +1,4 @@
-"""Training the trials of a sweep: which devices each one gets, and what is left after the sweep was stopped."""
+"""Training the trials of a sweep: the devices of each, and the remaining trials after a stop."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _check(space: Space, options: SweepOptions) -> None:
 def divided(devices: Sequence[str], parallel: int | None) -> list[tuple[str, ...]]:
     """The devices of each of ``parallel`` trials; ``None``: a trial for each GPU, or one on the CPU.
 
-    CPUs are shared by trials, a GPU only where it is named several times.
+    CPUs are shared by trials, a GPU only if it is named several times.
 
     Raises:
         DeviceError: the devices cannot be divided equally.
@@ -149,7 +149,9 @@ def _open_folder(folder: Path, task: str, settings: Mapping[str, Any], options: 
         write_json(file, content)
         return
     if not options.resume:
-        raise RunFolderError(f"{folder} has a sweep", fix="add --resume to train what is left, or choose another")
+        raise RunFolderError(
+            f"{folder} has a sweep", fix="add --resume to train the remaining trials, or choose another folder"
+        )
     before = flattened(read_json(file))
     now = flattened(content)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
