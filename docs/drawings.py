@@ -6,12 +6,15 @@ A test compares the files with what this script would draw. Colours follow the r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+import torch
+
 from lockstep.data.order import Order
+from lockstep.engine.strategies.pipeline import schedule
 from lockstep.planning.batch import BatchPlan, parts
 from lockstep.rundir.folder import surviving
 
@@ -270,9 +273,121 @@ def processes() -> str:
     return svg.finish()
 
 
+def data_flow(title: str, columns: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Draw one step on two devices, from left to right.
+
+    Args:
+        columns: a caption for each stage of the step, and what each device does in it: "" for nothing. A single text
+            is one operation of both devices, which exchange data in it.
+    """
+    width, gap, row_height = 104, 14, 62
+    svg = Svg(76 + len(columns) * (width + gap), 168, title)
+    for device in range(2):
+        svg.text(0, 56 + row_height * device, f"device {device}", bold=True)
+    for number, (caption, texts) in enumerate(columns):
+        x = 76 + number * (width + gap)
+        svg.text(x + width / 2, 16, caption, anchor="middle", size=12, bold=True)
+        if number:
+            svg.line(x - gap, 83, x, 83, arrow=True)
+        height = 36 if len(texts) == 2 else 36 + row_height
+        for device, text in enumerate(texts):
+            y = 32 + row_height * device
+            svg.box(
+                x, y, width, height, COLOURS[2] if len(texts) == 1 else COLOURS[device] if text else "", dashed=not text
+            )
+            svg.text(x + width / 2, y + height / 2 + 4, text, anchor="middle", size=11)
+    return svg.finish()
+
+
+def _samples(spans: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"samples {first}–{last - 1}" for first, last in spans)
+
+
+def dp() -> str:
+    """One step of `dp`: one process, and a copy of the model on each device."""
+    halves = torch.arange(8).chunk(2)
+    parts_of_batch = [_samples([(int(half[0]), int(half[-1]) + 1)]) for half in halves]
+    return data_flow(
+        "DataParallel: one process, device 0 keeps the model",
+        (
+            ("scatter", parts_of_batch),
+            ("broadcast", ("weights to all",)),
+            ("forward", ("outputs", "outputs")),
+            ("gather, loss", ("loss of all", "")),
+            ("backward", ("gradients", "gradients")),
+            ("sum", ("gradients on 0",)),
+            ("optimizer step", ("all parameters", "")),
+        ),
+    )
+
+
+def ddp() -> str:
+    """One step of `ddp`: a process for each device."""
+    plan = BatchPlan(samples=8, global_batch=8, batch_size=4, accumulate=1, ranks=2)
+    return data_flow(
+        "DistributedDataParallel: each process keeps the model",
+        (
+            ("input", [_samples(spans) for spans in plan.split(8)]),
+            ("forward", ("sum of losses", "sum of losses")),
+            ("backward", ("gradients", "gradients")),
+            ("all-reduce", ("gradients, count",)),
+            ("optimizer step", ("all parameters", "all parameters")),
+        ),
+    )
+
+
+def fsdp() -> str:
+    """One step of `fsdp`, for a block with eight rows of weights."""
+    plan = BatchPlan(samples=8, global_batch=8, batch_size=4, accumulate=1, ranks=2)
+    rows = [f"rows {int(shard[0])}–{int(shard[-1])}" for shard in torch.arange(8).chunk(2)]
+    return data_flow(
+        "FSDP: each process keeps a part of each block's parameters",
+        (
+            ("input", [_samples(spans) for spans in plan.split(8)]),
+            ("all-gather", ("rows of a block",)),
+            ("forward", ("rows freed after", "rows freed after")),
+            ("all-gather", ("rows of a block",)),
+            ("backward", ("gradients", "gradients")),
+            ("reduce-scatter", ("gradients, count",)),
+            ("optimizer step", rows),
+        ),
+    )
+
+
+def pipeline() -> str:
+    """One step of `pipeline` on two devices with four micro-batches, in the order of the schedule `1f1b`."""
+    devices = 2
+    micro_batches = 4
+    cell = 58
+    waiting = [schedule("1f1b", rank=device, ranks=devices, micro_batches=micro_batches) for device in range(devices)]
+    ends: dict[tuple[int, bool, int], int] = {}
+    svg = Svg(780, 168, "Pipeline: each device keeps some layers, and sees all samples")
+    free_at = [0] * devices
+    while any(waiting):
+        for device, actions in enumerate(waiting):
+            while actions:
+                is_forward, index = actions[0]
+                before = (device - 1, True, index) if is_forward else (device + 1, False, index)
+                if 0 <= before[0] < devices and before not in ends:
+                    break
+                start = max(free_at[device], ends.get(before, 0))
+                free_at[device] = ends[device, is_forward, index] = start + 1
+                del actions[0]
+                x = 76 + cell * start
+                svg.box(x, 32 + 62 * device, cell - 4, 36, COLOURS[index])
+                label = f"{'forward' if is_forward else 'back'} {index}"
+                svg.text(x + cell / 2 - 2, 54 + 62 * device, label, anchor="middle", size=10)
+    for device in range(devices):
+        svg.text(0, 56 + 62 * device, f"device {device}", bold=True)
+        svg.box(76 + cell * max(free_at), 32 + 62 * device, 104, 36, COLOURS[2])
+        svg.text(128 + cell * max(free_at), 54 + 62 * device, f"step, layers of {device}", anchor="middle", size=11)
+    svg.text(76, 16, "activations go down, their gradients come back up", size=12)
+    return svg.finish()
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     f"{function.__name__}.svg": function
-    for function in (order, weights, lanes, flow, attempts, failure, forecasts, processes)
+    for function in (order, weights, lanes, flow, attempts, failure, forecasts, processes, dp, ddp, fsdp, pipeline)
 }
 
 
