@@ -1,22 +1,14 @@
-"""The command line of `lockstep audit`: its forms, bad input, exit codes; and that its hooks are removed."""
+"""The command line of `lockstep audit`: its forms, bad input, exit codes."""
 
 from __future__ import annotations
 
-import builtins
-import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from lockstep._compat.observation import LoaderIterator, MapFetcher
 from lockstep.audit.launcher import Script, read_command
-from lockstep.audit.observer.install import install
 from lockstep.errors import UsageError
 from tests.conftest import RunCli
 
@@ -53,7 +45,6 @@ def test_report_and_exit_code(run_cli: RunCli, tmp_path: Path) -> None:
     assert report["ranks"] == [1]
     assert [finding["code"] for finding in report["findings"]] == ["AUDIT_ZERO_GRAD"]
     assert report["findings"][0].keys() == {"code", "severity", "file", "line", "message", "evidence", "fix"}
-    assert any("rank 0 of 1 was aborted" in limit for limit in report["limits"])
     rows = report["steps"]["1"]
     assert [row["step"] for row in rows] == list(range(1, 17))
     assert [row["samples"] for row in rows] == [4] * 16
@@ -68,25 +59,8 @@ def test_forms_of_the_command(tmp_path: Path) -> None:
     plain = Script((str(script), "--lr", "1"), "train.py")
     words = [str(script), "--lr", "1"]
     assert read_command(words[0], words[1:], is_module=False) == plain
-    assert read_command("python3", words, is_module=False) == plain
     assert read_command("torchrun", ["--nproc_per_node=2", *words], is_module=False) == plain
     assert read_command("accelerate", ["launch", "--cpu", "--num_processes", "2", *words], is_module=False) == plain
     assert read_command("package.module", ["--lr", "1"], is_module=True).words == ("-m", "package.module", "--lr", "1")
     with pytest.raises(UsageError):
         read_command(str(tmp_path / "missing.py"), [], is_module=False)
-
-
-def test_hooks_are_removed(tmp_path: Path) -> None:
-    owners = (torch, torch.autograd, torch.nn.functional, torch.nn.utils, dist, builtins, io, torch.multiprocessing)
-    classes = (DataLoader, LoaderIterator, MapFetcher, DistributedDataParallel, torch.optim.Optimizer)
-
-    def attributes() -> list[dict[str, object]]:
-        return [dict(vars(owner)) for owner in (*owners, *classes, torch.amp.GradScaler)]
-
-    before = attributes()
-    patches = install(str(tmp_path), 0, 10)
-    try:
-        assert attributes() != before
-    finally:
-        patches.undo()
-    assert attributes() == before

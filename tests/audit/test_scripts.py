@@ -14,10 +14,10 @@ import pytest
 from tests.conftest import RunCli
 
 SCRIPTS = sorted(path for path in Path(__file__).with_name("scripts").glob("*.py") if path.stem != "common")
-#: What `make test` runs; `make drills` runs all.
+#: What `make test` runs, one fault of each kind and three right ones; `make drills` runs all.
 QUICK = (
-    *("ddp_no_set_epoch", "ddp_clip_local", "ddp_token_means", "ddp_right_tokens"),
-    *("ddp_notes", "accelerate_eval_padded", "fabric_not_reduced", "lightning_no_sync_dist", "hf_right"),
+    *("ddp_no_set_epoch", "ddp_same_noise", "ddp_token_means", "ddp_clip_local", "ddp_no_sync_last", "ddp_eval_mean"),
+    *("ddp_file_race", "ddp_ends_early", "ddp_right_accumulation", "ddp_right_eval", "ddp_right_tokens"),
 )
 #: Scripts whose fault shows only beside a run on one rank.
 COMPARED = ("ddp_schedule", "accelerate_schedule", "accelerate_right_schedule", "ddp_right", "ddp_notes")

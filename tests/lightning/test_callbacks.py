@@ -4,48 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.errors import ConfigError
-from lockstep.lightning.callbacks import (
-    AgreedEarlyStopping,
-    ConfigurationCheck,
-    DeviceMonitor,
-    JSONMetricsLogger,
-    LearningRate,
-    RunStatus,
-    StopOnSignal,
-    Upload,
-)
+from lockstep.lightning import callbacks
+from lockstep.lightning.callbacks import ConfigurationCheck, JSONMetricsLogger, RunStatus, Upload
 from lockstep.rundir.folder import RunDir
 from tests.gloo import run_ranks
 from tests.lightning.trainings import Probe, be_rank, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-class At(Callback):
-    """Calls ``do`` after a batch of an epoch (both from 0)."""
-
-    def __init__(self, epoch: int, batch: int, do: Any) -> None:
-        self.epoch, self.batch, self.do = epoch, batch, do
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (self.epoch, self.batch):
-            self.do()
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -98,26 +74,6 @@ def test_status_of_a_training_that_fails(tmp_path: Path) -> None:
     assert "as it was told to" in (record.error or "")
 
 
-def test_the_learning_rate_is_that_of_the_step(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, [LearningRate()], logger=CSVLogger(tmp_path, name="", version=""), max_epochs=2)
-    trainer.fit(Probe())
-    lines = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
-    place, step = lines[0].index("lr"), lines[0].index("step")
-    found = [(int(line[step]), float(line[place])) for line in lines[1:] if line[place]]
-    assert found == [(n, 0.1 if n <= 4 else 0.05) for n in range(1, 9)]
-
-
-def test_the_monitor_writes_lines_and_ends(tmp_path: Path) -> None:
-    make_trainer(tmp_path, [DeviceMonitor(tmp_path / "run", interval_s=0.01)]).fit(Probe())
-    (file,) = (tmp_path / "run").glob("system-*.jsonl")
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        assert 0 <= row["host"]["cpu"] <= 1
-        assert row["host"]["memory_gb"] > 0
-        assert row["devices"] == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-device-monitor"]
-
-
 def test_the_check_is_printed_once(tmp_path: Path) -> None:
     stream = io.StringIO()
     trainer = make_trainer(tmp_path, [ConfigurationCheck(stream)], max_epochs=1)
@@ -133,28 +89,14 @@ def test_the_check_is_printed_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["signal", "request"])
-def test_a_stop_ends_the_training_with_a_checkpoint(tmp_path: Path, how: str) -> None:
-    stop = StopOnSignal(tmp_path, every_n_steps=1)
-    ask = stop.request if how == "request" else lambda: os.kill(os.getpid(), signal.SIGTERM)
-    trainer = make_trainer(
-        tmp_path, [At(1, 1, ask), stop, RunStatus(tmp_path / "run"), JSONMetricsLogger(tmp_path / "run")]
-    )
-    trainer.fit(Probe())
-    assert stop.stopped_by == signal.SIGTERM
-    assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 6
-    assert RunDir.open(tmp_path / "run").read().status == "stopped"
-    assert [row["epoch"] for row in rows(tmp_path / "run")] == [1], "an epoch that was cut short makes no row"
-
-
 def test_an_upload_mirrors_the_folder(tmp_path: Path) -> None:
     local, target = tmp_path / "local", tmp_path / "remote" / "run"
-    callbacks = [
+    used: list[Callback] = [
         ModelCheckpoint(local / "checkpoints", save_last=True),
         JSONMetricsLogger(local),
         Upload(local, str(target), every_n_epochs=2),
     ]
-    make_trainer(tmp_path, callbacks, enable_checkpointing=True).fit(Probe())
+    make_trainer(tmp_path, used, enable_checkpointing=True).fit(Probe())
     local_files = {path.relative_to(local): path.read_bytes() for path in local.rglob("*") if path.is_file()}
     assert local_files.keys() >= {Path("metrics.json"), Path("checkpoints/last.ckpt")}
     assert {path: (target / path).read_bytes() for path in local_files} == local_files
@@ -175,8 +117,7 @@ def test_an_unknown_target_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def every_callback(folder: Path, remote: str) -> list[Callback]:
-    recording = [RunStatus(folder), JSONMetricsLogger(folder), DeviceMonitor(folder), StopOnSignal(folder)]
-    return [*recording, LearningRate(), AgreedEarlyStopping("val_loss"), ConfigurationCheck(), Upload(target=remote)]
+    return [RunStatus(folder), JSONMetricsLogger(folder), ConfigurationCheck(), Upload(target=remote)]
 
 
 class Refusing(Probe):
@@ -233,40 +174,32 @@ def test_a_clean_up_that_fails_is_logged_and_hides_no_error(tmp_path: Path, capl
     assert refusal.value.__context__ is None
 
 
+def test_callbacks_that_are_gone_name_their_replacement() -> None:
+    for name in ("AgreedEarlyStopping", "DeviceMonitor", "LearningRate", "StopOnSignal"):
+        with pytest.raises(ConfigError) as refusal:
+            getattr(callbacks, name)
+        assert refusal.value.fix
+
+
 def in_two_ranks(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    settings = be_rank(rank)
-    # Rank 1's own value gets better and better, rank 0's does not; the mean does not improve after the second epoch.
-    losses = [[4.0, 3.0, 4.0, 5.0, 6.0, 7.0], [4.0, 3.0, 2.5, 2.2, 2.1, 2.0]][rank]
-    early = AgreedEarlyStopping("val_loss", patience=2)
     run, remote = folder / "run", folder / "remote"
     stream = io.StringIO()
-    callbacks = [early, RunStatus(run), JSONMetricsLogger(run), DeviceMonitor(run), Upload(run, str(remote))]
-    trainer = make_trainer(folder, [*callbacks, ConfigurationCheck(stream)], max_epochs=6, **settings)
-    trainer.fit(Probe(val_loss=losses))
-    stop = StopOnSignal(folder / "stop", every_n_steps=1)
-    # The signal reaches rank 1 alone.
-    ask = (lambda: os.kill(os.getpid(), signal.SIGINT)) if rank == 1 else (lambda: None)
-    second = make_trainer(folder, [At(0, 1, ask), stop], **settings)
-    second.fit(Probe())
+    upload = Upload(run, str(remote))
+    used = [RunStatus(run), JSONMetricsLogger(run), upload, ConfigurationCheck(stream)]
+    losses = [[4.0, 3.0, 4.0, 5.0], [4.0, 3.0, 2.5, 2.2]][rank]
+    make_trainer(folder, used, max_epochs=4, **be_rank(rank)).fit(Probe(val_loss=losses))
     return {
-        "epochs": trainer.current_epoch,
-        "best": float(early.best_score),
         "printed": stream.getvalue().count("DDPStrategy (2 ranks)"),
-        "stopped": (stop.stopped_by, second.global_step),
-        "uploading": rank == 0 or callbacks[-1].mirror._thread is None,  # type: ignore[attr-defined]
+        "uploading": rank == 0 or upload.mirror._thread is None,  # type: ignore[union-attr]
     }
 
 
-def test_two_ranks_agree_and_rank_0_alone_writes(tmp_path: Path) -> None:
+def test_rank_0_alone_writes(tmp_path: Path) -> None:
     zero, one = run_ranks(in_two_ranks, 2, tmp_path)
-    assert zero["epochs"] == one["epochs"] == 4, "epochs 3 and 4 did not improve the mean"
-    assert zero["best"] == one["best"] == 3.0
     assert (zero["printed"], one["printed"]) == (1, 0)
-    assert zero["stopped"] == one["stopped"] == (signal.SIGINT, 2)
     assert one["uploading"]
     assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
     assert [row["val_loss"] for row in rows(tmp_path / "run")] == [4, 3, 4, 5], "rank 0's own"
     assert RunDir.open(tmp_path / "run").read().status == "completed"
-    assert (tmp_path / "stop" / "stopped.ckpt").is_file()
     assert rows(tmp_path / "remote") == rows(tmp_path / "run")
     assert fsspec.filesystem("file").exists(str(tmp_path / "remote" / "run.json"))

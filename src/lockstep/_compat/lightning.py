@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
-from torch.optim import Optimizer
 
 #: Where a checkpoint of the Trainer counts the batches that took an optimizer step.
 STEPPED = "_batches_that_stepped"
@@ -26,25 +22,8 @@ def call_before(loop: Any, hook: str, action: Callable[[], bool]) -> None:
     setattr(loop, hook, called)
 
 
-def optimizers_of(made: Any) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers, and the configurations of schedulers, in what ``configure_optimizers()`` returned."""
-    optimizers, schedulers, monitor = _configure_optimizers(made)
-    return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
-
-
 class LaunchedDdp(DDPStrategy):
     """DDP without a launcher: the processes exist, and the plan has decided their number of threads."""
 
     def _configure_launcher(self) -> None:
         pass
-
-
-class ReducedEarlyStopping(EarlyStopping):
-    """Early stopping that decides on :meth:`reduced` of the monitored value."""
-
-    def reduced(self, current: Tensor) -> Tensor:
-        """``current``, of shape (), as all ranks see it; on the same device as before or another."""
-        raise NotImplementedError
-
-    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        return super()._evaluate_stopping_criteria(self.reduced(current))

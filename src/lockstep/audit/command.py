@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from lockstep.cli.output import flag, progress, verb
+from lockstep.cli.output import flag, verb
 from lockstep.errors import UsageError
 from lockstep.telemetry.console import say
 
@@ -45,17 +44,14 @@ def audit(
     if steps < 1 or timeout <= 0:
         raise UsageError("--steps and --timeout are positive numbers", fix="--steps 50 --timeout 900")
     from lockstep.audit.examine import audit as examine
-    from lockstep.audit.examine import write_report
     from lockstep.audit.launcher import read_command
-    from lockstep.audit.report import print_report
 
     command = read_command(script, arguments, is_module=module)
-    say_running = partial(progress, doing="running")
-    report = examine(command, sizes, steps=steps, timeout_s=timeout, say=say_running)
-    print_report(report, sys.stdout)
+    report = examine(command, sizes, steps=steps, timeout_s=timeout)
+    say(report.as_markdown(), sys.stdout)
     for path in (json, markdown):
         if path is not None:
-            write_report(report, path)
+            report.write(path)
             say(f"report: {path}", sys.stdout)
     return report.exit_code(fail_on)
 

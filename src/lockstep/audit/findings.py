@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,43 +14,61 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 
 class Kind(NamedTuple):
-    """A kind of finding: ``meaning`` for the reference, ``fix`` names the call."""
+    """A kind of finding: ``meaning`` for the reference, ``message`` with the evidence, ``fix`` names the call."""
 
     severity: Severity
     meaning: str
+    message: str
     fix: str
 
 
-def _codes() -> dict[str, Kind]:
-    text = Path(__file__).with_name("codes.toml").read_text(encoding="utf-8")
-    return {code: Kind(**row) for code, row in tomllib.loads(text).items()}
-
-
-CODES = _codes()
+CODES = {
+    code: Kind(**row)
+    for code, row in tomllib.loads(Path(__file__).with_name("codes.toml").read_text(encoding="utf-8")).items()
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding with the script's file and line, a sentence with numbers, and the numbers as ``evidence``."""
+    """A finding with the script's file and line, and the numbers that were measured."""
 
     code: str
     line: str | None
-    message: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Any]
 
     @property
-    def severity(self) -> Severity:
-        return CODES[self.code].severity
+    def kind(self) -> Kind:
+        return CODES[self.code]
+
+    @property
+    def message(self) -> str:
+        shown = {name: _shown(value) for name, value in self.evidence.items()}
+        return self.kind.message.format_map(shown)
+
+    def __str__(self) -> str:
+        """Return severity, code, file, line and message; on a second line the fix."""
+        path, _, number = (self.line or "").rpartition(":")
+        shown = os.path.relpath(path) if path else ""
+        location = f" {Path(path).name if shown.startswith('..') else shown}:{number}" if path else ""
+        return f"{self.kind.severity} {self.code}{location}: {self.message}\n  fix: {self.kind.fix}"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form: ``code``, ``severity``, ``file``, ``line``, ``message``, ``evidence``, ``fix``."""
         file, _, number = (self.line or "").rpartition(":")
         return {
             "code": self.code,
-            "severity": self.severity,
+            "severity": self.kind.severity,
             "file": file or None,
             "line": int(number) if number else None,
             "message": self.message,
             "evidence": dict(self.evidence),
-            "fix": CODES[self.code].fix,
+            "fix": self.kind.fix,
         }
+
+
+def _shown(value: Any) -> Any:
+    """Join the first items of a list."""
+    if not isinstance(value, list):
+        return value
+    items = [f"{item:g}" if isinstance(item, float) else str(item) for item in value[:8]]
+    return ", ".join([*items, *["…"][: len(value) - 8 > 0]])

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import TaskError, UsageError, many
 
@@ -42,30 +41,22 @@ class Outcome:
 
 
 def read_command(script: str, arguments: Sequence[str], *, is_module: bool) -> Script:
-    """Read a script, a module, or a command of torchrun, accelerate or Python, whose launcher is replaced.
+    """Read a script, a module, or a command of torchrun or accelerate, whose launcher is replaced.
 
     Raises:
         UsageError: no script is named, or there is no such file.
     """
-    words = [script, *arguments]
-    name = Path(script).name
-    if is_module:
-        return Script(("-m", *words), script)
-    if name.startswith("python"):
-        words = words[1:]
-        if words[:2] in (["-m", "torch.distributed.run"], ["-m", "accelerate.commands.launch"]):
-            name = "torchrun" if words[1].startswith("torch") else "accelerate-launch"
-            words = words[1:]
-    if name == "accelerate" and words[1:2] == ["launch"]:
-        words = words[1:]
-        name = "accelerate-launch"
-    if name in ("torchrun", "accelerate-launch"):
-        words = _inner_command(name, words[1:])
-    if words[:1] == ["-m"] and len(words) > 1:
+    words = [*(["-m"] if is_module else []), script, *arguments]
+    launcher = Path(script).name
+    if not is_module and launcher == "torchrun":
+        words = _inner_command(launcher, words[1:])
+    elif not is_module and (launcher, *words[1:2]) == ("accelerate", "launch"):
+        words = _inner_command(launcher, words[2:])
+    if words[0] == "-m" and len(words) > 1:
         return Script(tuple(words), words[1])
-    if not words or not Path(words[0]).is_file():
-        message = f"script not found: {words[0]}" if words else "no script given"
-        raise UsageError(message, fix="write `lockstep audit path/to/script.py`, or -m package.module")
+    if not Path(words[0]).is_file():
+        fix = "write `lockstep audit path/to/script.py`, or -m package.module"
+        raise UsageError(f"script not found: {words[0]}", fix=fix)
     return Script(tuple(words), Path(words[0]).name)
 
 
@@ -87,14 +78,9 @@ def _inner_command(launcher: str, words: list[str]) -> list[str]:
 
 
 def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s: float) -> Outcome:
-    """Run ``script`` on ``ranks`` new processes until they end.
+    """Run ``script`` on ``ranks`` new processes, with records and output in ``folder``, until they end.
 
-    Args:
-        script: words of the command line of each process.
-        ranks: processes, with torchrun's variables.
-        folder: where records and output are written.
-        steps: optimizer steps of a pass after which it is ended.
-        timeout_s: when the processes are killed.
+    Passes end after ``steps`` optimizer steps, the processes after ``timeout_s``.
     """
     port = _free_port()
     processes: list[subprocess.Popen[bytes]] = []
@@ -131,44 +117,48 @@ def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s
 
 def _waits(folder: Path, alive: Sequence[int], ranks: int) -> bool:
     """Whether the ranks that are ``alive`` wait for one that has ended, or for each other in different calls."""
-    last = [_last_record(folder, rank) for rank in alive]
-    if not last or any(record.get("t") not in ("call", "backward") for record in last):
+    last = [next(iter(read_records(folder, "rank", rank, tail_bytes=65536)[-1:]), {}) for rank in alive]
+    if not last or any(record.get("kind") not in ("call", "backward") for record in last):
         return False
-    return len(alive) < ranks or len({(record["t"], record.get("kind"), record.get("site")) for record in last}) > 1
+    return len(alive) < ranks or len({(r["kind"], r.get("name"), r.get("site")) for r in last}) > 1
 
 
-def _last_record(folder: Path, rank: int) -> dict[str, Any]:
-    for file in folder.glob(f"rank-{rank}-*.jsonl"):
-        with file.open("rb") as records:
-            records.seek(max(0, file.stat().st_size - 65536))
-            lines = records.read().split(b"\n")
-        with suppress(json.JSONDecodeError, IndexError):
-            record: dict[str, Any] = json.loads(lines[-2])
-            return record
-    return {}
+def read_records(folder: Path, process: str, rank: int, *, tail_bytes: int | None = None) -> list[dict[str, object]]:
+    """Read the records of the process of a rank (``rank``) or of the workers of its loaders (``worker``).
+
+    ``tail_bytes``: read the end of each file only.
+    """
+    records = []
+    for path in sorted(folder.glob(f"{process}-{rank}-*.jsonl"), key=lambda path: path.stat().st_mtime):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail_bytes) if tail_bytes else 0)
+            lines = file.read().splitlines()
+        for line in lines:
+            with suppress(json.JSONDecodeError):  # a torn line at either end
+                records.append(json.loads(line))
+    return records
 
 
 def _environment(rank: int, ranks: int, port: int, folder: Path, steps: int) -> dict[str, str]:
     from lockstep.hardware.detect import get_available_gpus
 
-    environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if not get_available_gpus():
-        environ["ACCELERATE_USE_CPU"] = "1"
-    environ |= os.environ
-    environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-    environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
-    environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "audit"}
-    environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     path = [str(_BOOTSTRAP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environ["PYTHONPATH"] = os.pathsep.join(path)
-    return environ | {"LOCKSTEP_AUDIT": str(folder), "LOCKSTEP_AUDIT_STEPS": str(steps)}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **({} if get_available_gpus() else {"ACCELERATE_USE_CPU": "1"}),
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        **{"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "audit", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(path)},
+        **{"LOCKSTEP_AUDIT": str(folder), "LOCKSTEP_AUDIT_STEPS": str(steps)},
+    }
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
         return port
 
 
@@ -196,14 +186,3 @@ def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
         message = f"{script.name} on {many(ranks, 'rank')} fails: exit code {outcome.codes[failed]} of rank {failed}"
         fix = "run it without `lockstep audit` first; nothing was judged"
     return TaskError(message, why="\n".join(["its last lines:", *lines]), fix=fix)
-
-
-def read_records(folder: Path, kind: str, rank: int) -> list[dict[str, object]]:
-    """Read the records of the process of a rank (``rank``) or of the workers of its loaders (``worker``)."""
-    records = []
-    for file in sorted(folder.glob(f"{kind}-{rank}-*.jsonl"), key=lambda file: file.stat().st_mtime):
-        lines = file.read_text("utf-8").splitlines()
-        for line in lines:
-            with suppress(json.JSONDecodeError):  # a torn last line
-                records.append(json.loads(line))
-    return records

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from lockstep.audit.findings import CODES, SEVERITIES, Finding
+from lockstep.audit.findings import SEVERITIES, Finding
 from lockstep.audit.trace import RunTrace
 from lockstep.errors import many
-from lockstep.telemetry.console import print_table, say
+from lockstep.telemetry.console import aligned
 
 Row = dict[str, Any]
 
 #: Rows of the table that are printed.
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class AuditReport:
     limits: tuple[str, ...]
 
     def exit_code(self, fail_on: str) -> int:
-        """1 where a finding is at threshold as severe as ``fail_on``; ``never``: 0."""
+        """Return 1 if a finding is at least as severe as ``fail_on``, else 0; ``never``: 0."""
         if fail_on == "never":
             return 0
         threshold = SEVERITIES.index(fail_on)
-        return int(any(SEVERITIES.index(finding.severity) >= threshold for finding in self.findings))
+        return int(any(SEVERITIES.index(finding.kind.severity) >= threshold for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
         """The document of ``--json``."""
@@ -50,39 +50,39 @@ class AuditReport:
         }
 
     def as_markdown(self) -> str:
-        """Return the report as a Markdown page."""
-        lines = [f"# Audit of {self.script} on {', '.join(map(str, self.ranks))} ranks", "", self.summary(), ""]
-        for finding in self.findings:
-            title, message, fix = finding_texts(finding)
-            lines += [f"- **{title}**: {message}", f"  Fix: {fix}."]
-        header, rows = self.table()
-        table = [header, ["---"] * len(header), *rows]
-        lines += ["", *(f"| {' | '.join(row)} |" for row in table), "", self.comparison()]
-        lines += ["", *(f"- not seen: {limit}" for limit in self.limits)] if self.limits else []
-        return "\n".join(lines) + "\n"
-
-    def summary(self) -> str:
-        """Return the number of findings of each severity."""
-        counts = Counter(finding.severity for finding in self.findings)
+        """Return the report as a Markdown page that a terminal shows, too."""
+        counts = Counter(finding.kind.severity for finding in self.findings)
         texts = [many(counts[severity], severity) for severity in reversed(SEVERITIES) if counts[severity]]
-        return ", ".join(texts) or "no findings"
+        part = first_parting(self.steps)
+        comparison = f"One rank and several part at step {part}." if part else "One rank and several agree to rounding."
+        if part is None:
+            comparison = "The global batch depends on the number of ranks: steps are not compared."
+        lines = [
+            f"# Audit of {self.script} on {', '.join(map(str, self.ranks))} ranks: {', '.join(texts) or 'no findings'}",
+            "\n".join(f"- {finding}" for finding in self.findings),
+            "\n".join(aligned([[*(f"| {cell}" for cell in row), "|"] for row in self.table()])),
+            comparison,
+            "\n".join(f"- not seen: {limit}" for limit in self.limits),
+        ]
+        return "\n\n".join(filter(None, lines)) + "\n"
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows: loss, gradient norm, samples and learning rate of each step and number of ranks."""
+    def table(self) -> list[list[str]]:
+        """Return loss, gradient norm, samples and learning rate of each step and number of ranks, below a header."""
         columns = [(size, name) for size in self.ranks for name in ("loss", "grad_norm", "samples", "lr")]
-        header = ["step", *(f"{name.replace('_', ' ')} ({size})" for size, name in columns)]
         by_step = {size: {row["step"]: row for row in self.steps[size]} for size in self.ranks}
-        numbers = sorted(set().union(*by_step.values()))[:_MOST_ROWS]
+        numbers = sorted(set().union(*by_step.values()))[:_MAX_ROWS]
         values = [[by_step[size].get(number, {}).get(name) for size, name in columns] for number in numbers]
         cells = [["" if value is None else f"{value:.6g}" for value in row] for row in values]
-        return header, [[str(number), *row] for number, row in zip(numbers, cells, strict=True)]
+        header = ["step", *(f"{name.replace('_', ' ')} ({size})" for size, name in columns)]
+        rows = [[str(number), *row] for number, row in zip(numbers, cells, strict=True)]
+        return [header, ["---"] * len(header), *rows]
 
-    def comparison(self) -> str:
-        """Return whether the steps on one rank and on several agree, if they have the same samples."""
-        part = first_parting(self.steps)
-        if part is None:
-            return "The global batch depends on the number of ranks: steps are not compared."
-        return f"One rank and several part at step {part}." if part else "One rank and several agree to rounding."
+    def write(self, path: Path) -> None:
+        """Write JSON, or Markdown if the name ends in ``.md``. Raises :class:`StorageError`."""
+        from lockstep.rundir.files import plain, write_text
+
+        document = json.dumps(plain(self.as_dict()), indent=2) + "\n"
+        write_text(path, self.as_markdown() if path.suffix == ".md" else document)
 
 
 def step_rows(run: RunTrace) -> list[Row]:
@@ -90,20 +90,19 @@ def step_rows(run: RunTrace) -> list[Row]:
     rows = []
     for steps in run.aligned_steps():
         first = steps[0]
-        backwards = [backward for step in steps for backward, _ in step.micro_batches if "loss" in backward]
+        backwards = [backward for step in steps for backward in step.of("backward") if "loss" in backward]
         losses = [(b["loss"] / (b["factor"] or 1), b["count"] or 1) for b in backwards if math.isfinite(b["loss"])]
         total = sum(count for _, count in losses)
-        samples = None
-        if all(step.samples is not None for step in steps):
-            samples = sorted(index for step in steps for index in step.samples or ()) or None
+        of_ranks = [step.samples for step in steps]
+        samples = None if None in of_ranks else sorted(index for of_rank in of_ranks for index in of_rank or ())
         rows.append(
             {
                 "step": first.number,
                 "loss": math.fsum(loss * count for loss, count in losses) / total if total else None,
-                "grad_norm": math.hypot(*first.look["gradients"]) if first.look else None,
+                "grad_norm": math.hypot(*first.applied["norms"]) if first.applied else None,
                 "samples": len(samples) if samples else None,
-                "lr": (first.record["lr"] or [None])[0],
-                "indices": samples,
+                "lr": (first.about["lr"] or [None])[0],
+                "indices": samples or None,
             }
         )
     return rows
@@ -130,27 +129,3 @@ def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
         if is_far or single["indices"] != several["indices"]:
             return number
     return 0
-
-
-def print_report(report: AuditReport, stream: TextIO) -> None:
-    """Print the findings, the table and the limits."""
-    for finding in report.findings:
-        title, message, fix = finding_texts(finding)
-        say(f"{title}{':' if finding.line else ''} {message}", stream)
-        say(f"  fix: {fix}", stream)
-    header, rows = report.table()
-    print_table(header, rows, stream)
-    say(report.comparison(), stream)
-    for limit in report.limits:
-        say(f"not seen: {limit}", stream)
-    say(report.summary(), stream)
-
-
-def finding_texts(finding: Finding) -> tuple[str, str, str]:
-    """Return title (severity, code, file and line), message and fix."""
-    title = f"{finding.severity} {finding.code}"
-    if finding.line:
-        path, _, number = finding.line.rpartition(":")
-        shown = os.path.relpath(path)
-        title += f" {Path(path).name if shown.startswith('..') else shown}:{number}"
-    return title, finding.message, CODES[finding.code].fix

@@ -7,48 +7,45 @@ All but :class:`ConfigurationCheck` act in ``fit`` only: they may stay in the Tr
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lockstep._compat.lightning import ReducedEarlyStopping
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.hardware.monitor import INTERVAL_S
-from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.folder import RunDir, new_run_id, utc_now
 from lockstep.rundir.heartbeat import Heartbeat
 from lockstep.rundir.mirror import Mirror, refuse_inside
 from lockstep.rundir.remote import Remote, is_url
 from lockstep.telemetry.loggers import as_row, monitored, row_name
-from lockstep.telemetry.sinks import monitored as device_monitor
 
-__all__ = [
-    "AgreedEarlyStopping",
-    "ConfigurationCheck",
-    "DeviceMonitor",
-    "JSONMetricLogger",
-    "JSONMetricsLogger",
-    "LearningRate",
-    "RunStatus",
-    "StopOnSignal",
-    "Upload",
-]
+__all__ = ["ConfigurationCheck", "JSONMetricLogger", "JSONMetricsLogger", "RunStatus", "Upload"]
+
+#: Callbacks of earlier versions, and what does the same.
+_GONE = {
+    "AgreedEarlyStopping": "Lightning's EarlyStopping, on a value logged with sync_dist=True",
+    "DeviceMonitor": "Lightning's DeviceStatsMonitor; lockstep.lightning.fit records the devices itself",
+    "LearningRate": "Lightning's LearningRateMonitor; lockstep.lightning.fit records the rate itself",
+    "StopOnSignal": "lockstep.lightning.fit, which stops on a signal with a checkpoint",
+}
 
 Row = dict[str, Any]
 _log = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _GONE:
+        raise ConfigError(f"lockstep.lightning.callbacks.{name} is gone", fix=f"use {_GONE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class FitCallback(Callback):
@@ -208,8 +205,7 @@ class RunStatus(CompleteRows, FitCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        stopped = any(isinstance(c, StopOnSignal) and c.stopped_by for c in trainer.callbacks)  # type: ignore[attr-defined]
-        self._end("stopped" if stopped else "completed", final_metrics=scalars(trainer.callback_metrics))
+        self._end("completed", final_metrics=scalars(trainer.callback_metrics))
 
     def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
@@ -247,128 +243,6 @@ def _total_steps(trainer: Trainer) -> int | None:
     except Exception:  # raised by Lightning for data of unknown length
         return None
     return int(total) if total not in (float("inf"), -1) else None
-
-
-class AgreedEarlyStopping(ReducedEarlyStopping):
-    """Lightning's early stopping, decided on the mean of the monitored value over all ranks.
-
-    A value that a module logs without ``sync_dist`` differs between ranks; here all ranks count the same
-    improvements and stop in the same epoch. The arguments are those of Lightning's ``EarlyStopping``.
-    """
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        self._strategy = trainer.strategy
-
-    def reduced(self, current: Tensor) -> Tensor:
-        mean: Tensor = self._strategy.reduce(current.clone().to(self._strategy.root_device), reduce_op="mean")
-        return mean
-
-
-class StopOnSignal(FitCallback):
-    """SIGINT or SIGTERM on any rank ends training on all ranks after the same batch, with a checkpoint.
-
-    A second SIGINT raises :class:`KeyboardInterrupt`. Outside the main thread, where Python has no signals,
-    :meth:`request` asks for the stop.
-
-    Args:
-        checkpoint_dir: where ``stopped.ckpt`` is written (``trainer.fit(ckpt_path=…)`` resumes from it);
-            ``None``: no checkpoint.
-        every_n_steps: how often the ranks compare their requests; a larger number means fewer small all-reduces and a
-            later stop.
-
-    Attributes:
-        stopped_by: the number of the signal that ended the training, on every rank; else ``None``.
-    """
-
-    def __init__(self, checkpoint_dir: Path | str | None = None, *, every_n_steps: int = 10) -> None:
-        self.stopped_by: int | None = None
-        self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._every = every_n_steps
-        self._request = StopRequest()
-
-    def request(self, signum: int = signal.SIGTERM) -> None:
-        """Ask for a stop as if the signal had arrived. May be called from any thread."""
-        self._request.request(signum)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not earlier: Lightning installs its handlers just before.
-        self._request.install()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        # Between two steps only: a checkpoint has no half of an accumulation.
-        steps, rest = divmod(batch_idx + 1, trainer.accumulate_grad_batches)
-        if self.stopped_by is not None or ((rest or steps % self._every) and not trainer.is_last_batch):
-            return
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            if trainer.strategy.reduce_boolean_decision(self._request.requested == signum, all=False):
-                self.stopped_by = int(signum)
-                trainer.should_stop = True
-                if self._checkpoint_dir is not None:
-                    trainer.save_checkpoint(self._checkpoint_dir / "stopped.ckpt")
-                return
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._request.restore()
-
-    fit_failed = on_train_end
-
-
-class DeviceMonitor(FitCallback):
-    """Appends a line to ``FOLDER/system-<node>.jsonl`` every ``interval_s`` seconds; one writer a node.
-
-    The lines are those of every run (:mod:`lockstep.hardware.monitor`), about the GPUs of this node's ranks.
-    """
-
-    def __init__(self, folder: Path | str, *, interval_s: float = INTERVAL_S) -> None:
-        self._folder = Path(folder)
-        self._interval_s = interval_s
-        self._open = ExitStack()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.local_rank:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        gpus = trainer.device_ids if isinstance(trainer.accelerator, CUDAAccelerator) else []
-        devices = [f"gpu:{index}" for index in gpus]
-        monitor = device_monitor(self._folder, devices, node=trainer.node_rank, interval_s=self._interval_s)
-        self._open.enter_context(monitor)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._open.close()
-
-    fit_failed = on_train_end
-
-
-class LearningRate(Callback):
-    """Logs the learning rate that a step was *made* with, every ``log_every_n_steps`` steps.
-
-    The name is ``lr``; with several parameter groups ``lr-<group>``, with several optimizers
-    ``lr-<optimizer>`` or ``lr-<optimizer>-<group>`` (numbers from 0). ``values`` has the newest ones.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self._logged_step = -1
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in trainer.optimizers]
-        number = next(position for position, each in enumerate(optimizers) if each is optimizer)
-        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
-        groups = optimizer.param_groups
-        for position, group in enumerate(groups):
-            self.values[f"{name}-{position}" if len(groups) > 1 else name] = float(group["lr"])
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        step = trainer.global_step
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it from outside the class
-        if step == self._logged_step or step % every or not self.values:
-            return
-        self._logged_step = step
-        for logger in trainer.loggers:
-            logger.log_metrics(self.values, step=step)
 
 
 class ConfigurationCheck(Callback):

@@ -60,8 +60,6 @@ DECIDED = {
 }
 #: How often a training loader that epochs make again is made to plan a run.
 _TRIED_RELOADS = 10
-#: Lockstep's callbacks for other Trainers, of which a run does the same itself.
-_OF_A_RUN = ("RunStatus", "StopOnSignal")
 #: Callbacks that would change the batches under the plan, by the names of their classes.
 _CHANGE_BATCHES = {"GradientAccumulationScheduler": "training.accumulate", "BatchSizeFinder": "the DataLoader"}
 
@@ -82,9 +80,6 @@ class ModuleConfig(TaskConfig):
         None, description="a checkpoint file of Lightning's to start from: its weights, optimizers and progress"
     )
     weights_only: bool | None = Field(None, description="false: code that ckpt_path may have is run to read it")
-    native_steps: int | None = Field(
-        default=None, description="set by verify and bench: the optimizer steps that Lockstep's loop takes"
-    )
 
     @field_validator("datamodule")
     @classmethod
@@ -232,8 +227,8 @@ class ModuleTask(Task):
                 fix="if a program with another LightningCLI or classes started the run, resume it there: "
                 "PROGRAM fit … --ckpt_path RUN; else give the class these arguments again",
             ) from None
-        callbacks = trainer.get("callbacks", [])
-        trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ not in _OF_A_RUN]
+        callbacks = trainer.get("callbacks", [])  # a run keeps its status itself
+        trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ != "RunStatus"]
         self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
         _check_arguments(self.trainer_arguments)
         return module
@@ -327,10 +322,6 @@ class ModuleTask(Task):
     def model(self) -> nn.Module:
         module: nn.Module = self._module if self._module is not None else self._build()
         return module
-
-    def fresh_module(self) -> Any:
-        """The module that was given, or a new one of its class."""
-        return self._build() if self.module_class is not None else self.module
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from pathlib import Path
 if "LOCKSTEP_AUDIT" in os.environ:
     from lockstep.audit.observer.arm import arm
 
-    arm()
+    arm(os.environ["LOCKSTEP_AUDIT"], int(os.environ["LOCKSTEP_AUDIT_STEPS"]))
 # The file of the same name that this one hides.
 _search_path = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 _hidden = PathFinder.find_spec("sitecustomize", _search_path)

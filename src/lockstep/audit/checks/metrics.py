@@ -8,73 +8,53 @@ from collections.abc import Iterator
 from lockstep.audit.findings import Finding
 from lockstep.audit.trace import Pass, Record, RunTrace
 
+#: Relative difference of a metric that rounding does not make.
 _SMALL = 1e-4
+#: Calls that bring no results of the ranks together.
+_DISTRIBUTING = ("broadcast", "broadcast_object_list", "barrier", "scatter")
 
 
 def metric_findings(run: RunTrace) -> Iterator[Finding]:
     """Yield findings about the evaluation passes of a run."""
-    if run.size == 1:
-        return
-    groups = [group for group in run.passes(training=False) if all(walk.batches for walk in group)]
-    for group in groups:
-        yield from filter(None, (_never_joined(group), _mean_of_means(group)))
+    for group in run.passes(training=False) if run.size > 1 else ():
+        if all(walk.of("eval_loss") for walk in group):
+            yield from _never_joined(run, group)
+            yield from _means_of_means(group)
 
 
-def _never_joined(group: list[Pass]) -> Finding | None:
-    """Ranks that evaluate different samples, without a call that brings the results together."""
+def _never_joined(run: RunTrace, group: list[Pass]) -> Iterator[Finding]:
+    """Yield that the ranks evaluate different samples, without a call that joins the results."""
     parts = [frozenset(walk.indices or ()) for walk in group]
-    sizes = [walk.about["size"] for walk in group]
-    is_divided = all(part and size and len(part) < size for part, size in zip(parts, sizes, strict=True))
-    if not is_divided or len(set(parts)) == 1 or not all(walk.is_whole for walk in group):
-        return None
-    if not all(walk.losses for walk in group) or any(_joins(walk, call) for walk in group for call in walk.calls):
-        return None
-    counts = [len(part) for part in parts]
-    message = f"the ranks evaluate {', '.join(map(str, counts))} of {sizes[0]} samples and do not join the results"
-    return Finding("AUDIT_EVAL_LOCAL", group[0].losses[-1]["site"], message, {"samples": counts, "size": sizes[0]})
-
-
-def _joins(walk: Pass, call: Record) -> bool:
-    """Whether ``call`` may bring results of the ranks together."""
-    if call["kind"] in ("broadcast", "broadcast_object_list", "barrier", "scatter"):
-        return False
+    size = group[0].about["size"]
+    is_divided = all(part and len(part) < (size or 0) for part in parts) and len(set(parts)) > 1
+    calls = [call for walk in group for call in walk.of("call") if call["name"] not in _DISTRIBUTING]
     # Lightning agrees on decisions and on numbers of batches, in integers.
-    is_decision = call.get("dtype") in ("bool", "uint8", "int32", "int64") and "lightning" in walk.about["through"]
-    return "object" in call["kind"] or not is_decision
+    joins = [call for call in calls if call["is_float"] is not False or not run.uses_lightning]
+    if is_divided and all(walk.is_whole for walk in group) and not joins:
+        line = group[0].of("eval_loss")[-1]["site"]
+        yield Finding("AUDIT_EVAL_LOCAL", line, {"counts": list(map(len, parts)), "size": size})
 
 
-def _mean_of_means(group: list[Pass]) -> Finding | None:
-    losses = [[record["loss"] for record in walk.losses] for walk in group]
-    counts = [[record["count"] for record in walk.losses] for walk in group]
-    if not all(losses) or not all(all(of_rank) for of_rank in counts):
-        return None
-    total = sum(map(sum, counts))
+def _means_of_means(group: list[Pass]) -> Iterator[Finding]:
+    """Yield that the ranks reduce means, of batches or of their samples, which have unequal counts."""
+    losses = [[record["loss"] for record in walk.of("eval_loss")] for walk in group]
+    counts = [[record["count"] for record in walk.of("eval_loss")] for walk in group]
+    if not all(map(all, counts)):
+        return
     sums = [math.fsum(v * n for v, n in zip(*pair, strict=True)) for pair in zip(losses, counts, strict=True)]
-    right = sum(sums) / total
-    batches = sum(map(len, losses))
+    right = sum(sums) / sum(map(sum, counts))
     of_batches = [math.fsum(values) / len(values) for values in losses]
-    of_ranks = [value / sum(number) for value, number in zip(sums, counts, strict=True)]
-    candidates = (
-        ("means of batches", of_batches, sum(of_batches) / len(group)),
-        ("sums of means of batches", [math.fsum(values) for values in losses], sum(map(math.fsum, losses)) / batches),
-        ("means of ranks", of_ranks, sum(of_ranks) / len(group)),
-        ("means of batches", [values[-1] for values in losses], sum(map(math.fsum, losses)) / batches),
-    )
-    for name, values, reported in candidates:
-        if abs(reported - right) <= _SMALL * abs(right):
-            continue
-        if all(_is_contributed(walk, value) for walk, value in zip(group, values, strict=True)):
-            sizes = [len(walk.indices or ()) for walk in group]
-            message = f"the ranks reduce {name} of unequal sizes: {reported:.6g}; over all samples it is {right:.6g}"
-            evidence = {"reported": reported, "right": right, "counts": counts, "samples": sizes}
-            site = next((call["site"] for call in group[0].calls if _has(call, values[0])), None)
-            return Finding("AUDIT_EVAL_MEAN", site or group[0].about["site"], message, evidence)
-    return None
+    of_ranks = [value / sum(of_rank) for value, of_rank in zip(sums, counts, strict=True)]
+    for means in (of_batches, of_ranks):
+        reported = sum(means) / len(group)
+        calls = [_call_of(walk, mean) for walk, mean in zip(group, means, strict=True)]
+        if abs(reported - right) > _SMALL * abs(right) and all(calls):
+            line = (calls[0] or {})["site"] or group[0].about["site"]
+            yield Finding("AUDIT_EVAL_MEAN", line, {"reported": reported, "right": right, "counts": counts})
+            return
 
 
-def _has(call: Record, value: float) -> bool:
-    return any(math.isclose(number, value, rel_tol=2e-6) for number in call.get("values", ()))
-
-
-def _is_contributed(walk: Pass, value: float) -> bool:
-    return any(_has(call, value) for call in walk.calls)
+def _call_of(walk: Pass, value: float) -> Record | None:
+    """Return the call to which the rank contributes ``value``."""
+    calls = (call for call in walk.of("call") if any(math.isclose(v, value, rel_tol=2e-6) for v in call["values"]))
+    return next(calls, None)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.audit.findings import Finding
-from lockstep.audit.trace import RunTrace, Step
+from lockstep.audit.trace import Record, RunTrace, Step
 
 #: Relative difference of a gradient's direction that rounding does not make.
 _DIRECTION = 5e-3
@@ -23,7 +22,8 @@ _EXPLAINED = 1e-3
 def step_findings(run: RunTrace) -> Iterator[Finding]:
     """Yield findings about single steps."""
     yield from _uncleared(run)
-    yield from _clips(run)
+    for steps in run.aligned_steps():
+        yield from _clips(steps)
     if run.has_one_optimizer and not run.is_sharded:
         yield from _denominators(run)
 
@@ -31,34 +31,27 @@ def step_findings(run: RunTrace) -> Iterator[Finding]:
 def _uncleared(run: RunTrace) -> Iterator[Finding]:
     stepped: set[int] = set()
     for step in run.first.steps:
-        number = int(step.record["optimizer"])
-        looks = [backward["clean"] for backward, _ in step.micro_batches if "clean" in backward]
-        is_complete = bool(looks) and len(looks) == len(step.micro_batches)
-        if number in stepped and is_complete and not any(clean[number - 1] for clean in looks if len(clean) >= number):
-            message = f"the gradients of step {step.number} begin with those of the step before"
-            yield Finding("AUDIT_ZERO_GRAD", step.record["site"], message, {"step": step.number})
+        number = int(step.about["optimizer"])
+        clean = [backward.get("is_clean", []) for backward in step.of("backward")]
+        is_dirty = bool(clean) and all(len(flags) >= number and not flags[number - 1] for flags in clean)
+        if number in stepped and is_dirty:
+            yield Finding("AUDIT_ZERO_GRAD", step.about["site"], {"step": step.number})
         stepped.add(number)
 
 
-def _clips(run: RunTrace) -> Iterator[Finding]:
-    for steps in run.aligned_steps():
-        number = steps[0].number
-        for clips in zip(*(step.clips for step in steps), strict=False):
-            call = clips[0]["call"]
-            evidence = {"step": number, "call": call}
-            if clips[0]["scaled"]:
-                message = f"{call} before scaler.unscale_ in step {number}"
-                yield Finding("AUDIT_CLIP_SCALED", clips[0]["site"], message, evidence)
-            at_clip = [_vector(clip["grad"]) for clip in clips]
-            at_step = [_vector(step.look["grad"]) for step in steps if step.look]
-            if len(at_step) == len(at_clip) > 1 and _differ(at_clip) and not _differ(at_step):
-                message = f"the ranks clip different gradients in step {number}, and reduce them afterwards"
-                yield Finding("AUDIT_CLIP_LOCAL", clips[0]["site"], message, evidence)
+def _clips(steps: list[Step]) -> Iterator[Finding]:
+    for clips in zip(*(step.of("clip") for step in steps), strict=False):
+        evidence = {"step": steps[0].number, "call": clips[0]["call"]}
+        if clips[0]["is_scaled"]:
+            yield Finding("AUDIT_CLIP_SCALED", clips[0]["site"], evidence)
+        applied = [_vector(step.applied) for step in steps if step.applied]
+        if len(applied) == len(steps) > 1 and _differ(list(map(_vector, clips))) and not _differ(applied):
+            yield Finding("AUDIT_CLIP_LOCAL", clips[0]["site"], evidence)
 
 
-def _vector(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Join the sampled entries of all parameters: float64, shape (entries,)."""
-    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+def _vector(record: Record) -> Tensor:
+    """Join the sampled gradients of all parameters: float64, shape (entries,)."""
+    return torch.tensor([value for row in record["gradients"] for value in row], dtype=torch.float64)
 
 
 def _differ(vectors: Sequence[Tensor]) -> bool:
@@ -79,128 +72,96 @@ def _ratio(vector: Tensor, base: Tensor) -> tuple[float, float]:
 def _denominators(run: RunTrace) -> Iterator[Finding]:
     longest_window = 0
     for steps in run.aligned_steps():
-        micro_batches = [pair for step in steps for pair in step.micro_batches]
-        windows = {len(step.micro_batches) for step in steps}
-        look = steps[0].look
-        is_complete = look is not None and all(local and local["grad"] and b["count"] for b, local in micro_batches)
-        if not is_complete or not micro_batches or len(windows) != 1 or look is None:
-            continue
-        finding = _denominator(steps, micro_batches, _vector(look["grad"]), longest_window)
-        longest_window = max(longest_window, *windows)
-        if finding is not None:
-            yield finding
+        backwards = [backward for step in steps for backward in step.of("backward")]
+        gradients = [local["gradients"] for step in steps for local in step.of("local")]
+        windows = {len(step.of("backward")) for step in steps}
+        is_complete = len(gradients) == len(backwards) and all(backward.get("count") for backward in backwards)
+        if is_complete and all(gradients) and len(windows) == 1 and steps[0].applied is not None:
+            yield from filter(None, [_denominator(steps, backwards, longest_window)])
+            longest_window = max(longest_window, *windows)
 
 
-def _denominator(steps: list[Step], micro_batches: list[Any], applied: Tensor, longest_window: int) -> Finding | None:
-    """Compare the gradient of a step with Σ loss / Σ count over its ranks and micro-batches."""
-    counts = [backward["count"] for backward, _ in micro_batches]
-    factors = [backward["factor"] for backward, _ in micro_batches]
-    kinds = {backward["kind"] for backward, _ in micro_batches}
-    vectors = [_vector(local["grad"]) for _, local in micro_batches]
-    if len(kinds) != 1 or any(vector.shape != applied.shape for vector in vectors) or not applied.any():
-        return None
-    is_mean = kinds == {"mean"}
-    local_gradients = torch.stack(vectors)
-    weights = [(count if is_mean else 1) / (factor or 1) for count, factor in zip(counts, factors, strict=True)]
-    right = torch.tensor(weights, dtype=torch.float64) @ local_gradients / sum(counts)
-    reduction, unexplained = _ratio(applied, local_gradients.sum(0))
-    factor, deviation = _ratio(applied, right)
-    clips = {clip["call"] for step in steps for clip in step.clips}
-    if unexplained > _EXPLAINED or "clip_grad_value_" in clips:
-        return None  # something else changes the gradients
-    backward = micro_batches[0][0]
-    number = steps[0].number
-    evidence = {"step": number, "counts": counts, "factor": factor, "deviation": deviation}
-    if deviation > _DIRECTION:
-        if len(set(counts)) == 1:
-            return None
-        is_scaled = bool(clips) or None in factors
-        off = deviation if is_scaled else float((applied - right).norm() / right.norm())
-        shown = ", ".join(f"{count:g}" for count in counts[:8]) + ", …" * (len(counts) > 8)
-        message = f"counts of step {number} are {shown}: its gradient is off by {off:.1%}"
-        line = backward["line"] or backward["site"]
-        return Finding("AUDIT_MEAN_OF_MEANS", line, message, {**evidence, "off": off})
-    if None in factors or clips or not is_mean or abs(factor - 1) < _SCALE:
-        return None
-    window = len(steps[0].micro_batches)
-    cause = _cause_of_factor(
-        factor,
-        reduction=reduction * len(steps),
-        accumulation=window * sum(factors) / len(factors),
-        ranks=len(steps),
-        window=window,
-        longest_window=longest_window,
-    )
-    if cause is None:
-        return None
-    code, reason = cause
-    text = f"the gradient of step {number} is {factor:.4g} times the mean over its samples: {reason}"
-    # A closure or a Trainer calls backward within the step.
-    is_inside = backward["site"] == steps[0].record["site"]
-    return Finding(code, (is_inside and backward["line"]) or backward["site"], text, evidence)
-
-
-def _cause_of_factor(
-    factor: float, *, reduction: float, accumulation: float, ranks: int, window: int, longest_window: int
-) -> tuple[str, str] | None:
-    """Return code and reason of a gradient that is ``factor`` times the right one, if ranks or windows explain it.
+def _denominator(steps: list[Step], backwards: list[Record], longest_window: int) -> Finding | None:
+    """Compare the gradient of a step with Σ loss / Σ count over its ranks and micro-batches.
 
     Args:
-        factor: 1 for a right gradient.
-        reduction: 1 if the reduction averages over ranks.
-        accumulation: 1 if the factors of the losses average over micro-batches.
-        ranks: number of ranks.
-        window: micro-batches of the step.
+        steps: the step, of each rank.
+        backwards: its backward passes on all ranks.
         longest_window: micro-batches of the longest step before.
     """
-    in_window = f"{window} micro-batches"
-    short = window / max(1, longest_window)
+    applied = _vector(steps[0].applied or {})
+    vectors = [_vector(local) for step in steps for local in step.of("local")]
+    counts = [backward["count"] for backward in backwards]
+    factors = [backward["factor"] for backward in backwards]
+    reductions = {backward["reduction"] for backward in backwards}
+    clips = {clip["call"] for step in steps for clip in step.of("clip")}
+    has_shape = all(vector.shape == applied.shape for vector in vectors)
+    if len(reductions) != 1 or not has_shape or not applied.any() or "clip_grad_value_" in clips:
+        return None
+    gradients = torch.stack(vectors)
+    scales = [(count if reductions == {"mean"} else 1) / (f or 1) for count, f in zip(counts, factors, strict=True)]
+    right = torch.tensor(scales, dtype=torch.float64) @ gradients / sum(counts)
+    reduction, unexplained = _ratio(applied, gradients.sum(0))
+    factor, deviation = _ratio(applied, right)
+    first = backwards[0]
+    ranks = len(steps)
+    window = len(backwards) // ranks
+    evidence = {"step": steps[0].number, "counts": counts, "factor": factor, "deviation": deviation}
+    evidence |= {"ranks": ranks, "window": window, "longest_window": longest_window}
+    if unexplained > _EXPLAINED:
+        return None  # something else changes the gradients
+    if deviation > _DIRECTION and len(set(counts)) > 1:
+        is_scaled = bool(clips) or None in factors
+        evidence["off"] = deviation if is_scaled else float((applied - right).norm() / right.norm())
+        return Finding("AUDIT_MEAN_OF_MEANS", first["loss_line"] or first["site"], evidence)
+    if deviation > _DIRECTION or None in factors or clips or reductions != {"mean"}:
+        return None
+    # Both are 1 in a right step: averages over ranks, and over micro-batches.
+    over_ranks = reduction * ranks
+    over_window = window * sum(factors) / len(factors)
     causes = (
-        (ranks > 1, reduction, ranks, "AUDIT_NOT_DIVIDED", f"summed over {ranks} ranks"),
-        (short < 1, accumulation, short, "AUDIT_SHORT_WINDOW", f"{in_window} are divided by {longest_window}"),
-        (window > 1, accumulation, window, "AUDIT_NOT_DIVIDED", f"summed over {in_window}"),
-        (window > 1, accumulation, 1 / window, "AUDIT_DIVIDED_TWICE", f"divided twice by {in_window}"),
-        (ranks > 1, factor, 1 / ranks, "AUDIT_DIVIDED_TWICE", f"divided twice by {ranks} ranks"),
+        (over_ranks, ranks, "AUDIT_NOT_DIVIDED"),
+        (over_window, min(1, window / max(1, longest_window)), "AUDIT_SHORT_WINDOW"),
+        (over_window, window, "AUDIT_NOT_DIVIDED"),
+        (over_window, 1 / window, "AUDIT_DIVIDED_TWICE"),
+        (factor, 1 / ranks, "AUDIT_DIVIDED_TWICE"),
     )
-    for applies, measured, expected, code, reason in causes:
-        if applies and all(abs(value / expected - 1) < _SCALE for value in (measured, factor)):
-            return code, reason
+    # A closure or a Trainer calls backward within the step.
+    line = (first["site"] == steps[0].about["site"] and first["loss_line"]) or first["site"]
+    for measured, expected, code in causes:
+        if expected != 1 and all(math.isclose(value, expected, rel_tol=_SCALE) for value in (measured, factor)):
+            return Finding(code, line, evidence)
     return None
 
 
 def rate_findings(single_run: RunTrace, several_run: RunTrace) -> Iterator[Finding]:
     """Compare learning rates over the samples of a run on one rank with those on several."""
     runs = (single_run, several_run)
+    single, several = ([step.about["lr"][0] for step in run.first.steps if step.about["lr"]] for run in runs)
+    if min(len(single), len(several)) < 2 or not all(run.has_one_optimizer for run in runs):
+        return
+    top_of_one = max(single)
+    top_of_many = max(several)
     ranks = several_run.size
-    single, several = ([step.record["lr"][0] for step in run.first.steps if step.record["lr"]] for run in runs)
-    if len(single) < 2 or len(several) < 2 or not all(run.has_one_optimizer for run in runs):
-        return
-    tops = max(single), max(several)
-    if min(tops) <= 0:
-        return
     schedulers = several_run.first.of("scheduler")
     optimizers = several_run.first.of("optimizer")
-    if not schedulers and optimizers and abs(tops[1] / tops[0] - 1) > 1e-6:
-        message = f"the learning rate is {tops[0]:g} on one rank and {tops[1]:g} on {ranks}"
-        yield Finding("AUDIT_RATE_SCALED", optimizers[0]["site"], message, {"lr": list(tops)})
-    has_ended = not any(rank.of("cut") or rank.of("ended") for run in runs for rank in run.ranks)
+    if not schedulers and optimizers and not math.isclose(top_of_one, top_of_many, rel_tol=1e-6):
+        evidence = {"ranks": ranks, "lr_one": top_of_one, "lr_many": top_of_many}
+        yield Finding("AUDIT_RATE_SCALED", optimizers[0]["site"], evidence)
+    is_cut = any(rank.of("cut") for run in runs for rank in run.ranks)
     depends_on_metric = any(record["name"] == "ReduceLROnPlateau" for record in schedulers)
-    if not schedulers or depends_on_metric or not has_ended or len(single) == len(several):
-        return
-    relative_single = [rate / tops[0] for rate in single]
-    relative_several = [rate / tops[1] for rate in several]
     stretch = len(single) / len(several)
-    if _mean_distance(relative_several, relative_single, stretch) < 0.05:
+    if not schedulers or depends_on_metric or is_cut or stretch == 1 or min(top_of_one, top_of_many) <= 0:
         return
-    is_same_by_step = _mean_distance(relative_several, relative_single, 1.0) < 0.01
-    if is_same_by_step and abs(relative_single[-1] - relative_several[-1]) > 0.1:
-        message = f"the schedule on {ranks} ranks has reached {1 / stretch:.0%} of its steps at the end"
-    elif _mean_distance(relative_several, relative_single, stretch * ranks) < 0.01:
-        message = f"the schedule runs {ranks} times as fast over the samples on {ranks} ranks as on one"
-    else:
-        return
-    evidence = {"lr_one": single[:: max(1, len(single) // 8)], "lr_many": several[:: max(1, len(several) // 8)]}
-    yield Finding("AUDIT_SCHEDULE", schedulers[0]["site"], message, evidence)
+    reference = [rate / top_of_one for rate in single]
+    curve = [rate / top_of_many for rate in several]
+    is_right = _mean_distance(curve, reference, stretch) < 0.05
+    is_too_slow = _mean_distance(curve, reference, 1.0) < 0.01 and abs(reference[-1] - curve[-1]) > 0.1
+    is_too_fast = _mean_distance(curve, reference, stretch * ranks) < 0.01
+    if not is_right and (is_too_slow or is_too_fast):
+        curves = [rates[:: max(1, len(rates) // 4)] for rates in (single, several)]
+        evidence = {"ranks": ranks, "lr_one": curves[0], "lr_many": curves[1]}
+        yield Finding("AUDIT_SCHEDULE", schedulers[0]["site"], evidence)
 
 
 def _mean_distance(curve: Sequence[float], reference: Sequence[float], stretch: float) -> float:

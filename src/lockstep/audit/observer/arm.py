@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lockstep.audit.observer.record import Recorder
+
+if TYPE_CHECKING:
+    from lockstep.audit.observer.training import TrainingObserver
 
 #: Lightning's classes that start ranks, by the module that defines them.
 _STARTERS = {
@@ -24,7 +31,7 @@ _STARTERS = {
 class ImportHooks(MetaPathFinder):
     """Calls ``actions[name]`` once, with the module, right after the import of ``name``."""
 
-    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]) -> None:
+    def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
         self.actions = actions
 
     def find_spec(
@@ -45,32 +52,42 @@ class ImportHooks(MetaPathFinder):
         return spec
 
 
-def arm() -> None:
-    """Wait for the imports of torch and Lightning in this process."""
-    actions: dict[str, Callable[[ModuleType], None]] = {"torch": _observe}
+def arm(folder: str, max_steps: int) -> None:
+    """Observe this process, with records in ``folder``, as soon as it imports torch."""
+    recorder = Recorder(folder, int(os.environ.get("RANK", "0")))
+    actions: dict[str, Callable[[ModuleType], object]] = {"torch": lambda _: observe(recorder, max_steps)}
     for module, name in _STARTERS.items():
-        actions[module] = functools.partial(_set_devices, name)
+        actions[module] = partial(_set_devices, recorder, name, max_steps)
     sys.meta_path.insert(0, ImportHooks(actions))
 
 
-def _observe(_: ModuleType) -> None:
-    from lockstep.audit.observer.install import install
+def observe(recorder: Recorder, max_steps: int) -> TrainingObserver:
+    """Observe this process, which has imported torch, and end its training passes after ``max_steps`` steps."""
+    from lockstep.audit.observer.calls import observe_calls
+    from lockstep.audit.observer.training import TrainingObserver
 
-    install(os.environ["LOCKSTEP_AUDIT"], int(os.environ.get("RANK", "0")), int(os.environ["LOCKSTEP_AUDIT_STEPS"]))
+    def end() -> None:
+        if not recorder.is_child:
+            recorder.write("end")
+
+    atexit.register(end)
+    observe_calls(recorder)
+    return TrainingObserver(recorder, max_steps)
 
 
-def _set_devices(name: str, module: ModuleType) -> None:
+def _set_devices(recorder: Recorder, name: str, max_steps: int, module: ModuleType) -> None:
     """Let the class ``name`` use as many devices as there are ranks, whatever number the script names."""
     starter = getattr(module, name)
     create = starter.__init__
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    steps = int(os.environ["LOCKSTEP_AUDIT_STEPS"])
 
     @functools.wraps(create)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if name == "Trainer":
+            recorder.write("lightning")
         if name == "Trainer" and kwargs.get("limit_train_batches") is None:
             # A loader that only ends early would let the Trainer skip the validation at the end of the epoch.
-            kwargs["limit_train_batches"] = steps * kwargs.get("accumulate_grad_batches", 1)
+            kwargs["limit_train_batches"] = max_steps * kwargs.get("accumulate_grad_batches", 1)
         create(self, *args, **{**kwargs, "devices": ranks, "num_nodes": 1})
         if name == "Fabric":
             self.launch()  # as `fabric run` does; another call changes nothing
