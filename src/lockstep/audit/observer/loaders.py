@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from lockstep.audit.observer.record import Recorder, script_line
 MAX_INDICES = 500_000
 #: Batches of a pass and worker whose random state is compared.
 MAX_DRAWS = 3
-#: Items of a list that are hashed.
-_MAX_ITEMS = 32
+#: Items of a list, and attributes of an object, of which about so many are hashed.
+_MAX_ITEMS = 16
 
 
 @dataclass
@@ -163,13 +164,17 @@ def _generator_states() -> dict[str, str]:
 
 
 def content_hash(value: Any, depth: int = 3) -> str:
-    """Hash some of the tensors, arrays, lists and numbers that a data set holds."""
-    if isinstance(value, tuple | list | dict):
-        items = list(value.items() if isinstance(value, dict) else value)[:: max(1, len(value) // _MAX_ITEMS)]
-        return _digest([len(value), *(content_hash(item, depth - 1) for item in items)]) if depth else ""
-    if hasattr(value, "__dict__") and not hasattr(value, "shape"):
-        name = type(value).__name__
-        return _digest([name, *(content_hash(item, depth - 1) for item in vars(value).items())]) if depth else name
+    """Hash some of the tensors, arrays, lists and numbers that a data set and objects in it hold, to ``depth``."""
+    if callable(value) or isinstance(value, ModuleType):
+        return type(value).__name__
+    if hasattr(value, "__dict__") and not hasattr(value, "__array__"):
+        value = [type(value).__name__, *(vars(value).items() if depth else ())]
+        depth -= 1
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, tuple | list):
+        items = value[:: max(1, len(value) // _MAX_ITEMS)]
+        return _digest([len(value), *(content_hash(item, depth) for item in items)])
     # Large tensors and arrays are shown by their corners.
     return _digest(re.sub("0x[0-9a-f]+", "", repr(value)))
 
