@@ -26,6 +26,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "_compat": (0, 2, 0, 0, 6, 0, 0),
     "audit": (0, 0, 0.6, 1, 0, 0, 0),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
+    "cli": (0, 0, 0, 2, 0, 0, 0),
     "config": (0, 0, 0, 0, 4, 0, 0),
     "data": (2, 2, 0, 0, 0, 0, 0),
     "engine": (7, 2, 2.3, 6, 4, 4, 4),
@@ -38,7 +39,8 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "recipes": (3, 4, 1.4, 5, 2, 0, 0),
     "rundir": (1, 1, 0.6, 0, 2, 0, 0),
     "strategies.py": (0, 0, 0, 0, 0, 0, 0),
-    "telemetry": (0, 0, 2.6, 0, 0, 0, 0),
+    "studio": (1, 0, 1, 2, 0, 0, 0),
+    "telemetry": (0, 0, 1.4, 0, 0, 0, 0),
     "verification": (2, 0, 1, 0, 0, 0, 0),
 }
 

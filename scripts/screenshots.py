@@ -41,14 +41,14 @@ def tour(pages: dict[str, Page], out: Path) -> None:
     light.wait_for_timeout(6000)
     take("running")
     for page in pages.values():
-        expect(page.get_by_role("region", name="Final metrics")).to_be_visible()
+        expect(page.get_by_role("columnheader", name="Test")).to_be_visible()
     take("completed")
 
     for page in pages.values():
         page.get_by_role("link", name="← Runs").click()
     fill_form(light, "one rank", ranks=1, epochs=6)
     light.get_by_role("button", name="Run", exact=True).click()
-    expect(light.get_by_role("region", name="Final metrics")).to_be_visible()
+    expect(light.get_by_role("columnheader", name="Test")).to_be_visible()
     light.get_by_role("link", name="← Runs").click()
     for page in pages.values():
         for name in ("two ranks", "one rank"):

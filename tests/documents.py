@@ -47,7 +47,6 @@ ELSEWHERE = {
         "tests/test_guides.py",
     ),
     r"^(pip|make) |\.venv|--download|^scripts/gpu/(bundle|install)": ("needs a network", "tests/test_bundle.py"),
-    r"completion ": ("changes the shell", "tests/cli/test_completion.py"),
     r"^lockstep audit ": ("a script of the reader's", "tests/audit/test_scripts.py"),
     r"^ray ": ("Ray is not installed; the page says where it was tried", None),
     r"^srun ": ("needs SLURM", "tests/launch/engines/test_slurm.py"),

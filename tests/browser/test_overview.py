@@ -103,8 +103,7 @@ def test_numbers_have_their_split_epoch_and_one_throughput(server: Address, open
             re.compile("gpu:1 rank 1.*30 ms work · 10 ms wait"),
         ]
     )
-    shares = [strip.evaluate("it => it.firstElementChild.style.width") for strip in ranks.locator(".strip").all()]
-    assert shares == ["100%", "75%"]
+    assert ranks.locator("progress").evaluate_all("all => all.map((bar) => bar.value)") == [1, 0.75]
     page.get_by_role("tab", name="Log").click()
     expect(page.get_by_role("tabpanel", name="Log").locator("pre")).to_contain_text("epoch 1/4 val_accuracy 0.5")
 
@@ -179,6 +178,21 @@ def test_the_way_back_leads_to_the_table_as_it_was(server: Address, open_page: O
         expect(page.get_by_role("columnheader", name="Name")).to_have_attribute("aria-sort", "ascending")
         expect(curves).to_be_visible()
         expect(view).to_have_js_property("scrollTop", 120)
+    # Named, it is found again in another visit.
+    page.get_by_role("button", name="Views").click()
+    page.get_by_role("menuitem", name="Name this view…").click()
+    page.get_by_role("dialog").get_by_label("Name").fill("large rates")
+    page.get_by_role("dialog").get_by_role("button", name="Save").click()
+    page.goto(server.base)
+    expect(rows).to_have_count(43)
+    page.get_by_role("button", name="Views").click()
+    page.get_by_role("menuitem", name="large rates").click()
+    expect(rows).to_have_count(20)
+    expect(page.get_by_label("Search runs")).to_have_value("lr > 0.2")
+    page.get_by_role("button", name="Views").click()
+    page.get_by_role("menuitem", name="Forget large rates").click()
+    page.get_by_role("button", name="Views").click()
+    expect(page.get_by_role("menuitem")).to_have_text(["Name this view…"])
 
 
 def test_a_phone_has_every_column_and_names_have_a_title(server: Address, open_page: OpenPage) -> None:

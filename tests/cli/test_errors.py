@@ -40,7 +40,6 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["evaluate", "last", "--checkpoint", "newest"], ["--checkpoint", "best, last"]),
     (["evaluate", "last", "--split", "train"], ["--split", "test", "val"]),
     (["export", "last"], ["no run 'last'"]),
-    (["completion", "tcsh"], ["tcsh", "bash"]),
 ]
 
 

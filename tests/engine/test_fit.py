@@ -599,7 +599,7 @@ class InDouble(Dropping):
 
 LOOKS: list[dict[str, Any]] = [
     {"telemetry": {"log_interval": 1}},
-    {"telemetry": {"log_interval": 7, "record_samples": True, "csv": True, "system_metrics": True}},
+    {"telemetry": {"log_interval": 7, "record_samples": True, "system_metrics": True}},
     {"telemetry": {"log_interval": 50, "profile": "3:5"}},
     {"telemetry": {"log_interval": 50}, "debug": {"trace": "on"}},
     {"telemetry": {"log_interval": 50}, "validation": {"every_steps": 3, "sanity_steps": 0}},

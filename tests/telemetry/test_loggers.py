@@ -1,8 +1,6 @@
 """CSV, W&B and MLflow, each with the real package and read back; and loggers that fail."""
 
-import csv
 import json
-import shutil
 import struct
 import subprocess
 import sys
@@ -30,7 +28,7 @@ from lockstep.events import (
     StepLogged,
 )
 from lockstep.telemetry import loggers as the_loggers
-from lockstep.telemetry.loggers import BackgroundSink, CsvSink, MlflowSink, as_row, loggers, wandb_mode
+from lockstep.telemetry.loggers import BackgroundSink, MlflowSink, as_row, loggers, wandb_mode
 from tests.fakes import RecordingSink
 from tests.gloo import ROOT, clean_environment
 from tests.rundir.runs import make_run
@@ -68,39 +66,6 @@ def events(folder: Path, *, first: int = 0, status: str = "completed") -> list[E
 )
 def test_rows_have_one_name_for_what_modules_log(logged: dict[str, int], row: dict[str, int]) -> None:
     assert as_row(logged, taken=("train_loss",)) == row
-
-
-def rows_of(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def test_csv_has_a_line_an_event_and_a_column_a_name(tmp_path: Path) -> None:
-    sink = CsvSink(tmp_path / "metrics.csv")
-    for event in events(tmp_path):
-        sink.emit(event)
-    rows = rows_of(tmp_path / "metrics.csv")
-    assert [(row["step"], row["train/loss"], row["val/accuracy"], row["test/accuracy"]) for row in rows] == [
-        ("5", "0.5", "", ""),
-        ("5", "", "", ""),
-        ("10", "", "0.5", ""),
-        ("10", "", "", "0.25"),
-    ]
-    assert rows[1]["ranks/own_s_max"] == "0.019"
-    assert rows[0]["train/entropy"] == "0.25"
-
-
-def test_csv_of_a_resumed_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.csv"
-    first = CsvSink(file)
-    for event in (RunStarted(tmp_path, 1, 0, 30, PLAN), *(step(n, 1.0) for n in (5, 10, 15))):
-        first.emit(event)
-    with file.open("a") as opened:
-        opened.write("20,0.")  # killed while it wrote
-    second = CsvSink(file)
-    for event in (RunStarted(tmp_path, 2, 10, 30, PLAN), step(15, 2.0)):
-        second.emit(event)
-    assert [(row["step"], row["train/loss"]) for row in rows_of(file)] == [("5", "1.0"), ("10", "1.0"), ("15", "2.0")]
 
 
 WANDB = """
@@ -254,15 +219,6 @@ def warnings_of(*failing: Any, folder: Path, between: Any = lambda: None) -> lis
         type(event) for event in events(folder) if not isinstance(event, Note)
     ]
     return [event.text for event in heard.events if isinstance(event, Note) and event.level == "warning"]
-
-
-def test_a_logger_whose_folder_vanishes_warns_once(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    (warning,) = warnings_of(
-        CsvSink(folder / "metrics.csv"), folder=tmp_path, between=lambda: shutil.rmtree(folder, ignore_errors=True)
-    )
-    assert warning.startswith("CSV failed and is switched off")
 
 
 def test_a_server_that_is_not_there_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

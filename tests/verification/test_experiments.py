@@ -20,7 +20,6 @@ def test_a_run_for_comparison_tells_nobody_and_waits_for_no_other_node(tmp_path:
             "mlflow_uri": store.as_uri(),
             "wandb": True,
             "wandb_mode": "offline",
-            "csv": True,
         },
         "launch": {"nodes": "2", "rdzv": "127.0.0.1", "join_timeout_s": 0.1},
     }

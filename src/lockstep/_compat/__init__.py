@@ -1,8 +1,8 @@
 """Private names of other libraries: each is used here, once, and nowhere else in the package.
 
-A name that a new release removes either has a fallback made of public names, or its use raises an
-:class:`~lockstep.errors.UnsupportedError` that names the installed version. ``make smoke-oldest`` and
-``tests/compat`` call every name; the upper bounds in ``pyproject.toml`` are the versions that passed them.
+A name that a new release removes raises an :class:`~lockstep.errors.UnsupportedError` that names the installed
+version. ``make smoke-oldest`` and ``tests/compat`` call every name; the upper bounds in ``pyproject.toml`` are the
+versions that passed them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def missing(library: str, name: object) -> UnsupportedError:
 
 
 def run_exit_functions() -> None:
-    """Call what was registered with :mod:`atexit`, for a process that ends by ``os._exit``."""
+    """Call the functions of :mod:`atexit`, for a process that ends by ``os._exit``."""
     atexit._run_exitfuncs()
 
 

@@ -19,7 +19,8 @@ except ImportError as error:
 __all__ = ["NEXT_INDEX", "RESET", "LoaderIterator", "MapFetcher", "loss_term"]
 
 #: Methods of :class:`LoaderIterator`: the indices of the next batch, and the start of another epoch.
-NEXT_INDEX, RESET = "_next_index", "_reset"
+NEXT_INDEX = "_next_index"
+RESET = "_reset"
 
 #: Loss functions with a ``reduction``; ``numel`` of the input is their count.
 _ELEMENTWISE = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import unwrap
 from operator import is_not
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,33 +24,27 @@ try:
     from torch.nn.modules.batchnorm import _NormBase as NormBase  # also of InstanceNorm
     from torch.nn.modules.dropout import _DropoutNd as DropoutNd
     from torch.utils._pytree import tree_leaves, tree_map
-except ImportError as error:
+
+    foreach_add_: Any = torch._foreach_add_
+    foreach_copy_: Any = torch._foreach_copy_
+    foreach_mul_: Any = torch._foreach_mul_
+    foreach_norm: Any = torch._foreach_norm
+    #: Those of ``torch.amp.GradScaler``.
+    _amp_unscale_: Any = torch._amp_foreach_non_finite_check_and_unscale_
+    amp_update_scale_: Any = torch._amp_update_scale_
+    #: Those of ``torch.optim.Adam`` and ``AdamW`` with ``fused=True``.
+    fused_adam_: Any = torch._fused_adam_
+    fused_adamw_: Any = torch._fused_adamw_
+    _engine: Any = Variable._execution_engine
+    _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+    _HOOKS_OF_ALL = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+except (ImportError, AttributeError) as error:
     raise missing("torch", error) from None
 
 __all__ = ["BatchNorm", "DropoutNd", "NormBase", "tree_leaves", "tree_map"]
 
 
 # Kernels.
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise missing("torch", f"torch.{name}")
-
-    kernel: Callable[..., Any] = getattr(torch, name, refuse)
-    return kernel
-
-
-foreach_add_ = _kernel("_foreach_add_")
-foreach_copy_ = _kernel("_foreach_copy_")
-foreach_mul_ = _kernel("_foreach_mul_")
-foreach_norm = _kernel("_foreach_norm")
-#: Those of ``torch.amp.GradScaler``.
-_amp_unscale_ = _kernel("_amp_foreach_non_finite_check_and_unscale_")
-amp_update_scale_ = _kernel("_amp_update_scale_")
-#: Those of ``torch.optim.Adam`` and ``AdamW`` with ``fused=True``.
-fused_adam_: Any = getattr(torch, "_fused_adam_", None)
-fused_adamw_: Any = getattr(torch, "_fused_adamw_", None)
 
 
 def amp_unscale_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
@@ -83,12 +77,10 @@ def unscale_bfloat16_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor
 
 # Autograd.
 
-_engine: Any = getattr(Variable, "_execution_engine", None)
-
 
 def backward(total: Tensor, seed: Tensor) -> None:
     """``total.backward(seed)`` without its checks of the seed, which import SymPy and cost as much as a small layer."""
-    if _engine is None or type(total) is not Tensor:
+    if type(total) is not Tensor:
         total.backward(seed)
     else:
         _engine.run_backward((total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -160,13 +152,10 @@ def check_input_dim(layer: Any, value: Tensor) -> None:
 
 # Optimizers.
 
-#: What torch keeps its compiler away from, and the attribute in which it remembers how (torch/_compile.py).
+#: Methods that torch excludes from compilation, and the attribute for that (torch/_compile.py).
 _KEPT_FROM_COMPILER = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
 _DISABLED = "__dynamo_disable"
 _WRAPPED = "_wrapped_by_lr_sched"
-_HOOKS_OF_ALL = [getattr(optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
-_profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_HAS_KERNELS = None not in (fused_adam_, fused_adamw_, *_HOOKS_OF_ALL)
 
 
 def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
@@ -198,11 +187,10 @@ def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:
 
 
 def needs_own_step(made: Any) -> bool:
-    """Whether ``made.step()`` must be called: for its hooks, or a profiler that shows it, or without fused kernels."""
+    """Whether ``made.step()`` must be called: for its hooks, or a profiler that shows it."""
     override = vars(made).get("step")
     return bool(
-        not _HAS_KERNELS
-        or len(made._optimizer_step_pre_hooks) > getattr(made, "_lockstep_guards", 0)
+        len(made._optimizer_step_pre_hooks) > getattr(made, "_lockstep_guards", 0)
         or made._optimizer_step_post_hooks
         or any(_HOOKS_OF_ALL)
         # A scheduler of torch's wraps it to note that a step was taken, which note_step() has noted for good.
@@ -245,10 +233,10 @@ def compiler_not_imported() -> Iterator[None]:
 
     torch imports it to keep it from compiling these methods; until it is imported, nothing is compiled.
     """
-    methods = [getattr(vars(Optimizer)[name], "__wrapped__", None) for name in _KEPT_FROM_COMPILER]
-    if "torch._dynamo" in sys.modules or any(method is None for method in methods):
+    if "torch._dynamo" in sys.modules:
         yield
         return
+    methods = [vars(Optimizer)[name].__wrapped__ for name in _KEPT_FROM_COMPILER]
     for method in methods:
         setattr(method, _DISABLED, method)
     try:
@@ -263,19 +251,17 @@ def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None
 
     A compiler that is imported later takes the flag from ``TORCHINDUCTOR_DETERMINISTIC``.
     """
-    setter: Any = torch.use_deterministic_algorithms
-    if "torch._inductor.config" not in sys.modules:
-        setter = getattr(torch._C, "_set_deterministic_algorithms", setter)
+    is_imported = "torch._inductor.config" in sys.modules
+    setter: Any = torch.use_deterministic_algorithms if is_imported else torch._C._set_deterministic_algorithms
     setter(mode, warn_only=warn_only)
 
 
 def watch_compiler(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:
-    """Call these around each compilation of the process; without effect where torch does not announce them."""
-    with suppress(ImportError):
-        from torch._dynamo.callback import callback_handler
+    """Call these around each compilation of the process."""
+    from torch._dynamo.callback import callback_handler
 
-        callback_handler.register_start_callback(begins)
-        callback_handler.register_end_callback(ends)
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
 
 
 # Process groups.
@@ -321,13 +307,9 @@ def reset_compiler() -> None:
         torch.compiler.reset()
 
 
-#: What ``torch.compile(module)`` puts before the names of the module's tensors.
-_COMPILED = "_orig_mod."
-
-
 def plain_name(name: str) -> str:
-    """Of a parameter or buffer, without the wrappers of ``torch.compile``."""
-    return name.replace(_COMPILED, "")
+    """Return the name of a parameter or buffer without the prefix of ``torch.compile(module)``."""
+    return name.replace("_orig_mod.", "")
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
@@ -364,7 +346,7 @@ def within_wrapper(model: nn.Module) -> Any:
 
 
 def fsdp_reduce_scatter() -> Any:
-    """What FSDP reduces gradients with: ``allocate(size, dtype, device)`` and a call like ``reduce_scatter_tensor``."""
+    """FSDP's reduction of gradients: ``allocate(size, dtype, device)`` and a call like ``reduce_scatter_tensor``."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     return DefaultReduceScatter()
@@ -372,7 +354,7 @@ def fsdp_reduce_scatter() -> Any:
 
 def in_bad_fork() -> bool:
     """Whether the process that this one is a fork of has asked the GPU, so that CUDA cannot be used here."""
-    return bool(getattr(torch.cuda, "_is_in_bad_fork", lambda: False)())
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 # GPUs.
@@ -380,7 +362,7 @@ def in_bad_fork() -> bool:
 
 def choose_gpu_again(index: int) -> None:
     """As ``torch.cuda.set_device``, which takes memory of a GPU that this process has not used so far."""
-    getattr(torch.cuda, "_maybe_exchange_device", torch.cuda.set_device)(index)
+    torch.cuda._maybe_exchange_device(index)
 
 
 # Loaders and memory.

@@ -88,10 +88,10 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """The best epoch's validation metrics (``val_…``) and, of a completed run, its test metrics (``test_…``)."""
         best = self.best_epoch
-        found = self._result.metrics if self._result else self._dir.read().final_metrics
+        final = self._result.metrics if self._result else self._dir.read().final_metrics
         row = next((row for row in self.history if row.get("epoch") == best), {})
-        values = {name: value for name, value in row.items() if name.startswith("val_")}
-        return {**values, **found}
+        validation = {name: value for name, value in row.items() if name.startswith("val_")}
+        return {**validation, **final}
 
     @property
     def best_epoch(self) -> int | None:
@@ -152,17 +152,17 @@ class Run:
         from lockstep.launch.run_claim import run_at
         from lockstep.launch.session.script import resume_session
 
-        given = mapping_of(config, settings)
+        overrides = mapping_of(config, settings)
         if self._url is not None:
-            given = merge({"storage": {"mirror": self._url}}, given)
+            overrides = merge({"storage": {"mirror": self._url}}, overrides)
             self._dir = run_at(self._url, self._runs_dir)
             self._url = None
-        if resume_session(self._dir, given, None) is not None:
+        if resume_session(self._dir, overrides, None) is not None:
             self._result = None
             return self
         self._task = task or self._task
         self._result = launch.resume(
-            self._dir, task=self._task, overrides=given, rescale_batch=rescale_batch, accept_data=accept_data
+            self._dir, task=self._task, overrides=overrides, rescale_batch=rescale_batch, accept_data=accept_data
         )
         return self
 

@@ -56,12 +56,9 @@ def mapping_of(config: RunConfig | Mapping[str, Any] | None, settings: Mapping[s
     Raises:
         ConfigError: an unknown keyword.
     """
-    if isinstance(config, RunConfig):
-        given = config.model_dump(exclude_unset=True, mode="json")
-    else:
-        given = nested(config or {})
+    base = config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else nested(config or {})
     plain = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in settings.items()}
-    result = merge(given, from_keywords(plain))
+    result = merge(base, from_keywords(plain))
     if result.get("init_from") is not None:
         result["init_from"] = weights_folder(str(result["init_from"]), Path(result.get("runs_dir", "runs")))
     return result

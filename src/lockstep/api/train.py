@@ -51,8 +51,8 @@ def train(
     """
     from lockstep.launch import api as launch
 
-    given = mapping_of(config, settings)
-    return Run._ended(launch.train(_named(task, given), given, resume=resume, accept_data=accept_data), task)
+    mapping = mapping_of(config, settings)
+    return Run._ended(launch.train(_named(task, mapping), mapping, resume=resume, accept_data=accept_data), task)
 
 
 _train = train  # `fit` has an argument of that name
@@ -75,8 +75,8 @@ def plan(
     """
     from lockstep.launch.prepare import prepare
 
-    given = mapping_of(config, settings)
-    return prepare(_named(task, given), given).plan
+    mapping = mapping_of(config, settings)
+    return prepare(_named(task, mapping), mapping).plan
 
 
 #: Another name of :func:`plan`.
@@ -109,8 +109,8 @@ def verify(
     """
     from lockstep.verification import verify as compare
 
-    given = mapping_of(config, settings)
-    return compare(_named(task, given), given, steps=steps, eval_batches=eval_batches, say=say)
+    mapping = mapping_of(config, settings)
+    return compare(_named(task, mapping), mapping, steps=steps, eval_batches=eval_batches, say=say)
 
 
 def _named(task: Task | type[Task] | str | None, config: Mapping[str, Any]) -> Task | type[Task] | str:

@@ -1,4 +1,4 @@
-"""What is asked before a run: its plan, its memory, its speed on other devices, the same results on several."""
+"""Commands before a run: ``plan`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def verify(
         from lockstep.verification.script import print_script_report, verify_script, write_script_report
 
         del mapping["task"]
-        found = verify_script(Path(name), arguments, mapping, steps=steps, say=say)
-        return deliver(found, folder, write=write_script_report, show=print_script_report, as_json=as_json)
+        script_report = verify_script(Path(name), arguments, mapping, steps=steps, say=say)
+        return deliver(script_report, folder, write=write_script_report, show=print_script_report, as_json=as_json)
     report = run(name, mapping, steps=steps, eval_batches=eval_batches, say=say)
     return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

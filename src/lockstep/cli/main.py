@@ -27,10 +27,10 @@ _LIBRARY_FILES = ("matplotlibrc", "wandb/settings", ".wandb/settings")
 HELP = "Train one PyTorch task on any set of devices: the same samples, loss and schedule on one as on many."
 EPILOGUE = """\
 Try it:
-  lockstep devices                       # what is here
-  lockstep plan har --devices cpu,cpu    # what would happen, and why
+  lockstep devices                       # this machine's devices
+  lockstep plan har --devices cpu,cpu    # every decision, and why
   lockstep train har --devices cpu,cpu   # train; two ranks on the CPU
-  lockstep show last                     # what came out
+  lockstep show last                     # its results
 
 RUN is a run's folder, its id, the beginning of its id, or `last`.
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 or 143 stopped by a signal after a checkpoint."""
@@ -52,7 +52,7 @@ app = App(
     usage="Usage: lockstep COMMAND [OPTIONS]",
     help_epilogue=EPILOGUE,
     help_format="plaintext",
-    default_parameter=Parameter(show_default=False),  # the texts say it, with what it means
+    default_parameter=Parameter(show_default=False),  # the texts say it
     version=_version,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
@@ -68,19 +68,19 @@ VERBS = (
     ("devices", _BEFORE, "List this machine's devices, their free memory and the processes that use them."),
     ("plan", _BEFORE, "Show every decision of `train` with the same flags, and its reason; starts nothing."),
     ("doctor", _BEFORE, "Check whether this machine is ready for training on several devices."),
-    ("verify", _BEFORE, "Check on your own task that several devices compute the same as one."),
-    ("audit", _BEFORE, "Check whether anybody's script computes on several ranks what it computes on one."),
+    ("verify", _BEFORE, "Check on your task that several devices compute the same as one."),
+    ("audit", _BEFORE, "Check whether anybody's script computes the same on several ranks as on one."),
     ("bench", _BEFORE, "Measure steps, input, communication, scaling, batch sizes and learning rates."),
     ("memory", _BEFORE, "Predict the memory of each device, by strategy, and the largest batch that fits."),
     ("forecast", _BEFORE, "Predict throughput and scaling efficiency on more GPUs than you have."),
     ("train", _RUNNING, "Train a task."),
-    ("run", _RUNNING, "Run a script that has its own loop, on one or several devices."),
+    ("run", _RUNNING, "Run a script with a training loop, on one or several devices."),
     ("sweep", _RUNNING, "Train a task with several settings and seeds, and compare them."),
     ("resume", _RUNNING, "Resume a run, on the same or different devices."),
     ("stop", _RUNNING, "Stop a run after saving a checkpoint."),
     ("top", _RUNNING, "Watch the devices and a run's progress, live in the terminal."),
     ("studio", _RUNNING, "Open the web page: choose devices, start runs, watch and compare them."),
-    ("lightning", _RUNNING, "LightningCLI for your own LightningModule: fit, validate, test, predict."),
+    ("lightning", _RUNNING, "LightningCLI for your LightningModule: fit, validate, test, predict."),
     ("runs", _AFTER, "List the runs, newest first."),
     ("show", _AFTER, "Show one run: its state, plan, metrics, checkpoints and logs."),
     ("compare", _AFTER, "Compare runs: results, settings and plans."),
@@ -95,13 +95,12 @@ VERBS = (
     ),
     ("transcribe", _AFTER, "Transcribe audio files with a trained speech model."),
     ("version", _OTHER, "Show the versions of Lockstep, Python and the libraries it uses."),
-    ("completion", _OTHER, "Print or install a completion script for your shell."),
 )
 #: The verbs of each module. Those of the leaves are named, never imported, here.
 _MODULES = {
     "lockstep.audit.command": ("audit",),
     "lockstep.cli.before": ("plan", "verify"),
-    "lockstep.cli.machine": ("devices", "version", "completion"),
+    "lockstep.cli.machine": ("devices", "version"),
     "lockstep.cli.reading": ("runs", "show"),
     "lockstep.cli.results": ("evaluate", "predict", "export"),
     "lockstep.cli.top": ("top",),
@@ -204,10 +203,10 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
         unused = error.unused_tokens or ()
-        what = f"unexpected {'arguments' if len(unused) > 1 else 'argument'}: {' '.join(unused)}"
-        listed = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
-        return UsageError(what, fix="write a list with commas: --gpu-ids 0,1" if listed else _help_of(tokens))
-    what, asked, suggestion = str(error).strip().partition(" Did you mean ")
+        message = f"unexpected {'arguments' if len(unused) > 1 else 'argument'}: {' '.join(unused)}"
+        is_list = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
+        return UsageError(message, fix="write a list with commas: --gpu-ids 0,1" if is_list else _help_of(tokens))
+    message, question, suggestion = str(error).strip().partition(" Did you mean ")
     if isinstance(error, UnknownOptionError):
         from lockstep.config.load import key_for
 
@@ -216,10 +215,11 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         if not is_typo and (key := key_for(option)) is not None:
             value = "true" if key == "training.compile" else "VALUE"
             return UsageError(f"unknown option {option}", fix=f"use --set {key}={value}")
-    return UsageError(what[:1].lower() + what[1:], fix=f"did you mean {suggestion}" if asked else _help_of(tokens))
+    fix = f"did you mean {suggestion}" if question else _help_of(tokens)
+    return UsageError(message[:1].lower() + message[1:], fix=fix)
 
 
 def _help_of(tokens: Sequence[str]) -> str:
     verb = next((token for token in tokens if not token.startswith("-")), "")
-    known = f"{verb} " if verb in {name for name, _, _ in VERBS} else ""
-    return f"`lockstep {known}--help` lists what is possible"
+    command = f"lockstep {verb}" if verb in {name for name, _, _ in VERBS} else "lockstep"
+    return f"`{command} --help` lists the options"

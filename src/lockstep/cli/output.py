@@ -94,7 +94,7 @@ def deliver(
 
 
 def progress(line: str, doing: str = "measuring") -> None:
-    """Print a line on standard error about what is being done."""
+    """Print a line of progress on standard error."""
     say(f"{doing}: {line}", sys.stderr)
 
 

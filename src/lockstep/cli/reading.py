@@ -1,4 +1,4 @@
-"""What is read of runs: listing, showing and comparing them, and a report about them."""
+"""Commands that read runs: ``runs`` and ``show``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def runs(
     from lockstep.rundir.summary import summaries
 
     folder = CopiedRuns(runs_dir).refresh() if is_url(runs_dir) else Path(runs_dir)
-    listed = summaries(folder, lambda why: say(f"warning: {why}", sys.stderr))
+    listed = summaries(folder, lambda problem: say(f"warning: {problem}", sys.stderr))
     selected = matching([Facts(run) for run in listed], filters or ())
     if sort is not None:
         selected = in_order(selected, sort)
@@ -77,17 +77,17 @@ def runs(
     answer({"runs": shown}, partial(_print_runs, shown, limit, folder), as_json)
 
 
-def _print_runs(found: list[dict[str, Any]], limit: int, runs_dir: Path, stream: TextIO) -> None:
-    if not found:
+def _print_runs(selected: list[dict[str, Any]], limit: int, runs_dir: Path, stream: TextIO) -> None:
+    if not selected:
         say(f"no runs in {runs_dir} (--runs-dir names another folder); `lockstep train har` makes one", stream)
         return
-    shown = found[:limit] if limit > 0 else found
+    shown = selected[:limit] if limit > 0 else selected
     columns = ["id", "name", "task", "status", "epoch", "step", "best", "started", "devices", "folder"]
     if all(run["location"] == run["id"] for run in shown):
         columns.remove("folder")
     print_table(columns, [_row(run)[: len(columns)] for run in shown], stream)
-    if len(shown) < len(found):
-        say(f"{len(shown)} of {len(found)} runs; --limit 0 lists all, --where and --sort choose", stream)
+    if len(shown) < len(selected):
+        say(f"{len(shown)} of {len(selected)} runs; --limit 0 lists all, --where and --sort choose", stream)
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
@@ -124,7 +124,6 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 def _describe(run: RunDir) -> dict[str, Any]:
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.rundir.folder import or_else
-    from lockstep.rundir.forecast_score import score_of
     from lockstep.rundir.summary import summarize
 
     plan = or_else(run.plan, {})  # none if it failed before planning
@@ -136,7 +135,6 @@ def _describe(run: RunDir) -> dict[str, Any]:
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
         "job": _job(run),
-        "forecast": score_of(run) if plan else None,
     }
 
 
@@ -159,8 +157,6 @@ def _job(run: RunDir) -> str | None:
 
 
 def _print_details(details: dict[str, Any], stream: TextIO) -> None:
-    from lockstep.rundir.forecast_score import in_words
-
     rows = [
         ("run", details["id"]),
         *((name, details[name]) for name in ("name", "task", "status", "attempt")),
@@ -176,7 +172,6 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
         ("best epoch", details["best_epoch"]),
         *((f"best {name}", value) for name, value in details["best_metric"].items()),
         *details["final_metrics"].items(),
-        ("forecast", in_words(details["forecast"]) if details["forecast"] else None),
         ("folder", details["path"]),
     ]
     print_values(((name, value) for name, value in rows if value not in (None, "")), stream)

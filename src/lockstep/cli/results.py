@@ -1,4 +1,4 @@
-"""What is done with the checkpoint of a run: evaluating, predicting, generating text, exporting and transcribing."""
+"""Commands that use the checkpoint of a run: ``evaluate``, ``predict`` and ``export``."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, 
             f"invalid value for --checkpoint: {checkpoint!r}", fix="write best, last, or a step such as 1200"
         )
     chosen = checkpoint if step is None else step
-    found = find(run, runs_dir)
+    run_dir = find(run, runs_dir)
     if is_url(run):
         from lockstep.launch.finished.reopen import fetch_weights
 
-        fetch_weights(run, found, chosen)
-    return found, chosen
+        fetch_weights(run, run_dir, chosen)
+    return run_dir, chosen
 
 
 def _print(result: Mapping[str, Any], as_json: bool) -> None:
@@ -78,11 +78,11 @@ def evaluate(
     named = [name for name, value in {"DATA": source, "--split": split, "--data": data}.items() if value is not None]
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} both name the data", fix="give one of them")
-    found, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
+    run_dir, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
     from lockstep.launch.finished.evaluation import evaluate as evaluate_run
 
     fork_ranks_from_here(weights.devices)
-    result = evaluate_run(found, source or split or data or "test", devices=weights.devices, checkpoint=chosen)
+    result = evaluate_run(run_dir, source or split or data or "test", devices=weights.devices, checkpoint=chosen)
     _print(result if as_json else {**{k: v for k, v in result.items() if k != "metrics"}, **result["metrics"]}, as_json)
 
 
@@ -104,7 +104,7 @@ def predict(
     weights: Weights = BEST,
     as_json: AsJson = False,
 ) -> None:
-    found, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
+    run_dir, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
     from lockstep.launch.finished.predict import PredictionRequest
     from lockstep.launch.finished.predict import predict as write_predictions
 
@@ -112,7 +112,7 @@ def predict(
         out = Path(f"predictions-{Path(data).stem}.csv")
     fork_ranks_from_here(weights.devices)
     request = PredictionRequest(data=data, devices=weights.devices, checkpoint=chosen, with_loss=loss)
-    _print(write_predictions(found, request, out), as_json)
+    _print(write_predictions(run_dir, request, out), as_json)
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep export last --out model --no-program")
@@ -135,9 +135,9 @@ def export(
     as_json: AsJson = False,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found, chosen = open_checkpoint(run, runs_dir, checkpoint)
+    run_dir, chosen = open_checkpoint(run, runs_dir, checkpoint)
     from lockstep.launch.finished.export import export as write_export
 
-    folder = out or (Path("export") if is_url(run) else found.path / "export")
-    result = write_export(found, folder, checkpoint=chosen, program=program)
+    folder = out or (Path("export") if is_url(run) else run_dir.path / "export")
+    result = write_export(run_dir, folder, checkpoint=chosen, program=program)
     _print(result if as_json else {**result, "files": ", ".join(result["files"])}, as_json)

@@ -1,6 +1,6 @@
 """The flags of ``train`` and ``plan``: most of them are settings by a short name (``SHORT_NAMES``).
 
-A flag overrides only when it is given; otherwise the configuration files, the task's own defaults and the
+A flag overrides only when it is given; otherwise the configuration files, the task's defaults and the
 general ones decide, in this order.
 """
 
@@ -24,7 +24,7 @@ from lockstep.errors import UsageError
 
 _DEVICES = Group("Devices", sort_key=1)
 _TRAINING = Group(
-    "Training", "A task can have its own defaults: `lockstep plan TASK` shows the settings of the run.", sort_key=2
+    "Training", "A task can have other defaults: `lockstep plan TASK` shows the settings of the run.", sort_key=2
 )
 FILES = Group("Data and files", sort_key=3)
 _OTHER = Group("Any other setting", sort_key=4)
@@ -116,7 +116,7 @@ _FLAGS = {
 }
 if TYPE_CHECKING:
     Settings = Any
-else:  # what the flags say; None where a flag was not given
+else:  # None for a flag that was not given
     _fields = [(*flag, None) for flag in _FLAGS.items()]
     Settings = make_dataclass("Settings", _fields, frozen=True, kw_only=True, namespace={"__module__": __name__})
 #: The flags as a parameter of a command.
@@ -163,9 +163,9 @@ def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any
     """
     from lockstep.config import load, resolve
 
-    given = {key: value for name, key in SHORT_NAMES.items() if (value := getattr(settings, name)) is not None}
-    given |= _aliases(settings)
-    overrides = nested({key: str(value) if isinstance(value, Path) else value for key, value in given.items()})
+    flags = {key: value for name, key in SHORT_NAMES.items() if (value := getattr(settings, name)) is not None}
+    flags |= _aliases(settings)
+    overrides = nested({key: str(value) if isinstance(value, Path) else value for key, value in flags.items()})
     mapping = load(settings.config or (), settings.set or (), overrides)
     if settings.init_from is not None:
         runs_dir = Path(str(mapping.get("runs_dir", DEFAULT_RUNS_DIR)))
@@ -178,32 +178,32 @@ def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any
         )
     if isinstance(section, dict) or section is None:
         mapping["task"] = {**(section or {}), "name": name}
-    given = merge(load(sets=settings.set or (), overrides=overrides), {"task": {"name": task}} if task else {})
-    _require_named(settings.config or (), given, mapping)
-    resolve(mapping)  # the task's own defaults are still missing, but what is wrong now is said before torch is loaded
+    typed = merge(load(sets=settings.set or (), overrides=overrides), {"task": {"name": task}} if task else {})
+    _require_named(settings.config or (), typed, mapping)
+    resolve(mapping)  # without the task's defaults: report mistakes before torch is loaded
     return name, mapping
 
 
-def _require_named(files: Sequence[Path], given: Mapping[str, Any], mapping: Mapping[str, Any]) -> None:
-    """Raises :class:`TaskError` when a file names a class that the command line does not, nor has before.
+def _require_named(files: Sequence[Path], typed: Mapping[str, Any], mapping: Mapping[str, Any]) -> None:
+    """Raise :class:`TaskError` when a file names a class that the command line does not, nor has before.
 
-    A file of a run folder may not name an address to write to, either. ``given``: settings of the command line.
+    A file of a run folder may not name an address to write to, either. ``typed``: settings of the command line.
     """
     from lockstep.config.named import code_in, named, references_in
 
     of_run = any((file.parent / "run.json").exists() for file in files)
-    named.require((references_in if of_run else code_in)(mapping), "the configuration", references_in(given))
+    named.require((references_in if of_run else code_in)(mapping), "the configuration", references_in(typed))
 
 
 def _aliases(settings: Settings) -> dict[str, Any]:
-    """What the flags mean that are other spellings of settings: ``--multi-gpu``, ``--gpu-ids``, ``--no-amp``."""
+    """Convert ``--multi-gpu``, ``--gpu-ids`` and ``--no-amp``, other spellings of settings, to settings."""
     from lockstep.hardware.world import read_world
 
     result: dict[str, Any] = {}
     if settings.gpu_ids is not None:
         if settings.devices is not None:
             raise _contradiction("--gpu-ids", "--devices", "they both name the devices")
-        ids = numbers("--gpu-ids", settings.gpu_ids, "0,1", what="GPU numbers", fix=", or --devices gpu:0,gpu:1")
+        ids = numbers("--gpu-ids", settings.gpu_ids, "0,1", kind="GPU numbers", fix=", or --devices gpu:0,gpu:1")
         result["hardware.selected_devices"] = [f"gpu:{number}" for number in ids]
     if settings.multi_gpu is not None:
         if settings.strategy not in (None, settings.multi_gpu):
@@ -218,26 +218,27 @@ def _aliases(settings: Settings) -> dict[str, Any]:
     return result
 
 
-def numbers(flag: str, text: str, example: str, *, what: str = "numbers", fix: str = "") -> list[int]:
+def numbers(flag: str, text: str, example: str, *, kind: str = "numbers", fix: str = "") -> list[int]:
     names = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isdigit() for name in names):
-        raise UsageError(f"{flag} {text!r} is not a list of {what}", fix=f"write for example {flag} {example}{fix}")
+        raise UsageError(f"{flag} {text!r} is not a list of {kind}", fix=f"write for example {flag} {example}{fix}")
     return [int(name) for name in names]
 
 
-def fork_ranks_from_here(given: Mapping[str, Any] | str | None, *, script: bool = False) -> None:
-    """Let the ranks share what this process has imported; call it once that is torch, before it computes.
+def fork_ranks_from_here(settings: Mapping[str, Any] | str | None, *, script: bool = False) -> None:
+    """Let the ranks share the imports of this process; call it after the import of torch, before any computation.
 
-    ``given``: settings or devices: several need ranks. A ``script`` has a rank on one device too.
+    ``settings``, or devices: several need ranks. A ``script`` has a rank on one device too.
     """
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
     from lockstep.launch.local.fork_server import fork_server_here
 
-    devices = given.split(",") if isinstance(given, str) else resolve(given or {}).hardware.selected_devices or ()
+    selected = settings.split(",") if isinstance(settings, str) else resolve(settings or {}).hardware.selected_devices
+    devices = selected or ()
     if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
         fork_server_here()
 
 
-def _contradiction(one: str, other: str, why: str) -> UsageError:
-    return UsageError(f"{one} and {other} contradict each other", why=why, fix="give one of them")
+def _contradiction(first: str, second: str, reason: str) -> UsageError:
+    return UsageError(f"{first} and {second} contradict each other", why=reason, fix="give one of them")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import sys
-import termios
 import time
-import tty
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.telemetry.console import drawn, duration, is_terminal, number, print_table, rich_console, say
 
 EPILOGUE = """\
-Without RUN: only this machine's devices. Quit with q or Ctrl-C; it ends with the run. In a pipe it prints once.
+Without RUN: only this machine's devices. Quit with Ctrl-C; it ends with the run. In a pipe it prints once.
 Shares of GPUs and CPU are of the last second, memory is in GB (1e9 bytes). `own` is how long a rank works on a step
 before it waits for the others."""
 
@@ -73,7 +69,7 @@ def _watch(look: Callable[[], State], interval: float) -> None:
 
     from lockstep.rundir.folder import LIVE
 
-    with _single_keys(), Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
+    with Live(console=rich_console(sys.stdout), auto_refresh=False, screen=False) as live:
         while True:
             state = look()
             run = state["run"]
@@ -81,31 +77,9 @@ def _watch(look: Callable[[], State], interval: float) -> None:
             if run and run["total_steps"]:
                 parts.insert(1, ProgressBar(run["total_steps"], run["step"]))
             live.update(Group(*parts), refresh=True)
-            if (run is not None and run["status"] not in LIVE) or _pressed(interval) in {"q", "Q"}:
+            if run is not None and run["status"] not in LIVE:
                 return
-
-
-@contextlib.contextmanager
-def _single_keys() -> Iterator[None]:
-    """A key can be read without Enter."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    try:
-        tty.setcbreak(sys.stdin)
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _pressed(seconds: float) -> str:
-    """The key that is pressed within ``seconds``."""
-    if not sys.stdin.isatty():
-        time.sleep(seconds)
-        return ""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    return (os.read(sys.stdin.fileno(), 1) or b"q").decode(errors="replace") if ready else ""
+            time.sleep(interval)
 
 
 def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
@@ -113,13 +87,13 @@ def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]
     run = state["run"]
     nodes = state["nodes"]
     gpus = ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by")
-    found = [
+    tables = [
         (("", ""), _of_run(run) if run else []),
         (("rank", "step", "own", "input wait", "memory", "peak", ""), _of_ranks(run) if run else []),
         (gpus, [_of_gpu(gpu, node["host"], len(nodes) > 1) for node in nodes for gpu in node["devices"]]),
         (("host", "cpu", "memory", ""), [_of_host(node) for node in nodes]),
     ]
-    return [(columns, rows) for columns, rows in found if rows]
+    return [(columns, rows) for columns, rows in tables if rows]
 
 
 def _of_run(run: State) -> list[tuple[str, ...]]:

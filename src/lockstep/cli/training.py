@@ -155,7 +155,7 @@ def resume(
     if is_url(run):
         overrides = merge({"storage": {"mirror": run}}, overrides)
     else:
-        found = find(run, runs_dir)
+        run_dir = find(run, runs_dir)
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch import api as launcher
         from lockstep.launch.run_claim import run_at
@@ -163,13 +163,15 @@ def resume(
         from lockstep.rundir.origin import script_of
 
     if is_url(run):
-        found = run_at(run, runs_dir)
-    fork_ranks_from_here(devices, script=script_of(found) is not None)
-    code = resume_session(found, overrides, devices)
+        run_dir = run_at(run, runs_dir)
+    fork_ranks_from_here(devices, script=script_of(run_dir) is not None)
+    code = resume_session(run_dir, overrides, devices)
     if code is not None:
         return code
-    how: dict[str, Any] = {"devices": devices, "rescale_batch": rescale_batch, "accept_data": accept_data}
-    return launcher.resume(found, overrides=overrides, **how).exit_code
+    result = launcher.resume(
+        run_dir, overrides=overrides, devices=devices, rescale_batch=rescale_batch, accept_data=accept_data
+    )
+    return result.exit_code
 
 
 @verb("RUN [OPTIONS]", "The run ends after the current step; `lockstep resume RUN` resumes it.")
@@ -180,15 +182,15 @@ def stop(
     timeout: Annotated[float, flag("How long to wait for its end, in seconds. Default: 60.")] = 60.0,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
-    found = find(run, runs_dir)
+    run_dir = find(run, runs_dir)
     from lockstep.launch.stop import stop as stop_run
 
-    say(f"{found.read().id}: {stop_run(found, timeout)}", sys.stdout)
+    say(f"{run_dir.read().id}: {stop_run(run_dir, timeout)}", sys.stdout)
 
 
 RUN = """\
 The script makes a lockstep.Session; every rank runs all of it. The options below may stand before the script or after
-it. What is none of them is passed to the script, in order; what follows -- always is. A single device needs no
+it. Other words are passed to the script, in order; words after -- always are. A single device needs no
 `lockstep run`: python script.py.
 
 Examples:
@@ -219,8 +221,8 @@ def run(
         raise UsageError(f"unknown option {script}", fix="write options of the script after the script")
     flags = {"devices": devices, "strategy": strategy, "precision": precision, "name": name}
     flags |= {"save_dir": save_dir, "runs_dir": runs_dir, "mirror": mirror}
-    given = from_keywords({name: value for name, value in flags.items() if value is not None})
-    settings = load(sets=set or (), overrides=given)
+    overrides = from_keywords({name: value for name, value in flags.items() if value is not None})
+    settings = load(sets=set or (), overrides=overrides)
     from lockstep.launch.session.script import run_script
 
     fork_ranks_from_here(settings, script=True)

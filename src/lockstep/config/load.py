@@ -28,6 +28,8 @@ _CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
 REMOVED = {
     "telemetry.upload_to": "use storage.mirror",
     "telemetry.upload_every_epochs": "leave it out; storage.mirror copies each checkpoint when it is complete",
+    "telemetry.csv": "leave it out; pandas.DataFrame(lockstep.Run(RUN).steps).to_csv(FILE) writes one",
+    "telemetry.forecast": "leave it out; compare the forecast with samples_per_s of `lockstep show`",
     "telemetry.monitor": "use telemetry.system_metrics",
     "training.engine": "leave it out; `lockstep lightning fit` trains a LightningModule",
     "pipeline.in_process": "leave it out: a pipeline has one process per device",

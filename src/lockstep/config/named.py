@@ -43,7 +43,7 @@ class Reference:
     @property
     def words(self) -> list[str]:
         """Arguments of a command line that name it."""
-        return ["--set", f"{self.setting}={_yaml_word(self.value)}"]
+        return ["--set", f"{self.setting}={yaml_word(self.value)}"]
 
 
 def code_in(config: Mapping[str, Any]) -> list[Reference]:
@@ -205,7 +205,7 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _yaml_word(value: Any) -> str:
+def yaml_word(value: Any) -> str:
     """Return the shortest text that ``--set`` reads as ``value``."""
     with contextlib.suppress(yaml.YAMLError):
         if isinstance(value, str) and parse_yaml(value) == value:

@@ -381,7 +381,6 @@ class TelemetryConfig(Section):
         "auto", "auto: a bar on terminals, else lines; off: warnings and summary; silent: nothing"
     )
     system_metrics: bool = setting(True, "sample GPUs and host once a second, on each node, to system-<node>.jsonl")
-    csv: bool = setting(False, "also write every logged number to logs/metrics.csv")
     wandb: bool = setting(False, "also log to Weights & Biases (`pip install 'lockstep-train[wandb]'`)")
     wandb_project: str = setting("lockstep", "the W&B project", min_length=1)
     wandb_mode: Literal["auto", "online", "offline"] = setting(
@@ -392,9 +391,6 @@ class TelemetryConfig(Section):
         None, "an MLflow server or store, as http://host:5000; unset: MLFLOW_TRACKING_URI, else files in logs/mlruns"
     )
     mlflow_experiment: str = setting("lockstep", "the MLflow experiment", min_length=1)
-    forecast: Path | None = setting(
-        None, "a report of `lockstep forecast`, kept in the run folder: `lockstep show` compares the run with it"
-    )
     profile: str | None = setting(None, "A:B records steps A to B with torch's profiler, in profile/; unset: off")
     profile_ranks: Annotated[tuple[int, ...], BeforeValidator(_listed)] = setting((0,), "ranks that profile records")
     memory_snapshot: bool = setting(False, "on a GPU, write the allocations to profile/ when memory runs out")

@@ -27,10 +27,9 @@ from lockstep.errors import ConfigError, RunFolderError, UnsupportedError, print
 from lockstep.launch.engines.record import is_own_job
 from lockstep.launch.prepare import settle
 from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing, write_json
+from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
 from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
-from lockstep.rundir.summary import read_forecast
 from lockstep.tasks.registry import (
     FROM_PARTS,
     class_name,
@@ -55,11 +54,8 @@ def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
     run_id = run_id or new_run_id(config.save_dir)
     path = config.save_dir or config.runs_dir / run_id
     _set_failed_aside(RunDir(absolute(path)))
-    foreseen = None if config.telemetry.forecast is None else read_forecast(config.telemetry.forecast)
     run = RunDir.create(path, config, run_id=run_id, command=sys.argv)
     note_named(config.model_dump(mode="json"))
-    if foreseen is not None:
-        write_json(run.forecast_file, foreseen)
     return run
 
 

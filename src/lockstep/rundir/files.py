@@ -44,9 +44,9 @@ _NOT_REPLACEABLE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.E
 # --- writing -------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, obj: Any, *, durable: bool = True, mode: int = 0o666) -> None:
+def write_json(path: Path, obj: Any, *, durable: bool = True) -> None:
     """Replace ``path`` by ``obj`` as JSON, atomically; see :func:`write_bytes`."""
-    write_text(path, json.dumps(plain(obj), ensure_ascii=False, indent=2) + "\n", durable=durable, mode=mode)
+    write_text(path, json.dumps(plain(obj), ensure_ascii=False, indent=2) + "\n", durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -357,15 +357,15 @@ def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str
     return rows
 
 
-def last_row(path: Path, matches: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any] | None:
-    """Return the last row that ``matches`` of a growing JSON lines file; ``None`` if its last 4 MiB have none."""
+def last_row(path: Path) -> dict[str, Any] | None:
+    """Return the last row of a growing JSON lines file; ``None`` if its last 4 MiB have none."""
     try:
         with open_regular(path, links=True) as file:
             size = file.seek(0, os.SEEK_END)
             for tail_bytes in (_TAIL_BYTES, _MAX_TAIL_BYTES):
                 file.seek(max(0, size - tail_bytes))
                 *lines, _torn = file.read(tail_bytes).split(b"\n")
-                row = next((row for row in map(row_of, reversed(lines)) if row is not None and matches(row)), None)
+                row = next((row for row in map(row_of, reversed(lines)) if row is not None), None)
                 if row is not None or tail_bytes >= size:
                     return row
     except OSError:

@@ -224,8 +224,6 @@ def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
     settings = parse_yaml(content)
     if not isinstance(settings, dict):
         raise ValueError("it has no settings")
-    if isinstance(settings.get("training"), dict):
-        settings["training"].pop("engine", None)  # of older runs; checkpoints of both engines are read the same way
     config = resolve(settings)
     _refuse_own_code(config, folder)
     return config
@@ -280,7 +278,6 @@ class RunDir:
     profile = _In("profile")
     plan_file = _In("plan.json")
     task_file = _In("task.pkl")
-    forecast_file = _In("forecast.json")
     job_file = _In("job.json")
     attempts = _In("attempts")
     checkpoints = _In("checkpoints")
@@ -374,11 +371,6 @@ class RunDir:
     def last_attempt(self) -> int:
         """The number of the newest attempt, from 1; 0 before the first one."""
         return max([self.read().attempt, *(int(name) for name in names_in(self.attempts) if _is_number(name))])
-
-    def keep_plan(self, plan: Mapping[str, Any], attempt: int) -> None:
-        """Replace the plan of the newest attempt."""
-        for file in (self.plan_file, self.attempts / str(attempt) / self.plan_file.name):
-            write_json(file, plan)
 
     # Record, configuration and plan.
 

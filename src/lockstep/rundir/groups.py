@@ -73,7 +73,7 @@ class Grouping:
 
 
 class Facts:
-    """What is known of a run by name: a field of its summary, a metric, or a setting, which is read when needed."""
+    """Values of a run by name: fields of its summary, metrics, and settings, which are read when needed."""
 
     def __init__(self, summary: dict[str, Any]) -> None:
         self.summary = summary
@@ -130,7 +130,8 @@ def _holds(value: Any, operator: str, text: str) -> bool:
         values = value if isinstance(value, list | tuple) else [value]
         is_equal = any(str(item) == text or _number(item) == _number(text) is not None for item in values)
         return is_equal == (operator == "=")
-    number, limit = _number(value), _number(text)
+    number = _number(value)
+    limit = _number(text)
     if number is None or limit is None:
         return False
     return {"<": number < limit, ">": number > limit, "<=": number <= limit, ">=": number >= limit}[operator]

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError, RunFolderError
+from lockstep.errors import RunFolderError
 from lockstep.rundir.copies import Copy
-from lockstep.rundir.files import absolute, damaged, flattened, is_folder, last_row, names_in, read_json
+from lockstep.rundir.files import absolute, damaged, flattened, is_folder, last_row, names_in
 from lockstep.rundir.folder import RunDir, RunRecord, or_else
 from lockstep.rundir.remote import is_url
 
@@ -113,7 +113,7 @@ def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
         **summary,
         "seconds_left": summary["eta_s"],
         "logged": last_row(run.steps_file),
-        "ranks": _ranks(run, ranks),
+        "ranks": ranks.get("ranks", []),
         "slow_rank": ranks.get("slow_rank"),
     }
     nodes = [sample for sample in newest_samples(run.path) if now - sample.get("time", 0) < FRESH_S]
@@ -124,20 +124,6 @@ def newest_samples(folder: Path) -> list[dict[str, Any]]:
     """The last row of each node's ``system-<node>.jsonl``, by file name."""
     rows = [last_row(file) for file in sorted(folder.glob("system-*.jsonl"))]
     return [row for row in rows if row is not None]
-
-
-def _ranks(run: RunDir, newest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ranks of the newest row; a row written at the end of an epoch gets the last known ``own_s``."""
-    rows: list[dict[str, Any]] = newest.get("ranks", [])
-    if len(rows) < 2 or _has_own(newest):
-        return rows
-    before = last_row(run.ranks_file, _has_own) or {}
-    previous_own_s = {rank["rank"]: rank["own_s"] for rank in before.get("ranks", [])}
-    return [{**rank, "own_s": previous_own_s.get(rank["rank"])} for rank in rows]
-
-
-def _has_own(row: dict[str, Any]) -> bool:
-    return any(rank.get("own_s") is not None for rank in row.get("ranks", []))
 
 
 @dataclass(frozen=True)
@@ -154,14 +140,14 @@ class Comparison:
         return self.settings | {f"plan: {key}": values for key, values in self.plan.items()}
 
 
-def compare(runs: Sequence[RunDir], more: Mapping[str, list[Any]] | None = None) -> Comparison:
-    """Compare ``runs``; what cannot be read of one counts as not set. ``more``: further results by name."""
+def compare(runs: Sequence[RunDir]) -> Comparison:
+    """Compare ``runs``; a value that cannot be read counts as not set."""
     run_summaries = [summarize(run) for run in runs]
     plans = [flattened(or_else(run.plan, {})) for run in runs]
     decided = differences(plans)
     return Comparison(
         labels=labels(run_summaries),
-        results=_results(run_summaries, plans, more or {}),
+        results=_results(run_summaries, plans),
         settings=differences([settings_of(run) for run in runs]),
         plan={key: row for key, row in decided.items() if not key.startswith(_NOT_COMPARED) and ".reasons." not in key},
     )
@@ -180,9 +166,7 @@ def settings_of(run: RunDir) -> dict[str, Any]:
     return {} if config is None else flattened(config.model_dump(mode="json", exclude={"save_dir"}))
 
 
-def _results(
-    run_summaries: Sequence[Mapping[str, Any]], plans: Sequence[Mapping[str, Any]], more: Mapping[str, list[Any]]
-) -> dict[str, list[Any]]:
+def _results(run_summaries: Sequence[Mapping[str, Any]], plans: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     rows: dict[str, list[Any]] = {
         "run": [summary["id"] for summary in run_summaries],
         **{name: [summary[name] for summary in run_summaries] for name in ("task", "status")},
@@ -192,7 +176,6 @@ def _results(
         "steps": [summary["step"] for summary in run_summaries],
         "samples/s": [summary["samples_per_s"] for summary in run_summaries],
         "git commit": [commit_text(summary["git"]) for summary in run_summaries],
-        **more,
         "best epoch": [summary["best_epoch"] for summary in run_summaries],
     }
     for prefix, of in (("best", "best_metric"), ("final", "final_metrics")):
@@ -279,20 +262,3 @@ def find_runs(ref: str, runs_dir: Path) -> list[RunDir]:
     """
     tagged = [] if is_url(ref) else [run for run, record in read_runs(runs_dir) if Path(ref).name in record.tags]
     return tagged[::-1] or [find_run(ref, runs_dir)]
-
-
-def read_forecast(path: Path) -> dict[str, Any]:
-    """The report of ``lockstep forecast``: its file, or the folder of it. Raises :class:`ConfigError`."""
-    file = path / "report.json" if path.is_dir() else path
-    fix = "name the folder that `lockstep forecast` printed, or its report.json"
-    rates = {"gpus", "samples_per_s", "samples_per_s_low", "samples_per_s_high"}
-    try:
-        report = read_json(file)
-        complete = all(rates <= row.keys() for row in report["rows"]) and "task" in report
-        if report["kind"] == "forecast" and complete and {"batch_size", "accumulate"} <= report["settings"].keys():
-            return dict(report)
-    except RunFolderError as error:
-        raise ConfigError(f"telemetry.forecast: {file} cannot be read", why=str(error), fix=fix) from error
-    except (TypeError, KeyError, AttributeError):
-        pass
-    raise ConfigError(f"telemetry.forecast: {file} is not a forecast", fix=fix)

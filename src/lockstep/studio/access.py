@@ -24,11 +24,8 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; font-src 'self'; "
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-#: A run's report contains its style and pictures; it may do nothing else, also not as this site (sandbox).
-REPORT_CSP = (
-    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; sandbox"
-)
+#: A file of a run may do nothing, also not as this site (sandbox).
+FILE_CSP = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox"
 HEADERS = {
     "content-security-policy": CSP,
     "x-content-type-options": "nosniff",
@@ -39,7 +36,7 @@ HEADERS = {
 }
 _NOT_KEPT = {"cache-control": "no-store"}
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-#: What the page that asks for the token needs; it shows nothing of a run.
+#: Files of the page that asks for the token, which shows nothing of a run.
 _PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/inter.woff2", "/static/icon.svg"}
 SESSION_S = 30 * 86_400
 #: How often an open WebSocket's session is checked: a new token ends it.
@@ -53,8 +50,8 @@ class Sessions:
         self._home = home
         self._port = port
 
-    def is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode("utf-8", "replace"), self._home.token().encode())
+    def is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode("utf-8", "replace"), self._home.token().encode())
 
     def begin(self) -> str:
         return self._signed(str(int(time.time() + SESSION_S)))
@@ -87,14 +84,14 @@ class Guard:
             return
         if self._base and scope["path"].startswith(f"{self._base}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._base)}
-        asked = HTTPConnection(scope)
+        connection = HTTPConnection(scope)
 
         async def receive_while_known() -> Message:
             message = asyncio.ensure_future(receive())
             try:
                 while True:
                     done, _ = await asyncio.wait({message}, timeout=RECHECK_S)
-                    self._check_session(asked)
+                    self._check_session(connection)
                     if done:
                         return await message
             except ApiError as error:
@@ -110,51 +107,56 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        answer = await self._answer(asked, receive) or self._app
+        answer = await self._answer(connection, receive) or self._app
         await answer(scope, receive_while_known if scope["type"] == "websocket" else receive, send_with_headers)
 
-    async def _answer(self, asked: HTTPConnection, receive: Receive) -> ASGIApp | None:
-        """A refusal, or what needs no session; ``None``: the application answers."""
-        method = asked.scope.get("method")
-        path = asked.scope["path"]
+    async def _answer(self, connection: HTTPConnection, receive: Receive) -> ASGIApp | None:
+        """Return a refusal, or an answer that needs no session; ``None``: the application answers."""
+        method = connection.scope.get("method")
+        path = connection.scope["path"]
         if self._base and path == self._base:
             return RedirectResponse(f"{self._base}/")
         try:
-            _check_place(asked.headers, self._hosts)
+            _check_place(connection.headers, self._hosts)
             if method is not None:
-                _check_body(method, asked.headers)
-            if (method, path) == ("POST", "/api/session"):
-                return await self._begin_session(Request(asked.scope, receive))
+                _check_body(method, connection.headers)
+            if path == "/api/session":
+                request = Request(connection.scope, receive)
+                return await self._begin_session(request) if method == "POST" else self._has_session(connection)
             if path not in _PUBLIC:
-                self._check_session(asked)
+                self._check_session(connection)
         except ApiError as error:
             if method is None:
                 return WebSocketClose()  # 403, since uvicorn takes any other status for a handshake that was broken off
             if path == "/" and error.status == 401:
-                problem = error.what if self._cookie in asked.cookies else ""
-                return HTMLResponse(render(__package__, "enter.html", problem=problem), error.status, _NOT_KEPT)
+                problem = error.what if self._cookie in connection.cookies else ""
+                return HTMLResponse(render(__package__, "enter.html", problem=problem), headers=_NOT_KEPT)
             return JSONResponse(body_of(error), error.status, _NOT_KEPT)
         return None
 
-    def _check_session(self, asked: HTTPConnection) -> None:
-        scheme, _, given = asked.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._sessions.is_token(given.strip()):
+    def _check_session(self, connection: HTTPConnection) -> None:
+        scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._sessions.is_token(token.strip()):
             return
-        name = asked.cookies.get(self._cookie, "")
-        if not name or not self._sessions.knows(name):
+        session = connection.cookies.get(self._cookie, "")
+        if not session or not self._sessions.knows(session):
             raise ApiError(
                 "UNAUTHORISED",
                 401,
-                "the studio's token has changed, or your session has expired" if name else "the token is missing",
+                "the studio's token has changed, or your session has expired" if session else "the token is missing",
                 fix="open the address that `lockstep studio` printed when it started",
             )
 
+    def _has_session(self, connection: HTTPConnection) -> Response:
+        is_known = self._sessions.knows(connection.cookies.get(self._cookie, ""))
+        return JSONResponse({"status": "ok", "data": is_known}, headers=_NOT_KEPT)
+
     async def _begin_session(self, request: Request) -> Response:
         try:
-            given = (await request.json())["token"]
+            token = (await request.json())["token"]
         except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
-            given = ""
-        if not self._sessions.is_token(str(given)):
+            token = ""
+        if not self._sessions.is_token(str(token)):
             raise ApiError("UNAUTHORISED", 401, "this is not the studio's token", fix="copy it from the terminal")
         answer = JSONResponse({"status": "ok", "data": None}, headers=_NOT_KEPT)
         path = f"{self._base}/"
@@ -178,7 +180,7 @@ def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
     # Other ports of this machine are the same site to a browser, and get the cookie.
     elsewhere = origin is None and headers.get("sec-fetch-site") in {"cross-site", "same-site"}
     if foreign or (elsewhere and headers.get("sec-fetch-mode") != "navigate"):
-        raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's own page")
+        raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's page")
 
 
 def _host_of(url: str) -> str | None:

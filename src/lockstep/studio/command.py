@@ -14,7 +14,7 @@ from lockstep.telemetry.console import say
 EPILOGUE = """\
 Examples:
   lockstep studio                                  # a page on this machine; Ctrl-C ends it, runs continue
-  lockstep studio --task my_task.py:MyTask         # with a task of your own
+  lockstep studio --task my_task.py:MyTask         # with your task
   lockstep studio --task net.py:Net+data.py:Digits # a LightningModule and its LightningDataModule
   ssh -L 8756:127.0.0.1:8756 gpu-box lockstep studio --no-browser   # then open the printed address here
 

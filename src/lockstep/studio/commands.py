@@ -1,15 +1,13 @@
-"""The commands that the studio starts, which outlive it: runs, with the labels that users gave them, and jobs.
+"""The runs that the studio starts, which outlive it, with the labels that users gave them.
 
-A job (evaluate, export, report, doctor, benchmark) is in ``.studio/jobs/<id>/``, a run in ``.studio/starts/<folder>/``.
 A run has no folder until its command has made one, and a resume is not visible until its first heartbeat. Until
-then, and when the command fails before, these records are the only source.
+then, and when the command fails before, the records in ``.studio/starts/<folder>/`` are the only source.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -18,32 +16,26 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import Field
 
 from lockstep.config.load import to_yaml
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir import files
 from lockstep.rundir.files import FileContent, names_in, write_json
-from lockstep.rundir.folder import RunDir, or_else
+from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s
 from lockstep.rundir.heartbeat import works_on as works_on
-from lockstep.studio.home import Home, iso, modified_ns, remove_folder
-from lockstep.studio.schemas import ApiError, in_progress
-from lockstep.studio.settings import command_of
+from lockstep.studio.home import Home, remove_folder
+from lockstep.studio.schemas import in_progress
 
 _MAX_RECORD_BYTES = 256 << 10
 _MAX_LOG_BYTES = 1 << 20
-_MAX_RESULT_BYTES = 4 << 20
-_MAX_REPORT_BYTES = 64 << 20
 #: The command ends after the run is marked as ended: ranks exit, loggers finish. That is slow on a busy machine.
 _ENDING_S = 60.0
-_KEPT_JOBS = 50
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _lock = threading.Lock()
 
@@ -61,66 +53,43 @@ class Identity:
 
 
 class Command(FileContent):
-    """A command in a separate session, as its record keeps it."""
+    """A command of a run in a separate session, as its record keeps it."""
 
     arguments: list[str]
     pid: int
     created: float
     at: float
-
-    # Of a run.
-    task: str = ""
+    task: str
     #: The attempt that the run had reached before.
-    attempt_before: int = 0
-    devices: list[str] = Field(default_factory=list)
+    attempt_before: int
+    devices: list[str]
     #: Where its output begins in the file, in bytes: earlier starts wrote to the same one.
-    output_from: int = 0
+    output_from: int
     #: The command as a person would type it, where ``arguments`` name a configuration file instead.
-    shown: list[str] = Field(default_factory=list)
-
-    # Of a job.
-    kind: str = ""
-    run: str | None = None
-    stopped: bool = False
+    shown: list[str]
 
     @property
     def process(self) -> Identity:
         return Identity(self.pid, self.created, group=True)
 
 
-def launch(
-    file: Path, arguments: Sequence[str], config: Mapping[str, Any] | None, out: Path, err: Path, **more: Any
-) -> Command:
-    """Start ``lockstep`` with ``arguments``, and write its record, with ``more``, to ``file``.
-
-    ``config`` has settings that it reads from a file: a word of a command could be read as another setting. Its output
-    is appended to ``out`` and ``err``. Raises :class:`StorageError`.
-    """
-    arguments = list(arguments)
-    if config is not None:
-        files.write_text(file.parent / "config.yaml", to_yaml(config))
-        arguments += ["--config", str(file.parent / "config.yaml")]
-    # -P: the current folder must not decide what `lockstep` is, as it does not for the installed command.
-    words = [sys.executable, "-P", "-m", "lockstep", *arguments]
+def _launch(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+    """Start ``lockstep`` in a separate session; its output is appended to a file. Raises :class:`StorageError`."""
     try:
-        with out.open("ab") as output, err.open("ab") as errors:
-            to: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
-            child = subprocess.Popen(words, start_new_session=True, **to)
+        with output.open("ab") as file:
+            # -P: the current folder must not decide what `lockstep` is, as it does not for the installed command.
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lockstep", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
     except (OSError, ValueError) as error:
         raise StorageError("the command could not be started", why=str(error), fix="free memory or processes") from None
     with _lock:
         _children[child.pid] = child
-    created = 0.0  # of a process that has ended already
-    with contextlib.suppress(psutil.Error):
-        created = psutil.Process(child.pid).create_time()
-    record = Command(arguments=arguments, pid=child.pid, created=created, at=time.time(), **more)
-    try:
-        write_json(file, record.model_dump())
-    except BaseException:
-        # Without a record it could not be stopped, and a second start would run at the same time.
-        send(record.process, signal.SIGKILL)
-        raise
-    return record
+    return child
 
 
 def reap() -> None:
@@ -128,6 +97,13 @@ def reap() -> None:
     with _lock:
         for pid in [pid for pid, process in _children.items() if process.poll() is not None]:
             del _children[pid]
+
+
+def _identity_of(child: subprocess.Popen[bytes]) -> Identity:
+    created = 0.0  # of a process that has ended already
+    with contextlib.suppress(psutil.Error):
+        created = psutil.Process(child.pid).create_time()
+    return Identity(child.pid, created, group=True)
 
 
 def is_alive(identity: Identity) -> bool:
@@ -169,24 +145,22 @@ def last_lines(file: Path, lines: int, *, skip_bytes: int = 0) -> tuple[list[str
             text = stream.read(_MAX_LOG_BYTES).decode("utf-8", "replace")
     except OSError:
         return [], False
-    # A progress bar overwrites its line: what the terminal would still show is what follows the last return.
-    found = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    if not found[-1]:
-        found.pop()
-    return found[-lines:], start > skip_bytes or len(found) > lines
+    # A progress bar overwrites its line: the terminal shows the text after the last return.
+    rows = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    if not rows[-1]:
+        rows.pop()
+    return rows[-lines:], start > skip_bytes or len(rows) > lines
 
 
 class Labels(FileContent):
-    """The labels of a run: name and tags (``None`` where the run's own record has them), and what only the page has."""
+    """Name and tags of a run; ``None`` where its record has them."""
 
     name: str | None = None
     tags: tuple[str, ...] | None = None
-    notes: str = ""
-    pinned: bool = False
 
     def for_record(self) -> dict[str, Any]:
-        given = self.model_dump(mode="json", include={"name", "tags"}, exclude_none=True)
-        return given | {key: None for key in given if given[key] == ""}
+        labels = self.model_dump(mode="json", exclude_none=True)
+        return labels | {key: None for key, label in labels.items() if label == ""}
 
 
 class _Launcher(FileContent):
@@ -196,7 +170,7 @@ class _Launcher(FileContent):
 
 
 class Starts:
-    """The studio's own notes on the runs of one folder, each named by its folder."""
+    """The studio's notes on the runs of one folder, each named by its folder."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -205,23 +179,47 @@ class Starts:
         self, name: str, arguments: Sequence[str], *, task: str, attempt_before: int, devices: list[str],
         config: Mapping[str, Any] | None = None, shown: Sequence[str] = (),
     ) -> Command:  # fmt: skip
-        """Start the command of a run, which has ended. Raises :class:`ApiError`, :class:`StorageError`."""
+        """Start the command of a run, which has ended. Raises :class:`ApiError`, :class:`StorageError`.
+
+        Args:
+            arguments: of ``lockstep``.
+            config: settings that the command reads from a file: a word of a command could be read as another setting.
+            shown: the command as a person would type it; default: that of the start before.
+        """
         folder = self._home.start(name)
         before = self.read(name)
         if before is not None and is_alive(before.process):
             raise in_progress(name)
         files.make_folders(folder)
         output = self.output(name)
-        begins = output.stat().st_size if output.exists() else 0
-        shown = list(shown) or (before.shown if before is not None else [])
-        more = {"task": task, "attempt_before": attempt_before, "devices": devices, "output_from": begins}
+        output_from = output.stat().st_size if output.exists() else 0
+        words = list(arguments)
+        child: Identity | None = None
         try:
-            return launch(folder / "start.json", arguments, config, output, output, shown=shown, **more)
+            if config is not None:
+                files.write_text(folder / "config.yaml", to_yaml(config))
+                words += ["--config", str(folder / "config.yaml")]
+            child = _identity_of(_launch(words, output))
+            start = Command(
+                arguments=words,
+                pid=child.pid,
+                created=child.created,
+                at=time.time(),
+                task=task,
+                attempt_before=attempt_before,
+                devices=devices,
+                output_from=output_from,
+                shown=list(shown) or (before.shown if before is not None else []),
+            )
+            write_json(folder / "start.json", start.model_dump())
         except BaseException:
+            if child is not None:  # without a record it could not be stopped, and a second start would run beside it
+                send(child, signal.SIGKILL)
             if before is None and attempt_before == 0:
                 with contextlib.suppress(StorageError):
                     self.forget(name)
             raise
+        return start
 
     def read(self, name: str) -> Command | None:
         """The last start of a run by a studio; ``None`` for a run that was started elsewhere."""
@@ -254,12 +252,12 @@ class Starts:
         return here
 
     def was_made(self, name: str, start: Command) -> bool:
-        """Whether the command had made the run's folder: what it printed was moved there."""
+        """Whether the command had made the run's folder: its output was moved there."""
         made = start.attempt_before > 0 or not (self._home.start(name) / "output.log").exists()
         return made and not is_alive(start.process)
 
     def labels(self, name: str) -> Labels:
-        """The labels that the run's own record does not have yet."""
+        """The labels that the run's record does not have yet."""
         return Labels.read(self._home.start(name) / "labels.json", _MAX_RECORD_BYTES) or Labels()
 
     def label(self, name: str, labels: Labels) -> None:
@@ -273,12 +271,12 @@ class Starts:
         if changes := labels.for_record():
             with contextlib.suppress(StorageError, RunFolderError):
                 run.update(**changes)
-                self.label(run.path.name, labels.model_copy(update={"name": None, "tags": None}))
+                self.label(run.path.name, Labels())
 
     def target(self, run: RunDir) -> Identity | None:
         """The process of this machine to signal for the run.
 
-        The command that the studio started leads its own process group. For a run from a terminal it is the launcher,
+        The command that the studio started leads a process group. For a run from a terminal it is the launcher,
         since it would restart killed ranks, or the one process that trains; their groups may contain other commands.
         """
         start = self.read(run.path.name)
@@ -286,105 +284,10 @@ class Starts:
         if start is not None and is_alive(start.process):
             return start.process
         launcher = _Launcher.read(run.logs / LAUNCHER_FILE, _MAX_RECORD_BYTES)  # none where one process trains
-        named = (launcher, beat if beat is not None and not beat.ended else None)
-        here = [Identity(one.pid, one.created) for one in named if one and one.host == socket.gethostname()]
-        return next((process for process in here if is_alive(process) and works_on(process.pid, run.path)), None)
+        records = (launcher, beat if beat is not None and not beat.ended else None)
+        host = socket.gethostname()
+        processes = [Identity(record.pid, record.created) for record in records if record and record.host == host]
+        return next((process for process in processes if is_alive(process) and works_on(process.pid, run.path)), None)
 
     def forget(self, name: str) -> None:
         remove_folder(self._home.start(name), self._home.starts)
-
-
-class Jobs:
-    def __init__(self, home: Home) -> None:
-        self._home = home
-        self._done: dict[str, dict[str, Any]] = {}
-        self._reported: dict[str, tuple[str, str]] = {}
-
-    def begin(
-        self, kind: str, arguments: Sequence[str], *, run: str | None = None, config: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Start ``lockstep`` with ``arguments``, which must print one JSON document."""
-        for job in [job for job in self.all() if job["status"] != "running"][_KEPT_JOBS - 1 :]:
-            with contextlib.suppress(StorageError):
-                remove_folder(self._home.job(job["id"]), self._home.jobs)
-            self._done.pop(job["id"], None)
-        name = f"job-{secrets.token_hex(4)}"
-        folder = self._home.job(name)
-        files.make_folders(folder)
-        words = [*arguments, *(["--out", str(folder)] if kind == "report" else [])]
-        try:
-            launch(folder / "job.json", words, config, folder / "stdout", folder / "stderr", kind=kind, run=run)
-        except BaseException:  # a job without a record would be in no list, and could not be deleted
-            with contextlib.suppress(StorageError):
-                remove_folder(folder, self._home.jobs)
-            raise
-        return self.read(name)
-
-    def read(self, name: str) -> dict[str, Any]:
-        folder = self._home.job(name)
-        if (done := self._done.get(name)) is not None:
-            return done
-        job = Command.read(folder / "job.json", _MAX_RESULT_BYTES)
-        if job is None:
-            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name}")
-        running = is_alive(job.process)
-        lines, _ = last_lines(folder / "stderr", 40)
-        read_result = partial(files.read_json, folder / "stdout", max_bytes=_MAX_RESULT_BYTES)
-        result = None if running else or_else(read_result, None)
-        failed = not running and result is None
-        ended = max(modified_ns(folder / file) for file in ("stdout", "stderr")) / 1e9
-        described = {
-            "id": name,
-            "kind": job.kind,
-            "run": job.run,
-            "status": "running" if running else "done" if not failed else "stopped" if job.stopped else "failed",
-            "started_at": iso(job.at),
-            "ended_at": None if running else iso(ended),
-            "command": command_of(job.arguments)["command"],
-            "result": result,
-            "stopping": running and job.stopped,
-            "error": error_of(lines) if failed and not job.stopped else None,
-            "output": "\n".join(lines),
-        }
-        if not running:
-            self._done[name] = described
-        return described
-
-    def all(self) -> list[dict[str, Any]]:
-        """All jobs, newest first."""
-        found = []
-        for name in names_in(self._home.jobs):
-            with contextlib.suppress(ApiError):
-                found.append(self.read(name))
-        return sorted(found, key=lambda job: str(job["started_at"]), reverse=True)
-
-    def changed(self) -> list[dict[str, Any]]:
-        """Jobs whose status or output has changed since the last call."""
-        found = {job["id"]: job for job in self.all()}
-        before = self._reported
-        self._reported = {name: (job["status"], job["output"]) for name, job in found.items()}
-        return [job for name, job in found.items() if before.get(name) != self._reported[name]]
-
-    def stop(self, name: str) -> dict[str, Any]:
-        """End a job with all its processes."""
-        file = self._home.job(name) / "job.json"
-        if self.read(name)["status"] == "running" and (job := Command.read(file, _MAX_RESULT_BYTES)) is not None:
-            write_json(file, job.model_dump() | {"stopped": True})
-            send(job.process, signal.SIGTERM)
-        return self.read(name)
-
-    def report(self, name: str) -> bytes:
-        if self.read(name)["status"] != "done":
-            raise ApiError("JOB_NOT_FOUND", 404, f"job {name} has no report", fix="draw it again")
-        return files.read_bytes(self._home.job(name) / "report.html", max_bytes=_MAX_REPORT_BYTES)
-
-
-def error_of(lines: list[str]) -> dict[str, str]:
-    """The command's own error block: what, why and fix."""
-    found = {"error": "", "why": "", "fix": ""}
-    for line in lines:
-        label, colon, text = line.partition(": ")
-        if colon and label in found:
-            found[label] = text
-    message = found.pop("error") or (lines[-1] if lines else "the command ended without a result")
-    return {"code": "RUN_FAILED", "message": message, **found}

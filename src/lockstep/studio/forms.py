@@ -1,4 +1,4 @@
-"""Before a run: devices, tasks, the schema, the plan of the form's settings with its labels; checks, benchmarks."""
+"""Before a run: devices, tasks, the schema, the plan of the form's settings with its labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,19 +20,14 @@ from lockstep.config.load import merge, to_yaml
 from lockstep.errors import ConfigError, LockstepError, PrecisionError, TaskError, UsageError
 from lockstep.events import Note
 from lockstep.hardware.detect import Device
-from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement, choose_default, parse, resolve_placement, select
 from lockstep.hardware.world import World
-from lockstep.lab.report.source import is_bench, read_bench
-from lockstep.rundir.folder import or_else
 from lockstep.studio import settings
-from lockstep.studio.commands import Jobs, owner, works_on
-from lockstep.studio.home import Home, iso, modified_ns
+from lockstep.studio.commands import owner, works_on
+from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
-from lockstep.studio.schemas import ApiError, DoctorBody, PlanBody, ScalingBody, TaskBody
-from lockstep.studio.settings import OfferedTasks, Wanted
-
-_MAX_REPORTS = 100
+from lockstep.studio.schemas import ApiError, PlanBody, TaskBody
+from lockstep.studio.settings import OfferedTasks, RunRequest
 
 
 class Planner:
@@ -46,7 +41,7 @@ class Planner:
         self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
     def tasks(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """What the form must know of each task; asked once."""
+        """Describe each task for the form; asked once."""
         key = tuple(names)
         if key not in self._tasks:
             self._tasks[key] = self._ask({"op": "tasks", "names": key})
@@ -82,8 +77,7 @@ class Planner:
                     fix="run `lockstep plan` with the same settings in a terminal to see the reason",
                 ) from None
         if "error" in answer:
-            given = answer["error"]
-            raise ApiError(given["code"], 422, given["message"], why=given.get("why", ""), fix=given.get("fix", ""))
+            raise _refusal(answer["error"])
         return answer["data"]
 
     def _exchange(self, request: bytes) -> Any:
@@ -118,28 +112,28 @@ class Planner:
             process.wait()
 
 
+def _refusal(error: Mapping[str, Any]) -> ApiError:
+    return ApiError(error["code"], 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
+
+
 @dataclass(eq=False)
 class Forms:
     """Requests about this machine, and about settings that are not a run yet."""
 
     _home: Home
     _index: RunIndex
-    _jobs: Jobs
     _planner: Planner
     offered: OfferedTasks
     #: Flags of ``lockstep train`` and the setting of each.
     _flags: Mapping[str, str]
     #: The machine's devices; free memory and users as of now with ``refresh=True``.
     devices: Callable[..., list[Device]]
-    _source: SystemSource | None = None
-    _looking: threading.Lock = field(default_factory=threading.Lock)
 
     def list_devices(self, refresh: bool = False) -> dict[str, Any]:
-        found = self.devices(refresh=refresh)
+        detected = self.devices(refresh=refresh)
         return {
-            "devices": [self._used(device.as_dict()) for device in found],
-            "load": self._sample() if refresh else None,
-            "default": list(choose_default(found).devices),
+            "devices": [self._used(device.as_dict()) for device in detected],
+            "default": list(choose_default(detected).devices),
             "runs": self._index.users(),
         }
 
@@ -150,19 +144,6 @@ class Forms:
             user["owner"] = owner(user["pid"])
             user["run"] = next((run["id"] for run in going if works_on(user["pid"], Path(run["path"]))), None)
         return device
-
-    def _sample(self) -> dict[str, Any] | None:
-        """What the machine does now (:mod:`lockstep.hardware.monitor`); ``None`` at first, and without an answer."""
-        with self._looking, contextlib.suppress(Exception):  # drivers fail in many ways
-            if self._source is None:
-                self._source = SystemSource(detect=self.devices).__enter__()
-                return None  # a load is that since the last look
-            return self._source.sample()
-        return None
-
-    def close(self) -> None:
-        if self._source is not None:
-            self._source.__exit__()
 
     def check_devices(self, names: Sequence[str]) -> None:
         """Raises :class:`LockstepError` for devices that this machine does not have, and too many CPU ranks."""
@@ -187,9 +168,9 @@ class Forms:
             self.tasks()
 
     def described(self, task: str) -> Mapping[str, Any]:
-        described: Mapping[str, Any] = next(one for one in self.tasks()["tasks"] if one["name"] == task)
-        if (error := described["error"]) is not None:
-            raise ApiError("TASK_NOT_USABLE", 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
+        described: Mapping[str, Any] = next(each for each in self.tasks()["tasks"] if each["name"] == task)
+        if described["error"] is not None:
+            raise _refusal({**described["error"], "code": "TASK_NOT_USABLE"})
         return described
 
     @functools.cached_property
@@ -200,107 +181,72 @@ class Forms:
             "refused": list(settings.REFUSED),
         }
 
-    def wanted(self, body: PlanBody) -> Wanted:
-        wanted = settings.check(body.task, body.config, self.offered, self._home)
+    def checked(self, body: PlanBody) -> RunRequest:
+        request = settings.check(body.task, body.config, self.offered, self._home)
         if body.name:
-            wanted.settings["name"] = body.name
-        return wanted
+            request.settings["name"] = body.name
+        return request
 
-    def startable(self, body: PlanBody) -> Wanted:
-        """:meth:`wanted`, with the task's own settings checked against its schema."""
-        wanted = self.wanted(body)
-        schema = self.described(wanted.task)["schema"]
-        unknown = (wanted.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
+    def startable(self, body: PlanBody) -> RunRequest:
+        """:meth:`checked`, with the task's settings checked against its schema."""
+        request = self.checked(body)
+        schema = self.described(request.task)["schema"]
+        unknown = (request.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
         if unknown and not schema.get("additionalProperties"):
             raise ConfigError(
                 f"the task has no setting {min(unknown)!r:.100}",
-                why=f"{wanted.task} knows {', '.join(schema.get('properties', {})) or 'none'}",
+                why=f"{request.task} knows {', '.join(schema.get('properties', {})) or 'none'}",
                 fix="check its spelling",
             )
-        return wanted
+        return request
 
-    def train_words(self, wanted: Wanted) -> list[str]:
-        return ["train", wanted.task, *settings.as_flags(wanted.for_command(), self._flags)]
+    def train_words(self, request: RunRequest) -> list[str]:
+        return ["train", request.task, *settings.as_flags(request.for_command(), self._flags)]
 
-    def place(self, wanted: Wanted) -> list[str]:
-        return list(_place(resolve(wanted.mapping()), self.devices()).devices)
+    def place(self, request: RunRequest) -> list[str]:
+        return list(_place(resolve(request.mapping()), self.devices()).devices)
 
     def preview(self, body: PlanBody) -> dict[str, Any]:
-        return self._preview(self.wanted(body))
+        return self._preview(self.checked(body))
 
-    def _preview(self, wanted: Wanted) -> dict[str, Any]:
-        words = self.train_words(wanted)
+    def _preview(self, request: RunRequest) -> dict[str, Any]:
+        words = self.train_words(request)
         if self._home.runs_dir != Path.cwd() / "runs":
             words += ["--runs-dir", str(self._home.runs_dir)]
-        return {**settings.command_of(words), "yaml": to_yaml(wanted.mapping())}
-
-    def doctor(self, body: DoctorBody) -> dict[str, Any]:
-        words = ["doctor", "--json", "--runs-dir", str(self._home.runs_dir), *(["--quick"] if body.quick else [])]
-        if body.devices is not None:
-            self.check_devices(body.devices)
-            words += ["--devices", ",".join(body.devices)]
-        return self._jobs.begin("doctor", words)
-
-    def scaling(self) -> dict[str, Any]:
-        """Reports of scaling benchmarks right under the runs folder, newest first, and the jobs that make them."""
-        files = [file for file in self._home.runs_dir.glob("*/report.json") if is_bench(file.parent)]
-        reports = []
-        for file in sorted(files, key=modified_ns, reverse=True)[:_MAX_REPORTS]:
-            report = or_else(functools.partial(read_bench, file.parent), {})
-            name = file.parent.name
-            if report.get("kind") == "scaling":
-                about = {"title": str(report.get("title") or name), "created_at": iso(modified_ns(file) / 1e9)}
-                reports.append({"id": name, **about, "report": report})
-        return {"reports": reports, "jobs": [job for job in self._jobs.all() if job["kind"] == "scaling"]}
-
-    def measure_scaling(self, body: ScalingBody) -> dict[str, Any]:
-        self.check_devices(body.devices)
-        config = merge(body.config, {"hardware": {"selected_devices": body.devices}})
-        wanted = self.startable(PlanBody(task=body.task, config=config))
-        words = ["bench", "scaling", wanted.task, "--runs-dir", str(self._home.runs_dir), "--json"]
-        return self._jobs.begin("scaling", words, config=wanted.mapping())
+        return {**settings.command_of(words), "yaml": to_yaml(request.mapping())}
 
     def plan(self, body: PlanBody) -> dict[str, Any]:
-        """Labels, notes and plan; what is wrong with the settings is part of the answer."""
-        precisions = [{"value": value, "supported": True, "reason": None} for value in get_args(Precision)]
-        try:
-            wanted = self.wanted(body)
-        except (ConfigError, TaskError) as error:
-            return _answer(error) | {"warnings": [], "precisions": precisions, "preview": None}
-        config = resolve(wanted.mapping())
+        """Labels, notes and plan; a mistake in the settings is part of the answer."""
+        config = resolve()
         devices = self.devices()
-        placement = plan = problem = None
+        request = placement = plan = problem = None
         try:
+            request = self.checked(body)
+            config = resolve(request.mapping())
             placement = _place(config, devices)
             # A plan must not download data: the run does.
-            plan = self._planner.plan(wanted.task, merge(wanted.mapping(), {"data": {"download": False}}), devices)
+            plan = self._planner.plan(request.task, merge(request.mapping(), {"data": {"download": False}}), devices)
         except LockstepError as error:
+            if request is None and not isinstance(error, ConfigError | TaskError):
+                raise
             problem = error
+        # Missing data will be downloaded: the run may start without a plan.
         later = placement is not None and config.data.download and getattr(problem, "code", "") == "DATA_NOT_USABLE"
-        return _answer(problem, placement, plan, later=later) | {
+        notes = [asdict(note) for note in placement.notes] if placement is not None else []
+        if later:
+            text = "The data is downloaded when the run starts; the plan is made then."
+            notes.append(asdict(Note("data_downloaded_later", text)))
+        reason = problem.what if problem is not None and not later else None
+        return {
+            "run": {"enabled": reason is None, "reason": reason},
+            "problem": problem.as_dict() if problem else None,
+            "labels": _labels(placement, plan),
+            "notes": plan["notes"] if plan is not None else notes,
+            "plan": plan,
             "warnings": _warnings(placement, self._index.users()),
             "precisions": _precisions(config, devices),
-            "preview": self._preview(wanted),
+            "preview": self._preview(request) if request is not None else None,
         }
-
-
-def _answer(
-    problem: LockstepError | None, placement: Placement | None = None, plan: dict[str, Any] | None = None,
-    *, later: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """``later``: the data is missing and will be downloaded: the run may start without a plan."""
-    notes = [asdict(note) for note in placement.notes] if placement is not None else []
-    if later:
-        text = "The data is downloaded when the run starts; the plan is made then."
-        notes.append(asdict(Note("data_downloaded_later", text)))
-    reason = problem.what if problem is not None and not later else None
-    return {
-        "run": {"enabled": reason is None, "reason": reason},
-        "problem": problem.as_dict() if problem else None,
-        "labels": _labels(placement, plan),
-        "notes": plan["notes"] if plan is not None else notes,
-        "plan": plan,
-    }
 
 
 def _place(config: RunConfig, devices: Sequence[Device]) -> Placement:

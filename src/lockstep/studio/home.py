@@ -1,4 +1,4 @@
-"""``<runs folder>/.studio``: the studio's own files. Run folders are only read."""
+"""``<runs folder>/.studio``: the studio's files. Run folders are only read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.errors import StorageError
@@ -19,7 +18,6 @@ from lockstep.studio.schemas import ApiError, run_not_found
 _PRIVATE = 0o600
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,100}")
 _CONFIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}")
-_JOB = re.compile(r"job-[0-9a-f]{8}")
 
 
 class Home:
@@ -28,11 +26,12 @@ class Home:
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir = absolute(runs_dir)
         self.path = self.runs_dir / ".studio"
-        self.starts, self.configs, self.jobs = (self.path / name for name in ("starts", "configs", "jobs"))
+        self.starts = self.path / "starts"
+        self.configs = self.path / "configs"
 
     def make(self) -> None:
         with storing(self.path):
-            for folder in (self.path, self.starts, self.configs, self.jobs):
+            for folder in (self.path, self.starts, self.configs):
                 folder.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
 
@@ -56,11 +55,6 @@ class Home:
             )
         return self.configs / f"{name}.json"
 
-    def job(self, name: str) -> Path:
-        if not _JOB.fullmatch(name):
-            raise ApiError("JOB_NOT_FOUND", 404, f"there is no job {name[:100]!r}")
-        return self.jobs / name
-
     def token(self, *, new: bool = False) -> str:
         """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one."""
         file = self.path / "token"
@@ -82,13 +76,8 @@ class Home:
     def write_door(self, url: str) -> Path:
         """A page for this user alone that leads to ``url``: other users can read the arguments of a command."""
         file = self.path / "open.html"
-        write_text(file, render(__package__, "message.html", lines=[], url=url), mode=_PRIVATE)
+        write_text(file, render(__package__, "door.html", url=url), mode=_PRIVATE)
         return file
-
-
-def iso(seconds: float) -> str:
-    """A moment, in seconds since the epoch, as the page gets it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def modified_ns(path: Path) -> int:
@@ -114,7 +103,7 @@ def remove_folder(folder: Path, inside: Path) -> None:
         raise StorageError(
             f"{folder} is not deleted",
             why="it is a link, or not right inside the runs folder",
-            fix="check where it points, and delete it yourself",
+            fix="check its target, and delete it yourself",
         )
     with storing(folder), contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)

@@ -20,7 +20,7 @@ from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lin
 from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.schemas import run_not_found
 
-#: Of a summary, what the list does not need.
+#: Fields of a summary that the list does not need.
 _IN_DETAIL = {"command", "versions", "placement", "format_version"}
 _FILES = ("run.json", "heartbeat.json", "metrics.json", "plan.json")
 Signature = tuple[tuple[int, int, int] | None, ...]
@@ -114,11 +114,11 @@ class RunIndex:
 
     def users(self) -> dict[str, list[str]]:
         """The live runs of each device."""
-        found: dict[str, list[str]] = {}
+        runs_by_device: dict[str, list[str]] = {}
         for summary in self.going():
             for device in dict.fromkeys(summary["devices"]):
-                found.setdefault(device, []).append(summary["id"])
-        return found
+                runs_by_device.setdefault(device, []).append(summary["id"])
+        return runs_by_device
 
     def stopping(self, ref: str) -> None:
         """Note that the run has been asked to stop; this is cleared when it has ended."""
@@ -199,8 +199,8 @@ class RunIndex:
         # Its record's id, or the name of its folder if another folder has this id already.
         folder = entry.run.path.name
         self._folders.pop(entry.id, None)
-        wanted = entry.record.id if entry.record is not None else folder
-        entry.id = next(one for one in (wanted, folder, f"{folder}~") if one not in self._folders)
+        run_id = entry.record.id if entry.record is not None else folder
+        entry.id = next(name for name in (run_id, folder, f"{folder}~") if name not in self._folders)
         self._folders[entry.id] = folder
 
     def _complete(self, entry: Entry, start: Command | None) -> Summary:
@@ -218,11 +218,11 @@ class RunIndex:
             output = self._starts.output(name)  # is moved into the run's folder
             if unseen and not alive:
                 lines, _ = last_lines(output, 40, skip_bytes=start.output_from)
-                said = "\n".join(lines) or "the command ended without output"
+                text = "\n".join(lines) or "the command ended without output"
                 if start.attempt_before:
-                    resume_error = said
+                    resume_error = text
                 elif status in {"failed", "lost"}:
-                    base["error"] = base["error"] or said
+                    base["error"] = base["error"] or text
         entry.restless = alive or status in LIVE or (entry.beat is not None and is_beating(entry.beat, time.time()))
         if status not in LIVE:
             self._stopping.discard(name)
@@ -231,8 +231,6 @@ class RunIndex:
         return {
             **base,
             **labels.for_record(),
-            "notes": labels.notes,
-            "pinned": labels.pinned,
             "id": entry.id,
             "status": status,
             "starting": alive and unseen,

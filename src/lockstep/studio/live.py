@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from lockstep.errors import LockstepError
-from lockstep.studio.commands import Jobs
 from lockstep.studio.index import RunIndex, Summary
-from lockstep.studio.schemas import ApiError
+from lockstep.studio.schemas import ApiError, malformed
 from lockstep.studio.tailing import TICK_S, Feed, Message, Subscription
 
 #: The pause while a long file is being read, in which other tabs find the feed unlocked.
@@ -24,14 +23,14 @@ _BEHIND_S = 0.02
 #: How often an outbox is checked that a tab does not read.
 _UNREAD_S = 0.1
 MAX_SUBSCRIPTIONS = 20
-#: The studio's own page sends none.
+#: The studio's page sends none.
 MAX_BAD_MESSAGES = 20
 #: Answers that wait for a tab to read; a part of a long run may have some megabytes.
 MAX_UNSENT = 8
 _log = logging.getLogger(__name__)
 
 
-class Asked(BaseModel):
+class TabMessage(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     type: Literal["watch", "subscribe", "unsubscribe", "range"]
@@ -49,9 +48,8 @@ class Asked(BaseModel):
 class Hub:
     """The tabs that are open, and the feeds of runs, which they share."""
 
-    def __init__(self, index: RunIndex, jobs: Jobs, hello: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, index: RunIndex, hello: Callable[[], dict[str, Any]]) -> None:
         self.index = index
-        self._jobs = jobs
         self._hello = hello
         #: By run, while a tab follows it.
         self.feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
@@ -73,12 +71,6 @@ class Hub:
         finally:
             self._tabs.discard(tab)
 
-    async def look_at_jobs(self) -> None:
-        """Send every tab the jobs that have changed since a tab looked."""
-        for job in await asyncio.to_thread(self._jobs.changed):
-            for tab in self._tabs:
-                tab.say({"type": "job", "job": job})
-
 
 class Tab:
     """One WebSocket."""
@@ -89,8 +81,8 @@ class Tab:
         self._asked = asyncio.Event()
         self._subscriptions: dict[str, Subscription] = {}
         self._watches_runs = False
-        #: What was sent of the list: runs by id, and problems.
-        self._known: tuple[dict[str, Summary], list[str]] | None = None
+        #: The list as it was sent: runs by id, and problems.
+        self._sent: tuple[dict[str, Summary], list[str]] | None = None
         self._list_due = 0.0
         self._outbox: list[Message] = []
         self._bad_messages = 0
@@ -107,7 +99,7 @@ class Tab:
                 if message["type"] == "websocket.disconnect":
                     return
                 await self._receive(message.get("text"))
-                # A tab that asks and never reads: it is not listened to until it has taken what it asked for.
+                # A tab that asks and never reads: its next messages wait until it has taken the answers.
                 while len(self._outbox) > MAX_UNSENT and not sender.done():
                     await asyncio.sleep(_UNREAD_S)
                 if self._bad_messages > MAX_BAD_MESSAGES:
@@ -117,44 +109,44 @@ class Tab:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
 
-    # What the tab asks for.
+    # Messages of the tab.
 
     async def _receive(self, text: str | None) -> None:
-        asked: Asked | None = None
+        message: TabMessage | None = None
         try:
-            asked = _parse(text)
-            await self._answer(asked)
+            message = _parse(text)
+            await self._answer(message)
         except LockstepError as error:
             self._bad_messages += error.code == "INVALID_REQUEST"
-            about = asked.model_dump(include={"run", "request"}, exclude_unset=True) if asked else {}
+            about = message.model_dump(include={"run", "request"}, exclude_unset=True) if message else {}
             self.say({"type": "error", **error.as_dict(), "run": None, **about})
 
-    async def _answer(self, asked: Asked) -> None:
-        match asked.type:
+    async def _answer(self, message: TabMessage) -> None:
+        match message.type:
             case "watch":
-                self._watches_runs = asked.runs
-                self._known = None
+                self._watches_runs = message.runs
+                self._sent = None
                 self._list_due = 0.0
                 self._asked.set()
             case "subscribe":
-                if asked.run not in self._subscriptions and len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
+                if message.run not in self._subscriptions and len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
                     raise ApiError(
                         "INVALID_CONFIG", 422, f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out"
                     )
-                feed = self._hub.feeds.get(asked.run) or Feed(self._hub.index.run_folder(asked.run), asked.run)
-                self._hub.feeds[asked.run] = feed
-                self._subscriptions[asked.run] = Subscription(feed)
+                feed = self._hub.feeds.get(message.run) or Feed(self._hub.index.run_folder(message.run), message.run)
+                self._hub.feeds[message.run] = feed
+                self._subscriptions[message.run] = Subscription(feed)
                 self._asked.set()
             case "unsubscribe":
-                self._subscriptions.pop(asked.run, None)
+                self._subscriptions.pop(message.run, None)
             case "range":
-                subscription = self._subscriptions.get(asked.run)
+                subscription = self._subscriptions.get(message.run)
                 if subscription is None:
                     raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
                 # Thinning out a million rows takes a while, and other tabs should not wait for it.
-                self.say(await asyncio.to_thread(_range, subscription.feed, asked))
+                self.say(await asyncio.to_thread(_range, subscription.feed, message))
 
-    # What the tab is sent.
+    # Messages to the tab.
 
     async def _send(self) -> None:
         try:
@@ -187,7 +179,7 @@ class Tab:
                 await self.socket.send_json(message)
 
     async def _look_at(self, subscription: Subscription) -> None:
-        """Send what is new of a run. A run that cannot be read is given up."""
+        """Send new rows of a run. A run that cannot be read is given up."""
         feed = subscription.feed
         try:
             news = await asyncio.to_thread(subscription.news)
@@ -196,57 +188,53 @@ class Tab:
             if self._subscriptions.get(feed.name) is subscription:
                 del self._subscriptions[feed.name]
             self._hub.feeds.pop(feed.name, None)
-            why = "reading its files failed; see the studio's log"
-            fix = "look for a damaged file in its folder"
-            error = ApiError("RUN_NOT_USABLE", 500, f"run {feed.name} cannot be followed", why=why, fix=fix)
+            error = ApiError(
+                "RUN_NOT_USABLE",
+                500,
+                f"run {feed.name} cannot be followed",
+                why="reading its files failed; see the studio's log",
+                fix="look for a damaged file in its folder",
+            )
             news = [{"type": "error", **error.as_dict(), "run": feed.name}]
         await self._send_all(news)
 
     async def _look_at_list(self) -> None:
-        """Send the runs of the list that are new, if the tab watches it, and the jobs; and that the server is alive."""
-        found = None
+        """Send the runs of the list that are new, if the tab watches it, and that the server is alive."""
+        watched = None
         try:
-            await self._hub.look_at_jobs()
             if self._watches_runs:
-                found = await asyncio.to_thread(self._hub.index.watched)
+                watched = await asyncio.to_thread(self._hub.index.watched)
         except Exception:
             _log.exception("the list of runs cannot be read; trying again")
-        news = self._news_of_list(*found) if found is not None else []
+        news = self._news_of_list(*watched) if watched is not None else []
         self._list_due = time.monotonic() + TICK_S
         await self._send_all([*news, {"type": "alive", "now": time.time()}])
 
     def _news_of_list(self, runs: list[Summary], problems: list[str]) -> list[Message]:
         now = {run["id"]: run for run in runs}
-        known = self._known
-        self._known = (now, problems)
-        if known is None:
+        sent = self._sent
+        self._sent = (now, problems)
+        if sent is None:
             return [{"type": "runs", "runs": runs, "problems": problems}]
-        changed = [run for name, run in now.items() if known[0].get(name) is not run]
-        removed = [name for name in known[0] if name not in now]
-        if not changed and not removed and problems == known[1]:
+        changed = [run for name, run in now.items() if sent[0].get(name) is not run]
+        removed = [name for name in sent[0] if name not in now]
+        if not changed and not removed and problems == sent[1]:
             return []
         return [{"type": "runs_changed", "runs": changed, "removed": removed, "problems": problems}]
 
 
-def _range(feed: Feed, asked: Asked) -> str:
+def _range(feed: Feed, message: TabMessage) -> str:
     with feed.lock:
-        if asked.stream not in feed.tails:
-            raise ApiError("NOT_FOUND", 404, f"no stream {asked.stream!r} in this run", fix="use one of its streams")
-        columns = feed.tails[asked.stream].columns
-        start, end = columns.between(asked.low, asked.high)
-        return feed.message(
-            "range", asked.stream, columns, start, end, names=asked.columns, full=asked.full, request=asked.request
-        )
+        if message.stream not in feed.tails:
+            raise ApiError("NOT_FOUND", 404, f"no stream {message.stream!r} in this run", fix="use one of its streams")
+        columns = feed.tails[message.stream].columns
+        start, end = columns.between(message.low, message.high)
+        part = columns.part(start, end, message.columns, full=message.full)
+        return feed.message("range", message.stream, columns, part, request=message.request)
 
 
-def _parse(text: str | None) -> Asked:
+def _parse(text: str | None) -> TabMessage:
     try:
-        return Asked.model_validate_json(text or "")
+        return TabMessage.model_validate_json(text or "")
     except ValidationError as error:
-        raise ApiError(
-            "INVALID_REQUEST",
-            422,
-            "the message is malformed",
-            why="; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])[:500],
-            fix="see the studio's documentation of /api/live",
-        ) from None
+        raise malformed(error.errors()) from None

@@ -48,40 +48,40 @@ class Helper:
             return {"error": _error(error)}
 
     def _plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What ``lockstep plan --json`` prints for these settings, on a machine with these devices."""
+        """Return the output of ``lockstep plan --json`` for these settings, on a machine with these devices."""
         built, whole = settle(task, config)
-        found = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
-        placement = resolve_placement(whole.hardware, whole.distributed, World(), found)
+        detected = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
+        placement = resolve_placement(whole.hardware, whole.distributed, World(), detected)
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()
         if self._open is None or self._open[0] != key or now - self._open[1] > DATA_LIVES_S:
             self._open = None
             self._plans = {}
             self._open = (key, now, open_data(built, whole))
-        asked = json.dumps([task, config, devices])
-        if asked not in self._plans:
-            made = plan_for(built, whole, placement, self._open[2], None, devices=found)
-            self._plans[asked] = made.plan.as_dict()
-        return self._plans[asked]
+        request = json.dumps([task, config, devices])
+        if request not in self._plans:
+            made = plan_for(built, whole, placement, self._open[2], None, devices=detected)
+            self._plans[request] = made.plan.as_dict()
+        return self._plans[request]
 
 
 def _describe_task(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, "title": name, "error": None, "schema": {}, "defaults": {}}
+    description: dict[str, Any] = {"name": name, "title": name, "error": None, "schema": {}, "defaults": {}}
     try:
         kind = find_task(name)
         title = (inspect.getdoc(kind) or name).partition("\n")[0].rstrip(".")
         schema = settings_model(kind).model_json_schema()
         defaults = plain(dict(kind.defaults))
-        return found | {"title": title, "schema": schema, "defaults": defaults}
+        return description | {"title": title, "schema": schema, "defaults": defaults}
     except Exception as error:  # one task that cannot be imported must not hide the others
-        return found | {"error": _error(error)}
+        return description | {"error": _error(error)}
 
 
 def _error(error: Exception) -> dict[str, Any]:
     if isinstance(error, LockstepError):
         return error.as_dict()
-    why = f"{type(error).__name__}: {error}"
-    return {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": why, "fix": "correct the task"}
+    reason = f"{type(error).__name__}: {error}"
+    return {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": reason, "fix": "correct the task"}
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""The runs of one folder: start, read, label, delete, stop, resume, copy, evaluate, export, compare."""
+"""The runs of one folder: start, read, label, delete, stop, resume, copy, compare."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import stat
@@ -19,22 +18,20 @@ from fastapi import Query
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import MAX_CONFIG_BYTES, nested, parse_set
+from lockstep.config.load import MAX_CONFIG_BYTES, nested
 from lockstep.config.named import named, targets_in
-from lockstep.errors import ConfigError, LockstepError, RunFolderError
+from lockstep.errors import LockstepError, RunFolderError
 from lockstep.rundir import summary as summaries
 from lockstep.rundir.files import damaged, names_in, open_regular, read_bytes, read_json
 from lockstep.rundir.folder import LIVE, RunDir, new_run_id, or_else
 from lockstep.rundir.origin import require_code_named, require_resumable
 from lockstep.studio import settings
-from lockstep.studio.commands import Identity, Jobs, Labels, Starts, is_alive, last_lines, send
+from lockstep.studio.commands import Identity, Labels, Starts, is_alive, last_lines, send
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, modified_ns, remove_folder
 from lockstep.studio.index import RunIndex
 from lockstep.studio.schemas import (
     ApiError,
-    EvaluateBody,
-    ExportBody,
     LabelBody,
     ResumeBody,
     RunName,
@@ -53,12 +50,11 @@ _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
 
 @dataclass(eq=False)
 class Runs:
-    """Requests about runs; each is named by its id or its folder. What is refused raises :class:`LockstepError`."""
+    """Requests about runs; each is named by its id or its folder. Refusals raise :class:`LockstepError`."""
 
     _home: Home
     _index: RunIndex
     _starts: Starts
-    _jobs: Jobs
     _forms: Forms
     _kill_after_s: float
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
@@ -67,17 +63,17 @@ class Runs:
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, body: StartBody) -> dict[str, Any]:
-        wanted = self._forms.startable(body)
-        chosen = self._forms.place(wanted)
+        request = self._forms.startable(body)
+        chosen = self._forms.place(request)
         name = body.id or new_run_id()
         folder = self._home.run(name)
-        words = ["train", wanted.task, "--save-dir", str(folder)]
-        shown = self._forms.train_words(wanted)
+        words = ["train", request.task, "--save-dir", str(folder)]
+        shown = self._forms.train_words(request)
         with self._changing:
             if os.path.lexists(folder):
                 raise in_progress(name, "it has been started already")
             self._starts.begin(
-                name, words, task=wanted.task, attempt_before=0, devices=chosen, config=wanted.mapping(), shown=shown
+                name, words, task=request.task, attempt_before=0, devices=chosen, config=request.mapping(), shown=shown
             )
         self._starts.label(name, Labels(name=body.name or None, tags=tuple(body.tags) if body.tags else None))
         return self._index.summary(name)
@@ -91,7 +87,7 @@ class Runs:
         config = or_else(run.config, None)
         start = self._starts.read(run.path.name)
         record = run.read() if os.path.lexists(run.run_file) else None
-        shown, given = (start.shown, start.arguments) if start else ([], [])
+        arguments = start.arguments if start else []
         return {
             **summary,
             "config": config.model_dump(mode="json") if config else None,
@@ -102,22 +98,20 @@ class Runs:
             "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
             "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
             "pictures": _names(run.pictures, ".png"),
-            **command_of(shown or (record.command[1:] if record else ()) or given),
+            **command_of((start.shown if start else []) or (record.command[1:] if record else []) or arguments),
             "versions": record.versions if record is not None else {},
-            "advice": _advised(summary["error"] or ""),
             "resumable": record is not None and summary["status"] not in LIVE,
-            "jobs": [job for job in self._jobs.all() if job["run"] in {summary["id"], summary["location"]}],
             "start_output": "\n".join(lines) or None,
         }
 
     def label(self, name: RunName, body: LabelBody) -> dict[str, Any]:
         location = self._index.summary(name)["location"]
-        given = {key: getattr(body, key) for key in body.model_fields_set}
-        if "name" in given:
-            given["name"] = body.name or ""
-        if "tags" in given:
-            given["tags"] = tuple(dict.fromkeys(body.tags or ()))
-        self._starts.label(location, self._starts.labels(location).model_copy(update=given))
+        changes = {key: getattr(body, key) for key in body.model_fields_set}
+        if "name" in changes:
+            changes["name"] = body.name or ""
+        if "tags" in changes:
+            changes["tags"] = tuple(dict.fromkeys(body.tags or ()))
+        self._starts.label(location, self._starts.labels(location).model_copy(update=changes))
         return self._index.summary(name)
 
     def delete(self, name: RunName) -> dict[str, Any]:
@@ -203,25 +197,6 @@ class Runs:
                     return
         await asyncio.to_thread(send, target, signal.SIGKILL)
 
-    def evaluate(self, name: RunName, body: EvaluateBody) -> dict[str, Any]:
-        words = ["--split", body.split, "--checkpoint", body.checkpoint]
-        return self._begin_job("evaluate", name, *words, *(["--devices", body.device] if body.device else []))
-
-    def export(self, name: RunName, body: ExportBody) -> dict[str, Any]:
-        return self._begin_job("export", name, "--checkpoint", body.checkpoint, *["--no-program"] * (not body.program))
-
-    def report(self, name: RunName) -> dict[str, Any]:
-        return self._begin_job("report", name)
-
-    def _begin_job(self, kind: str, name: str, *words: str) -> dict[str, Any]:
-        folder = self._index.run(name).path
-        summary = self._index.summary(name)
-        if kind != "report":
-            require_code_named(self._index.run(name))
-        if summary["starting"]:
-            raise in_progress(name)
-        return self._jobs.begin(kind, [kind, str(folder), *words, "--json"], run=summary["id"])
-
     def duplicate(self, name: RunName) -> dict[str, Any]:
         config = self._index.run(name).config()
         task = config.task.name
@@ -247,8 +222,8 @@ class Runs:
         return {"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])}
 
     def compare(self, run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> dict[str, Any]:
-        found = summaries.compare([self._index.run(name) for name in run])
-        tables = {"metrics": found.results, "config": found.settings, "plan": found.plan}
+        comparison = summaries.compare([self._index.run(name) for name in run])
+        tables = {"metrics": comparison.results, "config": comparison.settings, "plan": comparison.plan}
         rows = {name: [{"key": key, "values": row} for key, row in table.items()] for name, table in tables.items()}
         return {"runs": [self._index.summary(name) for name in run], **rows}
 
@@ -282,38 +257,24 @@ class Runs:
 
     def settings(self) -> dict[str, Any]:
         """By run, the settings that are not the ``same`` in all runs."""
-        found = {}
+        settings_by_run: dict[str, dict[str, Any]] = {}
         for summary in self._index.summaries():
             file = self._home.run(summary["location"]) / "config.yaml"
             name = summary["id"]
             with contextlib.suppress(RunFolderError):
                 if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(file)):
                     self._settings[name] = (stamp, _settings_of(file))
-                found[name] = self._settings[name][1]
-        keys = {key for one in found.values() for key in one}
-        first: dict[str, Any] = next(iter(found.values()), {})
-        differ = {key for key in keys if any(one.get(key) != first.get(key) for one in found.values())}
+                settings_by_run[name] = self._settings[name][1]
+        every = list(settings_by_run.values())
+        keys = {key for values in every for key in values}
+        first = every[0] if every else {}
+        differ = {key for key in keys if any(values.get(key) != first.get(key) for values in every)}
         return {
-            "runs": {name: {key: one[key] for key in differ & one.keys()} for name, one in found.items()},
+            "runs": {
+                name: {key: values[key] for key in differ & values.keys()} for name, values in settings_by_run.items()
+            },
             "same": {key: value for key, value in first.items() if key not in differ},
         }
-
-
-def _advised(error: str) -> list[tuple[list[str], Any]]:
-    """Read the settings that an error's fix names as ``--set section.name=value``: path and value of each.
-
-    Settings of a task, and those that the page may not set, are left out.
-    """
-    advice = []
-    for flag, word in itertools.pairwise(error.split()):
-        if flag != "--set":
-            continue
-        with contextlib.suppress(ConfigError):
-            settings = parse_set(word.rstrip(".,;"))
-            section, _, name = next(iter(dict(flatten(settings))), "").partition(".")
-            if name and section != "task" and f"{section}.{name}" not in REFUSED:
-                advice.append(([section, name], resolve(settings).model_dump(mode="json")[section][name]))
-    return advice
 
 
 def _names(folder: Path, suffix: str) -> list[str]:
@@ -323,24 +284,24 @@ def _names(folder: Path, suffix: str) -> list[str]:
 
 
 def _log_names(run: RunDir) -> list[str]:
-    """Text files in ``logs``; the command's output and the run's own lines first."""
+    """Text files in ``logs``; the output of the command and the lines of the run first."""
     return sorted(_names(run.logs, ".log"), key=lambda name: (name != "output.log", name != "run.log", name))
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
     """Paths, sizes in bytes and times (seconds since the epoch) of the regular files below ``folder``."""
-    found = []
-    for place, _, names in os.walk(folder):  # which follows no links
+    listed = []
+    for base, _, names in os.walk(folder):  # which follows no links
         for name in names:
-            file = Path(place, name)
+            file = Path(base, name)
             with contextlib.suppress(OSError):
                 status = file.lstat()
                 if stat.S_ISREG(status.st_mode) and not name.startswith("."):
                     path = file.relative_to(folder).as_posix()
-                    found.append({"path": path, "bytes": status.st_size, "modified": status.st_mtime})
-        if len(found) > _MAX_FILES:
+                    listed.append({"path": path, "bytes": status.st_size, "modified": status.st_mtime})
+        if len(listed) > _MAX_FILES:
             break
-    return sorted(found[:_MAX_FILES], key=lambda file: str(file["path"]))
+    return sorted(listed[:_MAX_FILES], key=lambda file: str(file["path"]))
 
 
 def content_of(file: Path) -> Iterator[bytes]:
@@ -365,7 +326,7 @@ def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[
 
     The form starts from the task's defaults: a value that equals a general default may differ from them.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     left_out = []
     foreign = {reference.setting for reference in named.missing(targets_in(config.model_dump(mode="json")))}
     defaults = dict(flatten(resolve(task_defaults).model_dump(mode="json")))
@@ -373,7 +334,7 @@ def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[
         if key == "name" or (not key.startswith("task.") and defaults.get(key) == value):
             continue
         if key not in REFUSED and key not in foreign:
-            given[key] = value
+            values[key] = value
         elif value and key not in _OF_ITS_OWN:
             left_out.append(key)
-    return nested(given), left_out
+    return nested(values), left_out

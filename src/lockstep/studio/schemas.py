@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -40,7 +40,6 @@ RunName = Annotated[str, Field(description="the run's id, or the name of its fol
 Name = Annotated[str, _Stripped, Field(max_length=200)]
 Tag = Annotated[str, _Stripped, Field(min_length=1, max_length=40)]
 Devices = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=1024)]
-Checkpoint = Annotated[str, Field(pattern=r"^(best|last|[0-9]{1,12})$")]
 
 
 class PlanBody(_Body):
@@ -59,12 +58,10 @@ class StartBody(PlanBody):
 
 
 class LabelBody(_Body):
-    """What is not given stays as it is; a name of ``null`` or nothing removes the name."""
+    """Missing fields stay as they are; a name of ``null`` or nothing removes the name."""
 
     name: Name | None = None
     tags: list[Tag] | None = Field(None, max_length=20)
-    notes: str = Field("", max_length=10_000)
-    pinned: bool = False
 
 
 class ResumeBody(_Body):
@@ -74,45 +71,17 @@ class ResumeBody(_Body):
     max_steps: int | None = Field(None, ge=1)
 
 
-class EvaluateBody(_Body):
-    split: Literal["test", "val"] = "test"
-    checkpoint: Checkpoint = "best"
-    device: str | None = Field(None, pattern=r"^(cpu|gpu:[0-9]{1,4})$")
-
-
-class ExportBody(_Body):
-    checkpoint: Checkpoint = "best"
-    program: bool = True
-
-
 class TaskBody(_Body):
     """``path``: ``file.py`` or ``file.py:Class``, below the folder in which the studio was started."""
 
     path: str = Field(max_length=1000)
 
 
-class YamlBody(_Body):
-    yaml: str = Field(max_length=256 << 10)
-
-
-class DoctorBody(_Body):
-    """``quick``: look only, start no ranks."""
-
-    devices: Devices | None = None
-    quick: bool = True
-
-
-class ScalingBody(_Body):
-    task: str = Field(max_length=1000)
-    devices: Devices = Field(min_length=1)
-    config: dict[str, Any] = Field(default_factory=dict)
-
-
 class ApiError(UsageError):
-    """An error of the API, with its own code and HTTP status."""
+    """An error of the API with a code and an HTTP status."""
 
-    def __init__(self, code: str, status: int, what: str, *, why: str = "", fix: str = "reload the page") -> None:
-        super().__init__(what, why=why, fix=fix)
+    def __init__(self, code: str, status: int, message: str, *, why: str = "", fix: str = "reload the page") -> None:
+        super().__init__(message, why=why, fix=fix)
         self.code = code
         self.status = status
 
@@ -129,15 +98,23 @@ def body_of(error: LockstepError) -> dict[str, Any]:
     return {"status": "error", **error.as_dict()}
 
 
+def malformed(problems: Sequence[Any]) -> ApiError:
+    """The error for a body or a message that pydantic refuses; ``problems``: its ``errors()``."""
+    reasons = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:5]]
+    reason = "; ".join(reasons)[:500]
+    return ApiError("INVALID_REQUEST", 422, "the request is malformed", why=reason, fix="see docs/studio.md")
+
+
 def run_not_found(name: str) -> ApiError:
     fix = "reload the list; the folder may have been removed"
     return ApiError("RUN_NOT_FOUND", 404, f"there is no run {name[:100]!r}", fix=fix)
 
 
-def in_progress(name: str, what: str = "it is still running") -> ApiError:
-    return ApiError("TRAINING_IN_PROGRESS", 409, f"run {name}: {what}", fix="stop it first, or wait until it has ended")
+def in_progress(name: str, state: str = "it is still running") -> ApiError:
+    fix = "stop it first, or wait until it has ended"
+    return ApiError("TRAINING_IN_PROGRESS", 409, f"run {name}: {state}", fix=fix)
 
 
-def not_allowed(key: str, why: str) -> ApiError:
+def not_allowed(key: str, reason: str) -> ApiError:
     fix = "leave it out, or start this run from a terminal"
-    return ApiError("SETTING_NOT_ALLOWED", 422, f"{key} cannot be set from the page", why=why, fix=fix)
+    return ApiError("SETTING_NOT_ALLOWED", 422, f"{key} cannot be set from the page", why=reason, fix=fix)

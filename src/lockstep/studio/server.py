@@ -13,30 +13,28 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import create_model
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.lab.report.page import render
 from lockstep.rundir.files import plain
-from lockstep.rundir.folder import versions
-from lockstep.studio.access import REPORT_CSP, Guard, Sessions
-from lockstep.studio.commands import Jobs, Starts
+from lockstep.rundir.folder import utc_now, versions
+from lockstep.studio.access import FILE_CSP, Guard, Sessions
+from lockstep.studio.commands import Starts
 from lockstep.studio.forms import Forms, Planner
-from lockstep.studio.home import Home, iso
+from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
 from lockstep.studio.live import Hub
 from lockstep.studio.runs import Runs, content_of
-from lockstep.studio.schemas import ApiError, RunName, body_of, status_of
+from lockstep.studio.schemas import ApiError, RunName, body_of, malformed, status_of
 from lockstep.studio.settings import OfferedTasks, SavedConfigs
 
 STATIC = Path(__file__).parent / "static"
@@ -75,13 +73,12 @@ class Studio:
         self.home.make()
         self.starts = Starts(self.home)
         self.index = RunIndex(self.home, self.starts)
-        self.jobs = Jobs(self.home)
         self.saved = SavedConfigs(self.home, options.tasks)
         self.planner = Planner()
-        self.forms = Forms(self.home, self.index, self.jobs, self.planner, options.tasks, options.flags, detect)
-        self.runs = Runs(self.home, self.index, self.starts, self.jobs, self.forms, options.kill_after_s)
+        self.forms = Forms(self.home, self.index, self.planner, options.tasks, options.flags, detect)
+        self.runs = Runs(self.home, self.index, self.starts, self.forms, options.kill_after_s)
         self.instance = secrets.token_hex(8)
-        self.started_at = iso(time.time())
+        self.started_at = utc_now().isoformat()
 
     def hello(self) -> dict[str, Any]:
         """Who answers; first message of every WebSocket."""
@@ -160,7 +157,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Waits ``GRACE_S`` seconds for answers at its end, then closes what is open: a peer may never read."""
+    """Waits ``GRACE_S`` seconds for answers at its end, then closes open connections: a peer may never read."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         abort = asyncio.get_running_loop().call_later(GRACE_S, self._abort)
@@ -185,7 +182,7 @@ def _listen(port: int | None) -> socket.socket:
 
 
 def _make_app(studio: Studio, port: int) -> Any:
-    hub = Hub(studio.index, studio.jobs, studio.hello)
+    hub = Hub(studio.index, studio.hello)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -195,11 +192,9 @@ def _make_app(studio: Studio, port: int) -> Any:
         yield
         await hub.close()
         studio.planner.close()
-        studio.forms.close()
         await asyncio.gather(reading, warming)
 
-    without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
-    app = FastAPI(title="Lockstep studio", version=versions()["lockstep"], lifespan=life, **without)
+    app = FastAPI(lifespan=life, openapi_url=None, redirect_slashes=False)
     app.include_router(_routes(studio, hub))
     _add_pages(app, studio)
     _add_errors(app)
@@ -213,8 +208,8 @@ def _make_app(studio: Studio, port: int) -> Any:
 class _Modules(StaticFiles):
     """The page's files below an address that changes with them: a browser asks for each once."""
 
-    def file_response(self, *given: Any, **named: Any) -> Response:
-        answer = super().file_response(*given, **named)
+    def file_response(self, *arguments: Any, **keywords: Any) -> Response:
+        answer = super().file_response(*arguments, **keywords)
         answer.headers["cache-control"] = "private, max-age=31536000, immutable"
         return answer
 
@@ -229,17 +224,13 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
 
     @app.get("/", include_in_schema=False)
     def index() -> Response:
-        # What the page would ask for first is in it, as text that no browser takes for markup.
+        # Its first answer is in the page, as text that no browser takes for markup.
         first = json.dumps(plain(studio.first_answer())).replace("&", "&amp;").replace("<", "&lt;")
         return HTMLResponse(text.replace('<template id="first">', f'<template id="first">{first}'))
 
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> Response:
-        return HTMLResponse(render(__package__, "api.html", api=app.openapi()))
-
     @app.get("/favicon.ico", include_in_schema=False)
     def icon() -> Response:
-        # Requested by pages without an icon: reports, /docs, the welcome page.
+        # Requested by pages without an icon: the one that asks for the token.
         return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
     app.mount(f"/static-{digest}", _Modules(directory=STATIC))
@@ -252,27 +243,21 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(LockstepError)
     async def refused(request: Request, error: LockstepError) -> Response:
-        # A report opens in a separate tab: the error is a page there.
-        if request.headers.get("sec-fetch-dest") == "document":
-            lines = filter(None, (error.what, error.why, f"Fix: {error.fix}" if error.fix else ""))
-            return HTMLResponse(render(__package__, "message.html", lines=list(lines), url=""), status_of(error))
         return answer(error)
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         problems = error.errors()
         if any(problem["type"] == "json_invalid" for problem in problems):
             return answer(ApiError("INVALID_JSON", 400, "the body is not JSON", fix="send a JSON object"))
-        why = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in problems[:5])
-        return answer(ApiError("INVALID_REQUEST", 422, "the request is malformed", why=why, fix="see /docs"))
+        return answer(malformed(problems))
 
     @app.exception_handler(HTTPException)
     async def by_status(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            what = f"there is no {request.url.path[:200]}"
-            return answer(ApiError("NOT_FOUND", 404, what, fix="/docs lists the addresses"))
+            return answer(ApiError("NOT_FOUND", 404, f"there is no {request.url.path[:200]}", fix="check the address"))
         code = {405: "METHOD_NOT_ALLOWED", 400: "INVALID_JSON"}.get(error.status_code, "INVALID_REQUEST")
-        return answer(ApiError(code, error.status_code, str(error.detail), fix="see /docs"))
+        return answer(ApiError(code, error.status_code, str(error.detail), fix="check the request"))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -285,58 +270,42 @@ def _ok(data: Any, status: int = 200) -> Response:
 
 
 def _routes(studio: Studio, hub: Hub) -> APIRouter:
-    """All routes, bound to one studio; most answer with what a method returns, whose parameters are the route's."""
-    ok: Any = {"status": (Literal["ok"], "ok"), "data": (Any, ...)}
-    error: Any = {"status": (Literal["error"], "error"), **dict.fromkeys(("code", "message", "why", "fix"), (str, ...))}
-    models = [{"model": create_model(name, **fields)} for name, fields in (("Envelope", ok), ("Problem", error))]
-    responses: Any = {200: models[0], "4XX": models[1], "5XX": models[1]}
-    router = APIRouter(prefix="/api", responses=responses, default_response_class=Response)
+    """All routes, bound to one studio; most call a method, whose parameters are the route's, and answer its result."""
+    router = APIRouter(prefix="/api")
     forms = studio.forms
     runs = studio.runs
     saved = studio.saved
-    jobs = studio.jobs
-    routes: list[tuple[str, str, Callable[..., Any], str]] = [
-        ("GET", "/studio", studio.about, "Version, folder and start of this studio"),
-        ("GET", "/page", studio.first_answer, "What the page needs first: studio, devices, schema and names of tasks"),
-        ("GET", "/devices", forms.list_devices, "The devices of this machine"),
-        ("GET", "/tasks", forms.tasks, "The tasks that can be started, with their settings"),
-        ("POST", "/tasks", forms.add_tasks, "Offer the tasks of a Python file"),
-        ("GET", "/tasks/files", forms.task_files, "Tasks in the folder in which the studio was started"),
-        ("GET", "/schema", lambda: forms.schema, "JSON schema and defaults of all settings"),
-        ("POST", "/plan", forms.plan, "The plan, with every label of the hardware section"),
-        ("POST", "/preview", forms.preview, "The same settings as a command and as YAML"),
-        ("GET", "/configs", saved.list, "Saved configurations"),
-        ("POST", "/configs/parse", saved.parse, "A configuration file's text as settings"),
-        ("GET", "/configs/{name}", saved.load, "One saved configuration"),
-        ("PUT", "/configs/{name}", saved.save, "Save a configuration"),
-        ("DELETE", "/configs/{name}", saved.delete, "Delete a saved configuration"),
-        ("GET", "/settings", runs.settings, "By run, the settings that differ between runs"),
-        ("GET", "/runs", studio.index.listed, "All runs, newest first"),
-        ("START", "/runs", runs.start, "Start a run"),
-        ("GET", "/runs/{name}", runs.detail, "One run in full"),
-        ("PATCH", "/runs/{name}", runs.label, "Rename a run, or change its tags"),
-        ("DELETE", "/runs/{name}", runs.delete, "Delete a run that has ended"),
-        ("START", "/runs/{name}/resume", runs.resume, "Resume a run, on the same or different devices"),
-        ("POST", "/runs/{name}/resume/preview", runs.resume_preview, "The command that would resume a run"),
-        ("POST", "/runs/{name}/duplicate", runs.duplicate, "The settings of a run, to start another one"),
-        ("GET", "/runs/{name}/metrics", runs.metrics, "Rows of metrics.json, one an epoch, and of evaluations.jsonl"),
-        ("GET", "/compare", runs.compare, "Compare runs: results, settings and plans"),
-        ("GET", "/runs/{name}/log", runs.log, "The end of one of the run's logs"),
-        ("GET", "/runs/{name}/files", runs.files, "The files of the run's folder"),
-        ("START", "/runs/{name}/evaluate", runs.evaluate, "Compute the metrics of a checkpoint"),
-        ("START", "/runs/{name}/export", runs.export, "Write weights and program"),
-        ("START", "/runs/{name}/report", runs.report, "Draw the run's report"),
-        ("START", "/doctor", forms.doctor, "Check this machine"),
-        ("GET", "/scaling", forms.scaling, "Benchmarks over numbers of devices"),
-        ("START", "/scaling", forms.measure_scaling, "Start a scaling benchmark"),
-        ("GET", "/jobs", lambda: {"jobs": jobs.all()}, "Jobs started here, newest first"),
-        ("GET", "/jobs/{name}", jobs.read, "One job"),
-        ("POST", "/jobs/{name}/stop", jobs.stop, "Stop a job"),
+    routes: list[tuple[str, str, Callable[..., Any]]] = [
+        ("GET", "/studio", studio.about),
+        ("GET", "/page", studio.first_answer),
+        ("GET", "/devices", forms.list_devices),
+        ("GET", "/tasks", forms.tasks),
+        ("POST", "/tasks", forms.add_tasks),
+        ("GET", "/tasks/files", forms.task_files),
+        ("GET", "/schema", lambda: forms.schema),
+        ("POST", "/plan", forms.plan),
+        ("POST", "/preview", forms.preview),
+        ("GET", "/configs", saved.list),
+        ("GET", "/configs/{name}", saved.load),
+        ("PUT", "/configs/{name}", saved.save),
+        ("DELETE", "/configs/{name}", saved.delete),
+        ("GET", "/settings", runs.settings),
+        ("GET", "/runs", studio.index.listed),
+        ("START", "/runs", runs.start),
+        ("GET", "/runs/{name}", runs.detail),
+        ("PATCH", "/runs/{name}", runs.label),
+        ("DELETE", "/runs/{name}", runs.delete),
+        ("START", "/runs/{name}/resume", runs.resume),
+        ("POST", "/runs/{name}/resume/preview", runs.resume_preview),
+        ("POST", "/runs/{name}/duplicate", runs.duplicate),
+        ("GET", "/runs/{name}/metrics", runs.metrics),
+        ("GET", "/compare", runs.compare),
+        ("GET", "/runs/{name}/log", runs.log),
+        ("GET", "/runs/{name}/files", runs.files),
     ]
-    for method, path, function, summary in routes:
+    for method, path, function in routes:
         methods, status = (["POST"], 202) if method == "START" else ([method], 200)
-        about: dict[str, Any] = {"methods": methods, "status_code": status, "summary": summary, "response_model": None}
-        router.add_api_route(path, _answering(function, status), **about)
+        router.add_api_route(path, _answering(function, status), methods=methods, response_model=None)
     _add_other_routes(router, studio)
     router.add_api_websocket_route("/live", hub.serve)
     return router
@@ -344,27 +313,24 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
 
 def _answering(function: Callable[..., Any], status: int) -> Callable[..., Response]:
     @functools.wraps(function)
-    def answer(*given: Any, **named: Any) -> Response:
-        return _ok(function(*given, **named), status)
+    def answer(*arguments: Any, **keywords: Any) -> Response:
+        return _ok(function(*arguments, **keywords), status)
 
     return answer
 
 
 def _add_other_routes(router: APIRouter, studio: Studio) -> None:
-    @router.post("/runs/{name}/stop", status_code=202, summary="Stop a run after saving a checkpoint")
+    @router.post("/runs/{name}/stop", status_code=202)
     async def stop(name: RunName) -> Response:
         return _ok(await studio.runs.stop(name), 202)
 
-    @router.get("/runs/{name}/file", summary="One file of the run's folder, to download")
-    def file(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
-        found = studio.runs.file(name, path)
-        kind = {".png": "image/png", ".wav": "audio/wav"}.get(found.suffix, "application/octet-stream")
-        how = "attachment" if kind == "application/octet-stream" else "inline"
-        disposition = f"{how}; filename*=UTF-8''{quote(found.name)}"
-        headers = {"content-security-policy": REPORT_CSP, "content-disposition": disposition}
-        return StreamingResponse(content_of(found), media_type=kind, headers=headers)
-
-    @router.get("/jobs/{name}/report", summary="The report that a job has drawn: one HTML page without scripts")
-    def report(name: str) -> Response:
-        page = studio.jobs.report(name)
-        return Response(page, media_type="text/html", headers={"content-security-policy": REPORT_CSP})
+    @router.get("/runs/{name}/file")
+    def download(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
+        file = studio.runs.file(name, path)
+        kind = {".png": "image/png", ".wav": "audio/wav"}.get(file.suffix, "application/octet-stream")
+        disposition = "attachment" if kind == "application/octet-stream" else "inline"
+        headers = {
+            "content-security-policy": FILE_CSP,
+            "content-disposition": f"{disposition}; filename*=UTF-8''{quote(file.name)}",
+        }
+        return StreamingResponse(content_of(file), media_type=kind, headers=headers)

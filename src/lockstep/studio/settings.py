@@ -1,26 +1,25 @@
-"""Which tasks the page may start, what it may set, the same settings as a command and as YAML; saved configurations."""
+"""The tasks and settings that the page may use, the same settings as a command and as YAML; saved configurations."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig, resolve
-from lockstep.config.load import merge, nested, parse_set, parse_settings, to_yaml
-from lockstep.config.named import code_in, named, references_in
+from lockstep.config.load import merge, nested, to_yaml
+from lockstep.config.named import code_in, named, references_in, yaml_word
 from lockstep.errors import ConfigError, RunFolderError, TaskError
 from lockstep.rundir.files import read_bytes, read_json, write_json
+from lockstep.rundir.folder import utc_now
 from lockstep.rundir.summary import read_runs
-from lockstep.studio.home import Home, is_run_name, iso
-from lockstep.studio.schemas import ApiError, PlanBody, YamlBody, not_allowed
+from lockstep.studio.home import Home, is_run_name
+from lockstep.studio.schemas import ApiError, PlanBody, not_allowed
 from lockstep.tasks import BUILT_IN
 
 #: Settings that name files to write, addresses, or code to import.
@@ -30,7 +29,7 @@ REFUSED = {
     "storage.mirror": "it is an address that the run writes to",
     "telemetry.mlflow_uri": "it is an address that the run writes to",
     "launch.rdzv": "it is an address whose objects the run would load",
-    "launch.nodes": "each machine of such a run is started from its own terminal",
+    "launch.nodes": "each machine of such a run is started from a terminal there",
     "task.name": "the task is chosen from the list",
     "task.datamodule": "it names code to import",
     "task.trainer": "it names objects of Lightning's Trainer",
@@ -49,35 +48,35 @@ _MAX_TASK_FILES = 300
 _MAX_SOURCE_BYTES = 1 << 20
 
 
-def offered_tasks(given: Sequence[str]) -> OfferedTasks:
-    """The built-in tasks and the ``given`` ones: each a task's class, or a LightningModule's and its data's with a +.
+def offered_tasks(names: Sequence[str]) -> OfferedTasks:
+    """The built-in tasks and those of ``names``: each a task's class, or a LightningModule's and its data's with a +.
 
     A class in a file is named by its absolute path, as runs name it. Raises :class:`TaskError`.
     """
-    found: dict[str, str | None] = dict.fromkeys(BUILT_IN)
-    for text in given:
+    tasks: OfferedTasks = dict.fromkeys(BUILT_IN)
+    for text in names:
         name, plus, data = text.partition("+")
         task = _class_path(name)
         data_module = _class_path(data) if plus else None
-        known = found.setdefault(task, data_module) or data_module
-        if data_module not in (None, known):
+        first = tasks.setdefault(task, data_module) or data_module
+        if data_module not in (None, first):
             raise TaskError(
                 f"{name} is given with two data modules", fix="give each module once, or derive a class for the other"
             )
-        found[task] = known
-    return found
+        tasks[task] = first
+    return tasks
 
 
 def _class_path(name: str) -> str:
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute.isidentifier():
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not module or not attribute.isidentifier():
         raise TaskError(f"{name!r} names no class", fix="write --task my_file.py:MyTask")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
+    if module.endswith(".py"):
+        path = Path(module).resolve()
         if not path.is_file():
-            raise TaskError(f"there is no file {place}", why=f"looked in {Path.cwd()}", fix="check the path")
-        place = str(path)
-    return f"{place}:{attribute}"
+            raise TaskError(f"there is no file {module}", why=f"looked in {Path.cwd()}", fix="check the path")
+        module = str(path)
+    return f"{module}:{attribute}"
 
 
 def task_classes(file: Path) -> list[str]:
@@ -125,7 +124,7 @@ def tasks_in(text: str, folder: Path, runs_dir: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunRequest:
     """A checked request: a task of the list and sparse, nested settings, in which a run is named by its id."""
 
     task: str
@@ -142,8 +141,8 @@ class Wanted:
         return merge(self.for_command(), {"task": {**(self.settings.get("task") or {}), "name": self.task}})
 
 
-def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> Wanted:
-    """The checked request. Raises :class:`ApiError` for what the page may not set, :class:`ConfigError`."""
+def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home) -> RunRequest:
+    """Check a request. Raises :class:`ApiError` for settings that the page may not set, :class:`ConfigError`."""
     if task not in tasks:
         raise ApiError(
             "TASK_NOT_USABLE",
@@ -152,14 +151,14 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
             why=f"the studio knows {', '.join(tasks)}",
             fix="start the studio with --task FILE.py:Class to add one",
         )
-    kept: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     for key, value in flatten(config):
         refused = next((name for name in REFUSED if f"{key}.".startswith(f"{name}.")), None)
         if refused is None:
-            kept[key] = value
+            accepted[key] = value
         elif value is not None and (key, value) != ("task.datamodule", tasks[task]):  # as a saved configuration has it
             raise not_allowed(refused, REFUSED[refused])
-    settings = nested(kept)
+    settings = nested(accepted)
     if tasks[task] is not None:
         settings = merge(settings, {"task": {"datamodule": tasks[task]}})
     if settings.get("init_from") is not None:
@@ -168,11 +167,11 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
     offered = references_in({"task": {"name": task, "datamodule": tasks[task]}})
     named.require(code_in(read.model_dump(mode="json")), "this configuration", offered)
     check_ranks(read.hardware.selected_devices or ())
-    # What is given, with the values that it was read as: ``gpu:0,gpu:1`` is a list. Only the task knows its own.
+    # As they were read: ``gpu:0,gpu:1`` is a list. Only the task can read its settings.
     values = read.model_dump(mode="json", exclude={"task"}) | {"task": settings.get("task")}
     for key, value in settings.items():
         settings[key] = {name: values[key][name] for name in value} if isinstance(value, Mapping) else values[key]
-    return Wanted(task, settings, home.runs_dir)
+    return RunRequest(task, settings, home.runs_dir)
 
 
 def check_ranks(devices: Sequence[str]) -> None:
@@ -207,7 +206,7 @@ def run_in(ref: object, home: Home) -> str:
 
 
 def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)`` of every setting; a task's own settings stay whole."""
+    """``(dotted key, value)`` of every setting; those of a task stay whole."""
     for key, value in config.items():
         field = RunConfig.model_fields.get(key)
         if field is None or not isinstance(field.annotation, type) or not hasattr(field.annotation, "model_fields"):
@@ -234,21 +233,13 @@ def as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]
     for key, value in flatten(settings):
         flag = by_key.get(key)
         if flag is None or value is None or value is False or isinstance(value, dict):
-            words += ["--set", f"{key}={_yaml_word(value)}"]
+            words += ["--set", f"{key}={yaml_word(value)}"]
         elif value is True:
             words.append(flag)
         else:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             words += [f"{flag}={text}"] if text.startswith("-") or not text else [flag, text]
     return words
-
-
-def _yaml_word(value: Any) -> str:
-    """The shortest text that ``--set`` reads back as ``value``."""
-    with contextlib.suppress(ConfigError):
-        if isinstance(value, str) and parse_set(f"value={value}") == {"value": value}:
-            return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -259,48 +250,31 @@ class SavedConfigs:
     _tasks: OfferedTasks
 
     def list(self) -> dict[str, Any]:
-        found = []
+        configs = []
         for file in sorted(self._home.configs.glob("*.json")):
             with contextlib.suppress(RunFolderError, KeyError, TypeError):
-                kept = read_json(file)
-                found.append({"name": file.stem, "task": kept["task"], "saved_at": kept["saved_at"]})
-        return {"configs": found}
+                content = read_json(file)
+                configs.append({"name": file.stem, "task": content["task"], "saved_at": content["saved_at"]})
+        return {"configs": configs}
 
     def save(self, name: str, body: PlanBody) -> dict[str, Any]:
         """Keep a configuration; one of this name is replaced."""
-        wanted = check(body.task, body.config, self._tasks, self._home)
-        saved_at = iso(time.time())
-        write_json(self._home.config(name), {"task": body.task, "config": wanted.settings, "saved_at": saved_at})
+        request = check(body.task, body.config, self._tasks, self._home)
+        saved_at = utc_now().isoformat()
+        write_json(self._home.config(name), {"task": body.task, "config": request.settings, "saved_at": saved_at})
         return self.load(name)
 
     def load(self, name: str) -> dict[str, Any]:
         """One configuration, also as YAML."""
         try:
-            kept = read_json(self._home.config(name))
-            wanted = Wanted(kept["task"], kept["config"], self._home.runs_dir)
+            content = read_json(self._home.config(name))
+            request = RunRequest(content["task"], content["config"], self._home.runs_dir)
         except (RunFolderError, KeyError, TypeError):
             raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
-        config = for_page(wanted.settings)
-        return {"name": name, "task": wanted.task, "config": config, "yaml": to_yaml(wanted.mapping())}
+        config = for_page(request.settings)
+        return {"name": name, "task": request.task, "config": config, "yaml": to_yaml(request.mapping())}
 
     def delete(self, name: str) -> dict[str, Any]:
         self.load(name)
         self._home.config(name).unlink(missing_ok=True)
         return {"deleted": name}
-
-    def parse(self, body: YamlBody) -> dict[str, Any]:
-        """A configuration file's text as the form has it."""
-        content = parse_settings(body.yaml, "this")
-        if not content:
-            raise ConfigError("this has no settings", fix="write `section:`")
-        if "defaults" in content:
-            raise ConfigError(
-                "`defaults` names files, which the page cannot read", fix="paste the content of these files"
-            )
-        task = content.pop("task", None) or {}
-        if not isinstance(task, dict):
-            raise ConfigError("`task` must be a section", fix="write `task: {name: har}`")
-        name = str(task.pop("name", next(iter(self._tasks))))
-        form = {key: value for key, value in content.items() if value is not None and key not in REFUSED}
-        wanted = check(name, form | {"task": task}, self._tasks, self._home)
-        return {"task": wanted.task, "config": for_page(wanted.settings)}

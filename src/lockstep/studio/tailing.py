@@ -1,4 +1,4 @@
-"""Follow the files of a run: what was appended since the last poll, as columns and as messages for the page."""
+"""Follow the files of a run: rows since the last poll, as columns and as messages for the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,10 @@ from lockstep.studio.home import modified_ns
 
 #: Above this number of rows the page gets the minimum and maximum of buckets: no chart is wider than half of POINTS.
 FULL_ROWS = 5_000
-#: Rows of a thinned-out history, and most values of a message with every row.
-POINTS, MAX_VALUES = 4_000, 5_000_000
+#: Rows of a thinned-out history.
+POINTS = 4_000
+#: Maximum number of values in a message with every row.
+MAX_VALUES = 5_000_000
 #: ``ranks.jsonl`` has seven numbers a rank: enough for 1,024 ranks.
 _MAX_COLUMNS = 8192
 _MAX_DEPTH = 4
@@ -44,13 +46,20 @@ Column = NDArray[np.float64]
 Message = dict[str, Any] | str
 
 
+class Part(NamedTuple):
+    """Rows of a stream; ``is_thin``: only the extremes of buckets."""
+
+    columns: dict[str, Column]
+    is_thin: bool
+
+
 class Columns:
     """Equally long columns of numbers; a value that a row lacks is NaN. ``x`` names the increasing one."""
 
     def __init__(self, x: str) -> None:
         self.x = x
         self.rows = 0
-        #: Changes when rows are removed: what was sent before is invalid.
+        #: Changes when rows are removed: rows sent before are invalid.
         self.generation = 0
         #: Whether the rows have more columns than are kept.
         self.cut = False
@@ -102,14 +111,15 @@ class Columns:
         end = self.rows if high is None else int(np.searchsorted(self[self.x], high, side="right"))
         return start, max(start, end)
 
-    def part(
-        self, start: int, end: int, names: Sequence[str] | None = None, *, full: bool = False
-    ) -> tuple[dict[str, Column], bool]:
-        """Rows ``start`` to ``end`` as columns (``names``: these and the axes), and whether they were thinned out."""
+    def part(self, start: int, end: int, names: Sequence[str] | None = None, *, full: bool = False) -> Part:
+        """Rows ``start`` to ``end``, thinned out unless they are few, or as many as fit in ``full``.
+
+        ``names``: these columns and the axes; default: all.
+        """
         chosen = self._data.keys() if names is None else {*AXES, *names}
         part = {name: values[start:end] for name, values in self._data.items() if name in chosen}
-        thin = end - start > FULL_ROWS and not (full and (end - start) * len(part) <= MAX_VALUES)
-        return thin_out(part, self.x, POINTS) if thin else part, thin
+        is_thin = end - start > FULL_ROWS and not (full and (end - start) * len(part) <= MAX_VALUES)
+        return Part(thin_out(part, self.x, POINTS) if is_thin else part, is_thin)
 
 
 def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Column]:
@@ -141,13 +151,13 @@ def columns_of(rows: Sequence[Mapping[str, Any]], x: str) -> dict[str, Column]:
     List items with an ``id`` (``devices: [{"id": "gpu:0", …}]``) are named by it, others by position.
     """
     placed = [row for row in rows if not math.isnan(_number(row.get(x)))]
-    found: dict[str, Column] = {x: np.empty(0)}
+    columns: dict[str, Column] = {x: np.empty(0)}
     if placed:
-        _collect(placed, "", 0, found)
-    return found
+        _collect(placed, "", 0, columns)
+    return columns
 
 
-def _collect(rows: Sequence[Mapping[str, Any]], prefix: str, depth: int, found: dict[str, Column]) -> None:
+def _collect(rows: Sequence[Mapping[str, Any]], prefix: str, depth: int, columns: dict[str, Column]) -> None:
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row.get(key) for row in rows]
         kinds = set(map(type, values))
@@ -155,18 +165,20 @@ def _collect(rows: Sequence[Mapping[str, Any]], prefix: str, depth: int, found: 
         if dict in kinds or list in kinds:
             if depth < _MAX_DEPTH:
                 named = any(isinstance(v, list) and v and isinstance(v[0], dict) and "id" in v[0] for v in values)
-                _collect([_as_mapping(v) for v in values], prefix if named else f"{name}.", depth + 1, found)
-        elif kinds & {int, float} and len(found) <= _MAX_COLUMNS:  # one too many, for `cut`
+                _collect([_as_mapping(v) for v in values], prefix if named else f"{name}.", depth + 1, columns)
+        elif kinds & {int, float} and len(columns) <= _MAX_COLUMNS:  # one too many, for `cut`
             try:
-                found[name] = np.array(values, dtype=np.float64)
+                columns[name] = np.array(values, dtype=np.float64)
             except (ValueError, TypeError, OverflowError):
-                found[name] = np.array([_number(value) for value in values])
+                columns[name] = np.array([_number(value) for value in values])
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
     if isinstance(value, list):
         items = enumerate(value[:_MAX_COLUMNS])
-        return {str(item["id"] if isinstance(item, dict) and "id" in item else place): item for place, item in items}
+        return {
+            str(item["id"] if isinstance(item, dict) and "id" in item else position): item for position, item in items
+        }
     return value if isinstance(value, dict) else {}
 
 
@@ -220,7 +232,7 @@ class Tail:
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
         """As :func:`lockstep.rundir.folder.surviving`, on stretches of rows instead of single ones."""
         steps = columns["step"]
-        kept = self.columns
+        all_rows = self.columns
         attempts = np.nan_to_num(columns.get("attempt", np.ones(len(steps))), nan=1)
         breaks = np.flatnonzero((np.diff(steps) <= 0) | (np.diff(attempts) != 0)) + 1
         for start, end in itertools.pairwise([0, *breaks.tolist(), len(steps)]):
@@ -229,8 +241,8 @@ class Tail:
             later = [step for attempt, step in self._attempts.items() if attempt > int(attempts[start])]
             last = start + int(np.searchsorted(steps[start:end], min(later, default=np.inf), side="right"))
             if last > start:
-                kept.truncate(int(np.searchsorted(kept["step"], steps[start])) if kept.rows else 0)
-                kept.append(self._with_time({name: values[start:last] for name, values in columns.items()}))
+                all_rows.truncate(int(np.searchsorted(all_rows["step"], steps[start])) if all_rows.rows else 0)
+                all_rows.append(self._with_time({name: values[start:last] for name, values in columns.items()}))
 
     def _with_time(self, columns: dict[str, Column]) -> dict[str, Column]:
         """Add the seconds of training to rows that follow those that there are, if they have a throughput."""
@@ -262,7 +274,7 @@ class Feed:
         self.tails: dict[str, Tail] = {}
         self.previews: dict[str, Columns] = {}
         self.lock = threading.Lock()
-        #: Whether a file is longer than what has been read of it.
+        #: Whether a file has rows that were not read yet.
         self.behind = False
         self._run = run
         self._polled = -TICK_S
@@ -271,7 +283,7 @@ class Feed:
         self._stamp: tuple[int, ...] = ()
 
     def poll(self) -> None:
-        """Read what is new, though not again within half a tick, for several tabs. The caller has the lock."""
+        """Read new rows, though not again within half a tick, for several tabs. The caller has the lock."""
         now = time.monotonic()
         if now - self._polled < TICK_S / 2 and not self.behind:
             return
@@ -289,25 +301,13 @@ class Feed:
                     break
         self.behind = any(tail.reader.behind for tail in self.tails.values())
 
-    def message(
-        self,
-        kind: str,
-        stream: str,
-        columns: Columns,
-        start: int = 0,
-        end: int | None = None,
-        *,
-        names: Sequence[str] | None = None,
-        full: bool = False,
-        **more: Any,
-    ) -> str:
-        """Rows: all of a ``history``, a ``delta`` from ``start`` on, or a ``range``; ``null``: no number."""
-        end = columns.rows if end is None else end
-        part, thin = columns.part(start, end, names, full=full)
-        place = {"type": "rows", "kind": kind, "run": self.name, "stream": stream, "x": columns.x}
-        state = {"generation": columns.generation, "total": columns.rows, "downsampled": thin, "cut": columns.cut}
-        content = {name: values.tolist() for name, values in part.items()}
-        return to_json({**place, **state, "preview": False, **more, "columns": content}, inf_nan_mode="null").decode()
+    def message(self, kind: str, stream: str, columns: Columns, part: Part, **more: Any) -> str:
+        """Rows: all of a ``history``, a ``delta`` of new ones, or a ``range``; ``null``: no number."""
+        header = {"type": "rows", "kind": kind, "run": self.name, "stream": stream, "x": columns.x}
+        state = {"generation": columns.generation, "total": columns.rows, "cut": columns.cut}
+        content = {name: values.tolist() for name, values in part.columns.items()}
+        message = {**header, **state, "downsampled": part.is_thin, "preview": False, **more, "columns": content}
+        return to_json(message, inf_nan_mode="null").decode()
 
     def _look(self) -> None:
         """Notice attempts, which supersede rows, new streams and epochs."""
@@ -341,7 +341,7 @@ class Feed:
 
 @dataclass
 class Subscription:
-    """What a tab has received of one run."""
+    """The rows of one run that a tab has received."""
 
     feed: Feed
     #: By stream: generation and rows as the tab has them, and the rows of its last history.
@@ -367,10 +367,12 @@ class Subscription:
         if (preview := feed.previews.get(stream)) is not None:
             # The cursor of a preview matches no generation, so the complete history follows.
             self.cursors[stream] = (-1, 0, 0)
-            return [feed.message("history", stream, preview, preview=True)] if generation == -2 else []
+            sample = preview.part(0, preview.rows)
+            return [feed.message("history", stream, preview, sample, preview=True)] if generation == -2 else []
         # After many new rows a downsampled history is sent again: a page that is open for days stays fast.
         if generation != columns.generation or columns.rows - sent > FULL_ROWS:
             self.cursors[stream] = (columns.generation, columns.rows, columns.rows)
-            return [feed.message("history", stream, columns)]
+            return [feed.message("history", stream, columns, columns.part(0, columns.rows))]
         self.cursors[stream] = (generation, columns.rows, sent)
-        return [feed.message("delta", stream, columns, rows)] if rows < columns.rows else []
+        new = columns.part(rows, columns.rows)
+        return [feed.message("delta", stream, columns, new)] if rows < columns.rows else []

@@ -1,4 +1,4 @@
-"""The loggers of a run: CSV, TensorBoard, Weights & Biases and MLflow; the last two send in the background.
+"""The loggers of a run: TensorBoard, Weights & Biases and MLflow; the last two send in the background.
 
 :data:`LOGGERS` has them by the setting that asks for each. A run's numbers are called ``val_loss`` in its rows,
 ``val/loss`` in every logger.
@@ -7,38 +7,40 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib.util
-import io
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.events import Event, PictureDrawn, RunEnded, RunStarted, Sink
-from lockstep.rundir.files import flattened, plain, write_text
+from lockstep.events import (
+    EpochEnded,
+    Evaluated,
+    Event,
+    PictureDrawn,
+    RanksLogged,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StepLogged,
+)
+from lockstep.rundir.files import flattened, plain
 from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
     import wandb
     from mlflow import MlflowClient
     from torch.utils.tensorboard import SummaryWriter
-
-
-from collections.abc import Container
-from typing import TypeVar
-
-from lockstep.events import EpochEnded, Evaluated, RanksLogged, StepLogged
 
 _log = logging.getLogger(__name__)
 #: How long the end of a run waits for a logger.
@@ -134,49 +136,6 @@ class Logger:
 
     def end(self, event: RunEnded | None) -> None:
         """``None``: the run failed without an end."""
-
-
-class CsvSink(Logger):
-    """A line for each event and a column for each name; a resumed run removes superseded rows."""
-
-    name = "CSV"
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._columns = ["step"]
-
-    def start(self, event: RunStarted) -> None:
-        rows = [row for row in self._read() if event.step and int(row["step"]) <= event.step]
-        self._columns = list(rows[0]) if rows else ["step"]
-        self._rewrite(rows)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        row = {"step": str(step), **{name: repr(value) for name, value in values.items()}}
-        if new := [name for name in row if name not in self._columns]:
-            rows = self._read()
-            self._columns += new
-            self._rewrite([*rows, row])
-            return
-        with self._file.open("r+", encoding="utf-8", newline="") as file:  # a file that was removed is not made again
-            file.seek(0, io.SEEK_END)
-            self._writer(file).writerow(row)
-
-    def _read(self) -> list[dict[str, str]]:
-        if not self._file.exists():
-            return []
-        with self._file.open(encoding="utf-8", newline="") as file:
-            # The last line may be torn: a writer was killed.
-            return [row for row in csv.DictReader(file) if row["step"].isdigit() and None not in row.values()]
-
-    def _rewrite(self, rows: Sequence[dict[str, str]]) -> None:
-        text = io.StringIO(newline="")
-        writer = self._writer(text)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(self._file, text.getvalue(), durable=False)
-
-    def _writer(self, file: io.TextIOBase | io.StringIO) -> csv.DictWriter[str]:
-        return csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
 
 
 class TensorBoardSink(Logger):
@@ -355,11 +314,9 @@ def _files_allowed(uri: str) -> Iterator[None]:
             del os.environ[variable]
 
 
-#: The loggers: the setting of ``telemetry`` that asks for each, and how it is made. The setting of one that needs a
-#: package has the package's name.
+#: How each logger is made, by its setting of ``telemetry``, which has the name of its package.
 LOGGERS: Mapping[str, Callable[[RunDir, RunConfig], Sink]] = {
     "tensorboard": lambda run, _: TensorBoardSink(run.logs),
-    "csv": lambda run, _: CsvSink(run.logs / "metrics.csv"),
     "wandb": lambda run, config: BackgroundSink(WandbSink(run.logs, run.read().id, config)),
     "mlflow": lambda run, config: BackgroundSink(MlflowSink(run.logs, run.read().id, config)),
 }
@@ -372,8 +329,7 @@ def _off(logger: str) -> str | bool:
 #: Settings of ``telemetry`` with which a run reports to its folder alone.
 QUIET: Mapping[str, Any] = {
     **{name: _off(name) for name in LOGGERS},
-    **{"progress": "silent", "system_metrics": False},
-    **dict.fromkeys(("profile", "forecast")),
+    **{"progress": "silent", "system_metrics": False, "profile": None},
 }
 
 
@@ -387,7 +343,7 @@ def is_wanted(logger: str, config: RunConfig) -> bool:
     setting = getattr(config.telemetry, logger)
     if setting == _off(logger):
         return False
-    installed = logger == "csv" or importlib.util.find_spec(logger) is not None
+    installed = importlib.util.find_spec(logger) is not None
     if not installed and setting != "auto":
         raise ConfigError(
             f"telemetry.{logger} is on, but {logger} is not installed",

@@ -164,9 +164,14 @@ class RunFolderSink:
     def _end(self, event: events.RunEnded) -> None:
         results = training_results(self._rows, event, self._config or self._run.config())
         write_json(self._run.path / RESULTS_FILE, results)
-        best = {} if event.best_epoch is None else {"best_epoch": event.best_epoch, "best_metric": event.best_metric}
+        best = self._run.read() if event.best_epoch is None else event
         self._run.update(
-            status=event.status, completed_at=utc_now(), final_metrics=event.final_metrics, error=event.error, **best
+            status=event.status,
+            completed_at=utc_now(),
+            final_metrics=event.final_metrics,
+            error=event.error,
+            best_epoch=best.best_epoch,
+            best_metric=best.best_metric,
         )
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import lockstep
 from lockstep.cli.main import main
 from lockstep.lab.report.figures import pictures
-from lockstep.lab.report.source import MAX_POINTS, compared, read_run, thinned
+from lockstep.lab.report.source import MAX_POINTS, read_run, thinned
 from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import differences
@@ -186,21 +186,6 @@ def test_evaluations_between_epochs_stand_beside_those_at_their_ends(runs: Path,
     assert json.loads(cli("show", run.path, "--json")[1])["metrics"]["evaluations"] == [between]
     shown = cli("show", run.path)[1]
     assert re.search(r"^last evaluation between epochs *\nattempt +1\nstep +15$", shown, re.MULTILINE)
-
-
-def test_a_run_is_held_against_its_forecast(runs: Path, cli: Cli, tmp_path: Path) -> None:
-    run = RunDir.open(shutil.copytree(runs / "a", tmp_path / "a", symlinks=True))
-    row = {"gpus": 1, "samples_per_s": 1e9, "samples_per_s_low": 9e8, "samples_per_s_high": 2e9}
-    settings = {"batch_size": run.plan()["batch"]["batch_size"], "accumulate": 1}
-    foreseen = {"kind": "forecast", "task": "har", "settings": settings, "rows": [row]}
-    run.forecast_file.write_text(json.dumps(foreseen))
-    words = "predicted 1,000,000,000 samples/s (900,000,000 to 2,000,000,000), measured"
-    assert words in compared([read_run(run)]).results["forecast"][0]
-    assert words in " ".join(cli("show", run.path)[1].split())
-    run.forecast_file.write_text('{"kind": "forecast", "rows": [{}]}')
-    damaged = read_run(run)
-    assert damaged.forecast is None
-    assert "forecast.json is not a forecast" in damaged.problems[0]
 
 
 def test_a_benchmark_is_taken_in(cli: Cli, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The data that a report shows of a run, read from its folder once; its samples per second beside its forecast."""
+"""The data that a report shows of a run, read from its folder once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.rundir.files import flattened, names_in, read_bytes, read_json, sparse_rows
 from lockstep.rundir.folder import RunDir, RunRecord
-from lockstep.rundir.forecast_score import in_words, score_of
 from lockstep.rundir.summary import Comparison, compare
 
 Row = dict[str, Any]
@@ -27,7 +26,7 @@ class RunData:
 
     ``config`` is flat (``optimizer.lr`` → 0.001), without ``save_dir``. ``tables`` are matrices of the test, such as a
     confusion matrix, and ``class_names`` those of its rows; ``drawn`` the newest of each of the task's pictures, as
-    PNG. ``forecast``: how accurate the one in the folder was, in words. ``problems``: what could not be read, and why.
+    PNG. ``problems``: what could not be read, and why.
     """
 
     path: Path
@@ -42,7 +41,6 @@ class RunData:
     tables: Mapping[str, Sequence[Sequence[float]]]
     class_names: Sequence[str]
     drawn: Mapping[str, bytes]
-    forecast: str | None
     problems: tuple[str, ...]
 
 
@@ -58,8 +56,6 @@ def read_run(run: RunDir) -> RunData:
             problems.append(str(error).splitlines()[0])
             return default
 
-    plan = safely(run.plan, {}) if run.plan_file.exists() else {}
-    scored = safely(lambda: score_of(run), None) if plan else None
     tables = safely(run.tables, {})
     names = tables.get("class_names")
     return RunData(
@@ -78,13 +74,12 @@ def read_run(run: RunDir) -> RunData:
         tables={name: table for name, table in tables.items() if _is_matrix(table)},
         class_names=list(map(str, names)) if isinstance(names, list) else [],
         drawn=safely(lambda: _drawn(run), {}),
-        forecast=in_words(scored) if scored is not None else None,
         problems=tuple(problems),
     )
 
 
 def compared(runs: Sequence[RunData]) -> Comparison:
-    return compare([RunDir(run.path) for run in runs], {"forecast": [run.forecast for run in runs]})
+    return compare([RunDir(run.path) for run in runs])
 
 
 def text(value: Any) -> str:

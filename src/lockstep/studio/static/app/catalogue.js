@@ -35,9 +35,5 @@ export const usable = () => (devices.value?.devices ?? []).filter(({ supported }
 /** Those of the best kind here: GPUs, else the CPU. */
 export const bestDevices = () => (usable().some((id) => id !== "cpu") ? usable().filter((id) => id !== "cpu") : usable());
 
-/** Those of them that no process and none of the `going` runs uses. */
-export const freeDevices = (going) =>
-  bestDevices().filter((id) => !devices.value.devices.find((one) => one.id === id).users.length && !going.some((run) => run.devices?.includes(id)));
-
 /** Memory and users of the devices change while the page is open. */
 export const refreshDevices = async () => (devices.value = await get("/devices?refresh=1"));

@@ -5,7 +5,7 @@ import { AXES, lastIndexAtMost } from "./columns.js";
 import { number } from "./format.js";
 import { isGap, Plot, themes } from "./plot.js";
 import { keep, route } from "./route.js";
-import { Menu, Search, Select, Tick } from "./ui.js";
+import { Button, Search, Select, Tick } from "./ui.js";
 
 /** Options of all charts, kept in the link. */
 export const drawing = computed(() => {
@@ -61,7 +61,6 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const own = useState([]);
   const [hidden, setHidden] = shared ?? own;
   const [cursor, setCursor] = useState(null);
-  const [full, setFull] = useState(false);
   const [seen, setSeen] = useState(false);
   const log = canLog && drawing.value.log;
   const smoothing = drawing.value.smoothing;
@@ -91,7 +90,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   }, []);
   const theme = themes.value;
   useEffect(() => {
-    if (seen) plot.current.draw({ series: shown, height: full ? innerHeight - 160 : height, log, smoothing, against, fraction, theme, unit: format.axis });
+    if (seen) plot.current.draw({ series: shown, height, log, smoothing, against, fraction, theme, unit: format.axis });
   });
   useEffect(() => plot.current.resetZoom(), [resets.value]);
 
@@ -106,17 +105,13 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   const newest = series.map((one) => [one.label, pointOf(one)]).filter(([, point]) => point);
   const summary = newest.map(([label, point]) => `${label} ${text(point)} at ${against} ${number(point[0])}`).join("; ") || "no points yet";
   const valueOf = (one) => text(pointOf(one, cursor === null ? undefined : lastIndexAtMost(one.x, cursor.x)));
-  const items = [
-    [full ? "Leave full screen" : "Full screen", () => setFull(!full)],
-    ["Download CSV", async () => save(title, "csv", new Blob([csv(await whole(), against)], { type: "text/csv" }))],
-    ["Download PNG", () => picture(host.current.querySelector("canvas"), (blob) => save(title, "png", blob))],
-  ];
-  return html`<figure class="chart ${full ? "full" : ""}" aria-label=${title} onKeyDown=${(event) => full && event.key === "Escape" && setFull(false)}>
+  const download = async () => save(title, csv(await whole(), against));
+  return html`<figure class="chart" aria-label=${title}>
     <figcaption>
       <strong class="clip" title=${title}>${title}</strong>
       <span class="muted">${[unit.trim(), log && "log scale"].filter(Boolean).join(", ")}</span>
       <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor.x)}` : ""}</span>
-      <${Menu} label=${`Actions for ${title}`} items=${items} />
+      <${Button} kind="quiet small" title="Download CSV" aria-label=${`Download CSV of ${title}`} onClick=${download}>⭳<//>
     </figcaption>
     <div class="plot" ref=${host} role="img" tabindex="0" onDblClick=${() => (resets.value += 1)} aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`} onKeyDown=${keys}></div>
     ${shared && cursor !== null && html`<${Tip} left=${cursor.left} series=${shown} textOf=${valueOf} />`}
@@ -149,18 +144,8 @@ function csv(series, against) {
   return [[against, ...series.map(({ label }) => quote(label))], ...cells].map((row) => `${row.join(",")}\n`).join("");
 }
 
-/** The canvas on the background of the page. */
-function picture(canvas, done) {
-  const copy = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
-  const context = copy.getContext("2d");
-  context.fillStyle = getComputedStyle(canvas.closest(".chart")).backgroundColor;
-  context.fillRect(0, 0, copy.width, copy.height);
-  context.drawImage(canvas, 0, 0);
-  copy.toBlob(done);
-}
-
-function save(title, kind, blob) {
-  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `${title.replace(/[^\w.-]+/g, "-").toLowerCase()}.${kind}` });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+function save(title, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  Object.assign(document.createElement("a"), { href: url, download: `${title.replace(/[^\w.-]+/g, "-").toLowerCase()}.csv` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

@@ -2,7 +2,7 @@
 
 import { html, useState } from "./html.js";
 import { useAnswer } from "./api.js";
-import { Chart, Legend, looks, Swatch } from "./charts.js";
+import { Legend, looks, Swatch } from "./charts.js";
 import { useRuns } from "./curves.js";
 import { heading, number, plain } from "./format.js";
 import { findRun, labelsOf, runs } from "./live.js";
@@ -47,24 +47,6 @@ function bestOf(key, values) {
 
 /** The rows whose numbers differ between the runs. */
 const varied = (rows) => rows.filter(({ values }) => new Set(values.filter(Number.isFinite)).size > 1);
-
-/** Any two numbers of the runs against each other: settings, results. */
-function Scatter({ answer }) {
-  const rows = varied([...answer.config, ...answer.metrics]);
-  const [chosen, setChosen] = useState([null, null]);
-  if (rows.length < 2) return null;
-  const names = rows.map(({ key }) => key);
-  const pick = (at, fallback) => (names.includes(chosen[at]) ? chosen[at] : fallback);
-  const x = pick(0, names[0]);
-  const y = pick(1, [...varied(answer.metrics), ...rows].find(({ key }) => key !== x).key);
-  const valuesOf = (key) => rows.find((row) => row.key === key).values;
-  const points = answer.runs.map((run, at) => ({ label: labelsOf(answer.runs)[at], index: at, points: true, x: [valuesOf(x)[at]], y: [valuesOf(y)[at]] })).filter((one) => Number.isFinite(one.x[0]) && Number.isFinite(one.y[0]));
-  const choice = (at, text, value) => html`<${Select} label=${text} value=${value} options=${names} onChange=${(name) => setChosen(chosen.map((one, place) => (place === at ? name : one)))} />`;
-  return html`<section class="card stack" aria-label="Scatter">
-    <div class="row wrap"><h2>Scatter</h2>${choice(0, "x", x)}${choice(1, "y", y)}</div>
-    ${points.length ? html`<${Chart} key=${`${x} ${y}`} title=${`${y} against ${x}`} against=${x} fraction series=${points} height=${260} />` : html`<p class="muted">No run has both numbers.</p>`}
-  </section>`;
-}
 
 /** Most axes of the parallel coordinates: settings first, then results. */
 const MOST_AXES = 10;
@@ -129,7 +111,6 @@ export function Compare() {
       <${Overlay} ids=${ids} groups=${groups} beside=${answer && html`<${Select} label="Group by" kind="" value=${grouped?.key ?? ""} options=${[["", "No groups"], ...answer.config.map(({ key }) => key)]} onChange=${(key) => keep("group", key)} />`} />
       ${answer &&
       html`
-        <${Scatter} answer=${answer} />
         <${Parallel} answer=${answer} />
         <${Differences} title="Results" rows=${answer.metrics} heads=${answer.runs} none="No results yet." />
         <${Differences} title="Differences in configuration" rows=${answer.config} heads=${answer.runs} none="The configurations are the same." />

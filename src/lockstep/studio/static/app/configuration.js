@@ -150,30 +150,21 @@ function SaveDialog({ onClose }) {
 }
 
 function LoadDialog({ onClose }) {
-  const [yaml, setYaml] = useState("");
   const [deleted, setDeleted] = useState(0);
   const { found, error } = useAnswer("/configs", [deleted]);
   const take = (name) => get(`/configs/${encodeURIComponent(name)}`).then((config) => (replaceDraft(config), onClose()), showError);
   const drop = (name) => remove(`/configs/${encodeURIComponent(name)}`).then(() => setDeleted(deleted + 1), showError);
-  const parse = async () => replaceDraft(await post("/configs/parse", { yaml }));
-  return html`<${Dialog} title="Load configuration" submit="Load YAML" onClose=${onClose} onSubmit=${parse} why=${yaml.trim() ? "" : "paste YAML, or choose a saved configuration"}>
-    <div class="stack">
-      <h2>Saved</h2>
-      <${Problem} error=${error} />
-      ${found?.configs.length === 0 && html`<p class="muted">No saved configurations.</p>`}
-      <ul class="stack">
-        ${found?.configs.map(
-          ({ name, task: of }) => html`<li key=${name} class="row">
-            <button type="button" class="button grow" onClick=${() => take(name)}>${name} <span class="muted">${of}</span></button>
-            <button type="button" class="button quiet danger" aria-label=${`Delete the saved configuration ${name}`} onClick=${() => drop(name)}>Delete</button>
-          </li>`,
-        )}
-      </ul>
-    </div>
-    <label class="stack">
-      YAML
-      <textarea class="input mono" rows="8" spellcheck="false" value=${yaml} onInput=${(event) => setYaml(event.currentTarget.value)}></textarea>
-    </label>
+  return html`<${Dialog} title="Load configuration" onClose=${onClose}>
+    <${Problem} error=${error} />
+    ${found?.configs.length === 0 && html`<p class="muted">No saved configurations.</p>`}
+    <ul class="stack">
+      ${found?.configs.map(
+        ({ name, task: of }) => html`<li key=${name} class="row">
+          <button type="button" class="button grow" onClick=${() => take(name)}>${name} <span class="muted">${of}</span></button>
+          <button type="button" class="button quiet danger" aria-label=${`Delete the saved configuration ${name}`} onClick=${() => drop(name)}>Delete</button>
+        </li>`,
+      )}
+    </ul>
   <//>`;
 }
 

@@ -64,11 +64,10 @@ export const tick = (selected) => (draft.value = { ...draft.value, config: withD
 /** Counts up when the whole form is filled again, so that unfinished input is dropped. */
 export const filled = signal(0);
 
-/** A name among the settings is shown in the Name field. */
-export function replaceDraft({ task: name, config: { name: own, ...config }, name: label }) {
+export function replaceDraft({ task: of, config, name = "" }) {
   mistakes.value = {};
   filled.value += 1;
-  draft.value = { task: name, config, name: label || own || "" };
+  draft.value = { task: of, config, name };
 }
 
 /** Another task has other settings; the rest is kept. */

@@ -11,13 +11,14 @@ async function enter(token) {
   if (answer.ok) return location.reload();
   alert.textContent = (await answer.json()).message;
   alert.hidden = false;
+  document.querySelector("main").hidden = false;
 }
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   enter(form.token.value.trim());
 });
-// A link elsewhere leads here without the cookie, which this page's own requests have.
-if (given) enter(given);
-else if ((await fetch("api/studio")).ok) location.reload();
-else document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href: "static/styles/base.css" }));
+// A link elsewhere leads here without the cookie, which this page's requests have.
+if (given) await enter(given);
+else if ((await (await fetch("api/session")).json()).data) location.reload();
+else document.querySelector("main").hidden = false;

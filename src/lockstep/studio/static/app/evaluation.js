@@ -1,10 +1,9 @@
-// What evaluations left in the run folder: confusion matrices, pictures with a slider, results of `lockstep evaluate`.
+// What evaluations left in the run folder: confusion matrices, pictures with a slider.
 
 import { html, useState } from "./html.js";
 import { filePath } from "./api.js";
-import { Job } from "./afterwards.js";
 import { heading, number, percent } from "./format.js";
-import { Button, Table } from "./ui.js";
+import { Table } from "./ui.js";
 
 /** What a table of the task shows: a square `…confusion`, the scores of `…per_class`, other rows of numbers, or neither. */
 function kindOf([name, value]) {
@@ -44,55 +43,54 @@ function Confusion({ title, matrix, names }) {
   </section>`;
 }
 
-function Strip({ run, title, files }) {
-  const [at, setAt] = useState(files.length - 1);
-  const file = files[Math.min(at, files.length - 1)];
-  const epoch = /-epoch-(\d+)\.png$/.exec(file)?.[1];
-  const text = epoch ? `epoch ${Number(epoch)}` : file;
+/** The entry of the newest evaluation up to `epoch`; entries ascend. */
+const upTo = (entries, epoch) => entries.findLast((entry) => entry.epoch <= epoch) ?? entries[0];
+
+/** The entries of the chosen epoch and of the newest one beside each other; `children` draws one. */
+function SideBySide({ title, entries, epoch, children }) {
+  const pair = [...new Set([upTo(entries, epoch), entries.at(-1)])];
   return html`<section class="card stack" aria-label=${title}>
-    <${Slider} title=${title} count=${files.length} at=${at} text=${text} onChange=${setAt} />
-    <img class="picture" onLoad=${({ currentTarget: it }) => it.classList.toggle("small", it.naturalHeight < 96)} src=${filePath(run.id, `pictures/${file}`)} alt=${`${title}, ${text}`} />
+    <h2>${title}</h2>
+    <div class="epochs">${pair.map((entry) => html`<div key=${entry.epoch} class="stack"><span class="muted">epoch ${number(entry.epoch)}</span>${children(entry)}</div>`)}</div>
   </section>`;
 }
 
-/** What the task said of each evaluation: samples of text, recordings with what was heard. */
-function Remarks({ run, rows }) {
-  const [at, setAt] = useState(null);
-  const row = rows[Math.min(at ?? Infinity, rows.length - 1)];
-  return html`<section class="card stack" aria-label="Remarks">
-    <${Slider} title="Remarks" count=${rows.length} at=${rows.indexOf(row)} onChange=${(place) => setAt(place === rows.length - 1 ? null : place)} text=${`epoch ${number(row.epoch)}, step ${number(row.step)}`} />
-    <ul class="stack">
-      ${row.remarks.map(({ text, audio }, place) => html`<li key=${place}>
-        <p class="sample">${text}</p>
-        ${audio && html`<audio controls preload="none" aria-label=${text} src=${filePath(run, `audio/${audio}`)}></audio>`}
+/** Pictures and remarks (samples of text, recordings) of the validations, under one slider over the epochs. */
+function Epochs({ run, remarks, pictures }) {
+  const [at, setAt] = useState(Infinity);
+  const files = Map.groupBy(pictures.map((file) => ({ file, epoch: Number(/-epoch-(\d+)\.png$/.exec(file)?.[1] ?? 0) })), ({ file }) => file.replace(/-epoch-\d+\.png$/, ""));
+  const epochs = [...new Set([...remarks, ...[...files.values()].flat()].map(({ epoch }) => epoch))].sort((a, b) => a - b);
+  if (!epochs.length) return null;
+  const epoch = epochs[Math.min(at, epochs.length - 1)];
+  const text = `epoch ${number(epoch)}`;
+  return html`
+    ${epochs.length > 1 && html`<label class="card row">Epoch <input class="grow" type="range" min="0" max=${epochs.length - 1} value=${epochs.indexOf(epoch)} aria-valuetext=${text} onInput=${(event) => setAt(Number(event.currentTarget.value))} /> <span class="number">${number(epoch)}</span></label>`}
+    ${remarks.length > 0 && html`<${SideBySide} title="Remarks" entries=${remarks} epoch=${epoch}>${(row) => html`<ul class="stack">
+      ${row.remarks.map(({ text: remark, audio }, place) => html`<li key=${place}>
+        <p class="sample">${remark}</p>
+        ${audio && html`<audio controls preload="none" aria-label=${remark} src=${filePath(run, `audio/${audio}`)}></audio>`}
       </li>`)}
-    </ul>
-  </section>`;
+    </ul>`}<//>`}
+    ${[...files].map(([name, entries]) => html`<${SideBySide} key=${name} title=${heading(name)} entries=${entries} epoch=${epoch}>
+      ${({ file, epoch: of }) => html`<img class="picture" src=${filePath(run, `pictures/${file}`)} alt=${`${heading(name)}, epoch ${of}`} />`}
+    <//>`)}
+  `;
 }
 
-/** A heading, and where there are several evaluations a slider over them. */
-const Slider = ({ title, count, at, text, onChange }) => html`<div class="row between"><h2>${title}</h2><span class="muted number">${text}</span></div>
-  ${count > 1 && html`<input type="range" min="0" max=${count - 1} value=${at} aria-label=${`Epoch of ${title}`} aria-valuetext=${text} onInput=${(event) => onChange(Number(event.currentTarget.value))} />`}`;
-
-export function Evaluation({ run, detail, jobs, onEvaluate }) {
+export function Evaluation({ run, detail }) {
   if (!detail) return html`<p class="empty" role="status">Loading…</p>`;
   const { class_names: classes, ...tables } = detail.tables ?? {};
   const of = Map.groupBy(Object.entries(tables), kindOf);
   const namesOf = (rows) => (Array.isArray(classes) && classes.length === rows.length ? classes.map(String) : rows.map((_, at) => `${at}`));
   // A confusion matrix has these scores beside it.
   const scores = (of.get("scores") ?? []).filter(([name]) => !(name.replace("per_class", "confusion") in tables));
-  const pictures = Map.groupBy(detail.pictures, (name) => name.replace(/-epoch-\d+\.png$/, ""));
-  const ours = jobs.filter(({ kind }) => kind === "evaluate");
-  const none = !detail.remarks.length && !Object.keys(tables).length && !detail.pictures.length && !ours.length;
+  const none = !detail.remarks.length && !Object.keys(tables).length && !detail.pictures.length;
   return html`
-    ${ours.map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     ${of.get("confusion")?.map(([name, matrix]) => html`<${Confusion} key=${name} title=${heading(name)} matrix=${matrix} names=${namesOf(matrix)} />`)}
     ${scores.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Scores} names=${namesOf(rows)} rows=${rows} /></section>`)}
-    ${detail.remarks.length > 0 && html`<${Remarks} run=${run.id} rows=${detail.remarks} />`}
-    ${[...pictures].map(([title, files]) => html`<${Strip} key=${title} run=${run} title=${heading(title)} files=${files} />`)}
+    <${Epochs} run=${run.id} remarks=${detail.remarks} pictures=${detail.pictures} />
     ${of.get("rows")?.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Table} label=${heading(name)} heads=${["", ...rows[0].map((_, at) => [at])]} rows=${rows.map((row, at) => [namesOf(rows)[at], ...row.map((value) => number(value))])} /></section>`)}
     ${of.get("text")?.map(([name, value]) => html`<section key=${name} class="card stack"><h2>${heading(name)}</h2><pre class="wrap log" tabindex="0">${JSON.stringify(value, null, 1)}</pre></section>`)}
-    ${none && html`<div class="empty stack"><p>No confusion matrix, pictures, remarks or evaluations yet. Tasks that return them show them here.</p>
-      ${detail.checkpoints.length > 0 && html`<p><${Button} onClick=${onEvaluate}>Evaluate a checkpoint…<//></p>`}</div>`}
+    ${none && html`<p class="empty">No confusion matrix, pictures or remarks yet. Tasks that return them show them here.</p>`}
   `;
 }

@@ -2,32 +2,27 @@
 // section of the form: devices, precision, and the plan for them. All texts come from the server.
 
 import { html, useEffect, useState } from "./html.js";
-import { devices, freeDevices, refreshDevices, usable } from "./catalogue.js";
+import { devices, refreshDevices, usable } from "./catalogue.js";
 import { change, draft, isOld, planned, tick, ticked, valueOf } from "./draft.js";
 import { note } from "./fields.js";
-import { deviceWords, gigabytes, many } from "./format.js";
-import { isGoing, runs } from "./live.js";
+import { gigabytes, many } from "./format.js";
+import { isGoing, label, runs } from "./live.js";
 import { Button, Labelled, Select, showError } from "./ui.js";
 
 const MOST_RANKS = 64;
 
-export const deviceTitle = (id) => (id === "cpu" ? "CPU" : id.replace("gpu:", "GPU "));
-/** How much there is of a device. */
-export const coresOf = ({ cores }) => (cores ? many(cores, "core") : "");
-
-/** The runs of this folder that a device computes for. */
-export const runsOn = (id) => (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id));
+const deviceTitle = (id) => (id === "cpu" ? "CPU" : id.replace("gpu:", "GPU "));
 /** A process that uses a device. */
-export const processText = (user) => `${user.owner ? `${user.owner}: ` : ""}${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}${user.run ? `, run ${user.run}` : ""})`;
+const processText = (user) => `${user.owner ? `${user.owner}: ` : ""}${user.name} (process ${user.pid}${user.memory_gb ? `, ${gigabytes(user.memory_gb * 1e9)}` : ""}${user.run ? `, run ${user.run}` : ""})`;
 
 /** What is known of a device, and who uses it. */
 function About({ device }) {
-  const { id, users, note, memory_gb: memory, free_gb: free } = device;
-  const going = runsOn(id).map((run) => run.name || run.id);
+  const { id, cores, users, note, memory_gb: memory, free_gb: free } = device;
+  const going = (runs.value ?? []).filter((run) => isGoing(run) && run.devices?.includes(id)).map(label);
   const used = [...(going.length ? [`run ${going.join(", ")}`] : []), ...users.map(processText)];
-  const facts = [coresOf(device), memory !== null && gigabytes(memory * 1e9), free !== null && `${gigabytes(free * 1e9)} free`];
+  const facts = [cores && many(cores, "core"), memory !== null && gigabytes(memory * 1e9), free !== null && `${gigabytes(free * 1e9)} free`];
   return html`${[facts.filter(Boolean).join(" · "), used.length > 0 && `used by ${used.join("; ")}`, note].filter(Boolean).map((line) => html`<span key=${line} class="facts" style=${{ display: "block" }}>${line}</span>`)}
-    ${device.kind === "gpu" && memory && html`<span class="meter" style=${{ display: "block" }} aria-hidden="true"><span style=${{ width: `${100 * (1 - free / memory)}%` }}></span></span>`}`;
+    ${device.kind === "gpu" && memory && html`<progress aria-hidden="true" max=${memory} value=${memory - free}></progress>`}`;
 }
 
 function Ranks({ chosen, onChoose, onWrong }) {
@@ -81,15 +76,6 @@ function Absent() {
   </div>`;
 }
 
-/** Where a chosen device is in use: those that are not. */
-function Free() {
-  const going = (runs.value ?? []).filter(isGoing);
-  const free = freeDevices(going);
-  const shares = ticked.value.some((id) => going.some((run) => run.devices?.includes(id)));
-  if (!shares || !free.length) return null;
-  return html`<${Button} kind="small" onClick=${() => tick(free)}>Use the free ones: ${deviceWords(free)}<//>`;
-}
-
 function Precision() {
   const chosen = valueOf(["hardware", "precision"]);
   const options = planned.value.answer?.precisions ?? [{ value: chosen, supported: true, reason: null }];
@@ -116,7 +102,7 @@ export function Hardware() {
   if (!devices.value) return null;
   const refresh = html`<div><${Button} kind="quiet small" onClick=${() => refreshDevices().catch(showError)} aria-label="Refresh the devices">Refresh<//></div>`;
   return html`<div class="stack">
-    <${DeviceChoice} key=${draft.value.task} chosen=${ticked.value} onChoose=${tick} detailed beside=${refresh} onWrong=${(message) => note("ranks", message)}><${Absent} /><${Free} /><//>
+    <${DeviceChoice} key=${draft.value.task} chosen=${ticked.value} onChoose=${tick} detailed beside=${refresh} onWrong=${(message) => note("ranks", message)}><${Absent} /><//>
     <${Precision} />
     <${Notes} />
   </div>`;

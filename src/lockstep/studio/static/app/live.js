@@ -45,10 +45,6 @@ export function monitored(run) {
   return name ? [name, best[name]] : null;
 }
 
-/** The newest state of each job, by id. */
-export const jobs = signal({});
-export const takeJob = (job) => (jobs.value = { ...jobs.value, [job.id]: job });
-
 /** The data of one run while it is shown. */
 class RunData {
   watchers = 0;
@@ -185,7 +181,6 @@ const handlers = {
     else if (followed.has(run)) followed.get(run).error.value = error;
     else if (!run) showError(error); // errors about a run that is no longer shown are dropped
   },
-  job: ({ job }) => takeJob(job),
 };
 
 const onMessage = (message) => handlers[message.type]?.(message);

@@ -6,29 +6,31 @@ import { many } from "./format.js";
 import { isGoing } from "./live.js";
 import { Search, Select, Tick } from "./ui.js";
 
+/** Of the style sheet, by the last digit of a code. */
 const COLOURS = ["", "bad", "good", "warn", "info", "series-4", "series-3", ""];
 const ESCAPE = /\u001b\[([\d;]*)m|\u001b\[[\d;?]*[A-Za-z]/g;
 
-/** A line's parts as [text, class], by its ANSI colour codes. */
+/** A line's parts as [text, style], by its ANSI colour codes. */
 function parts(line) {
   const found = [];
-  let [at, colour, bold] = [0, "", ""];
+  let at = 0;
+  let style = {};
   for (const match of line.matchAll(ESCAPE)) {
-    found.push([line.slice(at, match.index), colour + bold]);
+    found.push([line.slice(at, match.index), style]);
     at = match.index + match[0].length;
     for (const code of (match[1] ?? "").split(";").map(Number)) {
-      if (code === 0) [colour, bold] = ["", ""];
-      else if (code === 1) bold = " bold";
-      else if (code === 39) colour = "";
-      else if ((code >= 30 && code < 38) || (code >= 90 && code < 98)) colour = `ansi ${COLOURS[code % 10]}`;
+      if (code === 0) style = {};
+      else if (code === 1) style = { ...style, fontWeight: 650 };
+      else if (code === 39) style = { ...style, color: "" };
+      else if ((code >= 30 && code < 38) || (code >= 90 && code < 98)) style = { ...style, color: `var(--${COLOURS[code % 10]})` };
     }
   }
-  return [...found, [line.slice(at), colour + bold]].filter(([text]) => text);
+  return [...found, [line.slice(at), style]].filter(([text]) => text);
 }
 
 /** Text of a terminal: its colours, without its other codes. */
 export const Coloured = ({ text }) =>
-  text.split("\n").map((line, at) => html`<span key=${at}>${parts(line).map(([part, kind]) => (kind ? html`<span class=${kind}>${part}</span>` : part))}${"\n"}</span>`);
+  text.split("\n").map((line, at) => html`<span key=${at}>${parts(line).map(([part, style]) => html`<span style=${style}>${part}</span>`)}${"\n"}</span>`);
 
 export function Log({ run, names }) {
   const [name, setName] = useState(null);

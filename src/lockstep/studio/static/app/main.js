@@ -5,18 +5,15 @@ import { locked } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
 import { Configuration } from "./configuration.js";
-import { Machine } from "./machine.js";
 import { keepPlanning } from "./draft.js";
-import { heading, number } from "./format.js";
-import { connect, connection, instance, isGoing, label, monitored, runs, silence } from "./live.js";
+import { connect, connection, instance, runs, silence } from "./live.js";
 import { repaint } from "./plot.js";
-import { address, drawer, go, route } from "./route.js";
+import { address, drawer, route } from "./route.js";
 import { compared, Runs } from "./runs.js";
 import { Run } from "./run.js";
-import { Scaling } from "./scaling.js";
-import { Boundary, Button, Problem, showMessage, Toasts } from "./ui.js";
+import { Boundary, Button, Problem, Toasts } from "./ui.js";
 
-const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare], scaling: ["Scaling", Scaling], machine: ["Machine", Machine] };
+const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare] };
 
 const theme = stored(localStorage, "lockstep-theme", "system");
 effect(() => {
@@ -24,30 +21,6 @@ effect(() => {
   repaint();
 });
 const THEMES = { system: "light", light: "dark", dark: "system" };
-
-const notifies = stored(localStorage, "lockstep-notify", false);
-if (globalThis.Notification?.permission !== "granted") notifies.value = false;
-async function toggleNotifications() {
-  if (!notifies.value && (await globalThis.Notification?.requestPermission()) !== "granted") {
-    showMessage("The browser does not allow notifications of this page", { bad: true });
-    return;
-  }
-  notifies.value = !notifies.value;
-}
-
-// A run that was going and has ended.
-let goingBefore = new Set();
-effect(() => {
-  if (runs.value === null) return;
-  const ended = runs.value.filter((run) => goingBefore.has(run.id) && !isGoing(run));
-  goingBefore = new Set(runs.value.filter(isGoing).map(({ id }) => id));
-  if (!notifies.peek()) return;
-  for (const run of ended) {
-    const metric = monitored(run);
-    const shown = new Notification(`${label(run)}: ${run.status}`, { body: metric ? `${heading(metric[0])} ${number(metric[1])}` : run.task, tag: run.id });
-    shown.onclick = () => (focus(), go("run", [run.id]));
-  }
-});
 
 function Bar() {
   const { view } = route.value;
@@ -63,9 +36,6 @@ function Bar() {
       )}
     </nav>
     <span class="link ${connection.value === "lost" || silence.value ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
-    <button type="button" class="button quiet small" title="Notify when a run ends" aria-label="Notify when a run ends" aria-pressed=${notifies.value ? "true" : "false"} onClick=${toggleNotifications}>
-      <svg viewBox="0 0 16 16" width="14" height="14" fill=${notifies.value ? "currentColor" : "none"} aria-hidden="true"><use href="#bell" /></svg>
-    </button>
     <button type="button" class="button quiet small theme" title="Theme" aria-label=${`Theme: ${theme.value}`} onClick=${() => (theme.value = THEMES[theme.value] ?? "system")}>${{ light: "☀", dark: "☾" }[theme.value] ?? "◐"}</button>
     <button type="button" class="button primary" aria-expanded=${drawer.value ? "true" : "false"} onClick=${() => (drawer.value = !drawer.value)}>New run</button>
   </header>`;

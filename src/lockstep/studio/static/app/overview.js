@@ -119,14 +119,14 @@ function Ranks({ run, data }) {
   const ranks = [...memory.keys()].toSorted((a, b) => (b === slow) - (a === slow));
   const milliseconds = (seconds) => `${number(seconds * 1e3, 3)} ms`;
   return html`<section class="card stack" aria-label="Ranks">
-    <div class="row between"><h2>Ranks</h2><span class="muted"><i class="work"></i> work <i class="wait"></i> wait, per step</span></div>
+    <div class="row between"><h2>Ranks</h2><span class="muted">work of each step; the rest is waiting</span></div>
     <ul class="ranks">
       ${ranks.slice(0, MOST_RANKS).map((rank) => {
         const [seconds, waiting, gigabytes] = [work, wait, memory].map((values) => values.get(rank));
         const share = seconds / (seconds + waiting);
         const text = [Number.isFinite(seconds) && `${milliseconds(seconds)} work`, Number.isFinite(waiting) && `${milliseconds(waiting)} wait`, Number.isFinite(gigabytes) && `${number(gigabytes, 3)} GB`].filter(Boolean).join(" · ");
         return html`<li key=${rank}><span>${run.devices?.[rank] ?? ""} <span class="muted">rank ${rank}${rank === slow ? ", slow" : ""}</span></span>
-          <span class="strip" aria-hidden="true"><span style=${{ width: percent(Number.isFinite(share) ? share : 0, 1).replace(" ", "") }}></span></span>
+          <progress aria-hidden="true" max="1" value=${Number.isFinite(share) ? share : 0}></progress>
           <span class="muted">${text}</span></li>`;
       })}
     </ul>
@@ -152,7 +152,7 @@ function Progress({ run, steps }) {
     isGoing(run) ? run.eta_s !== null && `${duration(run.eta_s)} left` : took(run) >= 0 && `took ${duration(took(run))}`,
   ];
   return html`<section class="stack" aria-label="Progress">
-    ${isGoing(run) && html`<div class="progress" role="progressbar" aria-label="Progress of the run" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}><span style=${{ width: `${share * 100}%` }}></span></div>`}
+    ${isGoing(run) && html`<progress aria-label="Progress of the run" max="1" value=${share}></progress>`}
     <p>${parts.filter(Boolean).join(" · ")}</p>
     ${run.status === "completed" && run.step < run.total_steps && html`<p class="note info">Early stopping: it ended at step ${number(run.step)} of ${number(run.total_steps)}${run.epochs ? `, epoch ${number(run.epoch)} of ${number(run.epochs)}` : ""}.</p>`}
   </section>`;
@@ -164,7 +164,6 @@ export const Facts = ({ run }) => html`<dl class="facts-list">
   <dt>Started</dt><dd>${clock(run.started_at ?? run.created_at)}${run.attempt > 1 ? ` · attempt ${run.attempt}` : ""}</dd>
   <dt>Id</dt><dd class="mono">${run.id}</dd>
   <dt>Folder</dt><dd class="mono clip" title=${run.path}>${run.path}</dd>
-  ${run.notes && html`<dt>Notes</dt><dd class="notes">${run.notes}</dd>`}
 </dl>`;
 
 /** What a person looks for first. `data`: the run's curves, once they are there. */

@@ -5,13 +5,13 @@ import { filePath, post, runPath, useAnswer } from "./api.js";
 import { studio } from "./catalogue.js";
 import { Curves, useRuns } from "./curves.js";
 import { Evaluation } from "./evaluation.js";
-import { bytes, clock, duration, heading, many, number, percent, titleOf } from "./format.js";
-import { findRun, isGoing, label, monitored, runs, takeJob } from "./live.js";
+import { bytes, clock, duration, heading, many, number, percent } from "./format.js";
+import { findRun, isGoing, label, monitored, runs } from "./live.js";
 import { Coloured, Log } from "./log.js";
-import { EvaluateDialog, ExportDialog, Job, newestJobs, newestStep, ResumeDialog } from "./afterwards.js";
+import { newestStep, ResumeDialog } from "./resume.js";
 import { Facts, Summary } from "./overview.js";
 import { address, go, route } from "./route.js";
-import { actionsFor, duplicate, LABEL_DIALOGS } from "./runs.js";
+import { actionsFor, LABEL_DIALOGS } from "./runs.js";
 import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, showError, showMessage, Table, Tabs } from "./ui.js";
 
 const ENDS = {
@@ -30,14 +30,12 @@ const summaryOf = (error) => {
 /** What happened, at which step, and the last output of the run. */
 function Ended({ run, detail }) {
   const cause = summaryOf(run.error);
-  const changes = detail?.advice ?? [];
   return html`<section class="stack" aria-label="How it ended">
     <p class="note ${run.status === "stopped" ? "warn" : "bad"}">
       ${cause.map((line, at) => html`<strong key=${line} class=${at ? "muted" : ""} style=${{ display: "block" }}>${line}</strong>`)}
       ${ENDS[run.status]} ${run.step > 0 && html`Step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}.`}
       ${detail?.checkpoints.length > 0 && html` Newest checkpoint: step ${number(newestStep(detail))}.`}
     </p>
-    ${changes.length > 0 && html`<div><${Button} onClick=${() => duplicate(run, changes)}>New run with ${changes.map(([[, name], value]) => `“${titleOf(name)}”: ${value}`).join(", ")}…<//></div>`}
     ${run.resume_error && html`<p class="note bad" role="alert">The last resume did not start an attempt. Its output:</p>
       <pre class="wrap log" tabindex="0" aria-label="Why it was not resumed"><${Coloured} text=${run.resume_error} /></pre>`}
     ${run.error && html`<pre class="wrap log" tabindex="0" aria-label="Failure"><${Coloured} text=${run.error} /></pre>`}
@@ -77,26 +75,21 @@ function Stop({ run }) {
   return html`<${Button} kind="danger" why=${why} onClick=${stop}>${run.stopping ? "Stopping…" : "Stop"}<//>`;
 }
 
-function Actions({ run, detail, onDialog }) {
-  if (isGoing(run)) return null;
+function Resume({ run, detail, onDialog }) {
+  if (isGoing(run) || !detail?.resumable) return null;
   const longer = run.status === "completed";
-  const saved = detail?.checkpoints.length > 0;
-  return html`
-    ${detail?.resumable && html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog("resume")}>${longer ? "More epochs…" : saved ? `Resume from step ${number(newestStep(detail))}…` : "Start again…"}<//>`}
-    ${detail && html`<${Button} title="Curves, settings and plan on one page" onClick=${() => post(runPath(run.id, "/report")).then(takeJob, showError)}>Report<//>`}
-    ${saved && html`<${Button} onClick=${() => onDialog("evaluate")}>Evaluate…<//><${Button} onClick=${() => onDialog("export")}>Export…<//>`}
-  `;
+  const text = longer ? "More epochs…" : detail.checkpoints.length ? `Resume from step ${number(newestStep(detail))}…` : "Start again…";
+  return html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog({ kind: "resume", run })}>${text}<//>`;
 }
 
-const DIALOGS = { ...LABEL_DIALOGS, resume: ResumeDialog, evaluate: EvaluateDialog, export: ExportDialog };
+const DIALOGS = { ...LABEL_DIALOGS, resume: ResumeDialog };
 const TABS = [["overview", "Overview"], ["charts", "Charts"], ["log", "Log"], ["evaluation", "Evaluation"], ["configuration", "Configuration"], ["files", "Files"]];
 
-function Overview({ run, detail, newest }) {
+function Overview({ run, detail }) {
   const [data] = useRuns([run.id]);
   return html`
     ${run.status in ENDS && html`<${Ended} run=${run} detail=${detail} />`}
     <${Summary} run=${run} detail=${detail} data=${data} />
-    ${newest.map((job) => html`<${Job} key=${job.id} job=${job} />`)}
     <${Curves} key=${run.id} id=${run.id} few />
     <div class="card"><h2>Run</h2><${Facts} run=${run} /></div>
   `;
@@ -106,7 +99,6 @@ function Chosen({ run }) {
   const { found: detail, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch, run.error]);
   const [dialog, setDialog] = useState(null);
   const Open = DIALOGS[dialog?.kind];
-  const newest = newestJobs(detail?.jobs, (job) => job.run === run.id);
   const tab = TABS.some(([id]) => id === route.value.tab) ? route.value.tab : "overview";
   const metric = monitored(run);
   const doing = run.status === "running" && run.progress !== null ? `${percent(run.progress)} ` : "";
@@ -114,13 +106,13 @@ function Chosen({ run }) {
   return html`<section class="run-page" aria-label="State">
     <div class="run-head">
       <a class="button quiet small" href=${address("runs")}>← Runs</a>
-      <h1 class="clip" title=${run.id}>${run.pinned ? "★ " : ""}${label(run)}</h1>
+      <h1 class="clip" title=${run.id}>${label(run)}</h1>
       <${Badge} status=${run.status} />
       ${isGoing(run) && html`<${Stop} run=${run} />` /* nothing else comes to its place when the run has ended */}
       ${metric && tab !== "overview" && html`<span class="number muted clip">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
       ${run.tags.map((tag) => html`<span key=${tag} class="badge tag"><span class="clip">${tag}</span></span>`)}
       <span class="grow"></span>
-      <${Actions} run=${run} detail=${detail} onDialog=${(kind) => setDialog({ kind, run })} />
+      <${Resume} run=${run} detail=${detail} onDialog=${setDialog} />
       <${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, setDialog)} />
     </div>
     <${Tabs} label="Run" tabs=${TABS} chosen=${tab} onChoose=${(name) => go("run", [run.id], name)} panel="run" />
@@ -129,10 +121,10 @@ function Chosen({ run }) {
         <p class="unseen" role="status">${label(run)}: ${run.status}</p>
         <${Problem} error=${error} />
         <${Boundary} key=${`${run.id} ${tab}`}>
-          ${tab === "overview" && html`<${Overview} run=${run} detail=${detail} newest=${newest} />`}
+          ${tab === "overview" && html`<${Overview} run=${run} detail=${detail} />`}
           ${tab === "charts" && html`<${Curves} key=${run.id} id=${run.id} />`}
           ${tab === "log" && html`<${Log} run=${run} names=${detail?.logs ?? []} />`}
-          ${tab === "evaluation" && html`<${Evaluation} run=${run} detail=${detail} jobs=${newest} onEvaluate=${() => setDialog({ kind: "evaluate", run })} />`}
+          ${tab === "evaluation" && html`<${Evaluation} run=${run} detail=${detail} />`}
           ${tab === "configuration" && html`<${Settings} run=${run} detail=${detail} />`}
           ${tab === "files" && html`<${Files} run=${run} />`}
         <//>

@@ -1,8 +1,8 @@
 // The table of runs: columns to choose, sort, filter, groups with mean and spread, and actions on several runs.
 
-import { computed, effect, html, signal, useEffect, useMemo, useState } from "./html.js";
+import { computed, effect, html, signal, stored, useEffect, useMemo, useState } from "./html.js";
 import { get, patch, post, remove, runPath } from "./api.js";
-import { change, replaceDraft } from "./draft.js";
+import { replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
 import { ago, clock, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
 import { isGoing, label, merge, monitored, problems, runs, took } from "./live.js";
@@ -30,7 +30,7 @@ effect(() => {
 });
 
 /** What words of a filter are looked for in. */
-const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, run.notes, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
+const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
 
 /** By run, the settings that differ between runs; fetched when a column or a filter needs one. */
 const settings = signal(null);
@@ -48,7 +48,6 @@ const COLUMNS = {
   step: ["Step", (run) => run.step],
   samples_per_s: ["Samples/s, median", (run) => run.samples_per_s],
   tags: ["Tags", (run) => run.tags, (run) => run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span> `)],
-  notes: ["Notes", (run) => run.notes, (run) => html`<span class="clip" title=${run.notes}>${run.notes}</span>`],
 };
 const SHOWN = ["status", "monitored", "created", "took", "task", "devices", "tags"];
 
@@ -80,6 +79,21 @@ const table = computed(() => {
   const [order = "-created"] = [query.get("sort") ?? undefined];
   return { text: query.get("filter") ?? "", status: query.get("status") ?? "", order, group: query.get("group") ?? "", charts: query.has("beside"), columns: query.get("columns")?.split(",").filter(Boolean) ?? SHOWN };
 });
+
+/** The links of named views of the table, by name. */
+const views = stored(localStorage, "lockstep-views", {});
+
+function Views({ onDialog }) {
+  const link = `#/runs?${route.value.query}`;
+  const shown = Object.keys(views.value).find((title) => views.value[title] === link);
+  const { [shown]: _, ...others } = views.value;
+  const items = [
+    ...Object.entries(views.value).map(([title, to]) => [title, () => (location.hash = to)]),
+    ["Name this view…", () => onDialog({ kind: "view", link })],
+    ...(shown ? [[`Forget ${shown}`, () => (views.value = others), { danger: true }]] : []),
+  ];
+  return html`<${Menu} label="Views" items=${items} />`;
+}
 
 const fetchSettings = () => get("/settings").then((found) => (settings.value = found), showError);
 
@@ -123,17 +137,17 @@ function Filters({ shown, all, onDialog }) {
     <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
     <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${columnTitle(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
     <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
+    <${Views} onDialog=${onDialog} />
     <${Button} aria-pressed=${charts ? "true" : "false"} onClick=${() => keep("beside", charts ? null : "1")}>Charts<//>
     <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? many(shown, "run") : `${number(shown)} of ${many(all.length, "run")}`}</span>
   </div>`;
 }
 
-/** Fills the form with the configuration of a run, with `changes`: [[path, value], …]. */
-export async function duplicate(run, changes = []) {
+/** Fills the form with the configuration of a run. */
+async function duplicate(run) {
   try {
     const copy = await post(runPath(run.id, "/duplicate"));
     replaceDraft(copy);
-    for (const [path, value] of changes) change(path, value);
     drawer.value = true;
     showMessage("The form has the configuration of this run");
     if (copy.left_out.length) showMessage(`Left out, because the page may not set it: ${copy.left_out.join(", ")}`, { bad: true });
@@ -145,40 +159,22 @@ export async function duplicate(run, changes = []) {
 /** What can be done with one run, as items of a menu. */
 export function actionsFor(run, onDialog) {
   return [
-    [run.pinned ? "Unpin" : "Pin", () => mark(run, { pinned: !run.pinned })],
     ["Rename", () => onDialog({ kind: "rename", run })],
     ["Edit tags", () => onDialog({ kind: "tags", run })],
-    ["Edit notes", () => onDialog({ kind: "notes", run })],
     ["Duplicate", () => duplicate(run)],
     ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: isGoing(run) ? "stop it first" : "" }],
   ];
 }
 
-const mark = (run, change) => patch(runPath(run.id), change).then((marked) => merge([marked], []), showError);
-
 function Row({ run, columns, numeric, onDialog }) {
   const ticked = compared.value.includes(run.id);
   const take = ({ currentTarget: { checked } }) => (compared.value = [...compared.value.filter((id) => id !== run.id), ...(checked ? [run.id] : [])]);
   return html`<tr class=${ticked ? "chosen" : ""}>
-    <td class="tick"><label class="hit"><input type="checkbox" tabindex="-1" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${take} /></label></td>
-    <th scope="row" class="name">${run.pinned && html`<span class="pin" title="pinned">★</span>`}<a class="clip" href=${address("run", [run.id])} title=${`${label(run)} (${run.id})`}>${label(run)}</a></th>
+    <td class="tick"><label class="hit"><input type="checkbox" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${take} /></label></td>
+    <th scope="row" class="name"><a class="clip" href=${address("run", [run.id])} title=${`${label(run)} (${run.id})`}>${label(run)}</a></th>
     ${columns.map((name) => html`<td key=${name} data-title=${columnTitle(name)} class=${numeric.has(name) ? "number" : ""}>${cellOf(run, name)}</td>`)}
-    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} tabindex="-1" /></td>
+    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} /></td>
   </tr>`;
-}
-
-/** Arrows move between the controls of the rows, of which Tab reaches the names only. */
-function move(event) {
-  const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [];
-  if (down === undefined) return;
-  const controls = (row) => [...(row?.querySelectorAll("input, a, button") ?? [])];
-  const row = event.target.closest("tr");
-  const at = controls(row).indexOf(event.target);
-  const there = controls(event.currentTarget.rows[row.sectionRowIndex + down]);
-  const next = there[Math.min(at + right, there.length - 1)];
-  if (!next) return;
-  event.preventDefault();
-  next.focus();
 }
 
 /** Mean and standard deviation (of the sample) of what is a number in every run that has it. */
@@ -192,7 +188,7 @@ function spread(rows, name) {
   return `${text(mean, 3)} ± ${text(Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1)), 2)}`;
 }
 
-const FIXED = new Set(["status", "created", "task", "devices", "tags", "notes"]);
+const FIXED = new Set(["status", "created", "task", "devices", "tags"]);
 
 function Group({ name, value, rows, columns, ...rest }) {
   const isOpen = unfolded.value.has(value);
@@ -231,7 +227,6 @@ const labelDialog = (options, change) => ({ run, onClose }) => {
 
 const tagsOf = (text) => [...new Set(text.split(",").map((tag) => tag.trim()).filter(Boolean))];
 const BulkTagsDialog = labelDialog((some) => ({ title: `Add a tag to ${many(some.length, "run")}`, name: "Tag", submit: "Add", most: 40, required: true }), (text, run) => ({ tags: [...run.tags, text] }));
-const NotesDialog = labelDialog(({ notes }) => ({ title: "Notes", name: "Notes", long: true, most: 10_000, before: notes }), (notes) => ({ notes }));
 const RenameDialog = labelDialog(({ name }) => ({ title: "Rename run", name: "Name", submit: "Rename", most: 200, before: name ?? "" }), (text) => ({ name: text || null }));
 const TagsDialog = labelDialog(({ tags }) => ({ title: "Edit tags", name: "Tags, with commas between them", before: tags.join(", ") }), (text) => ({ tags: tagsOf(text) }));
 
@@ -260,7 +255,7 @@ function Problems() {
   </div>`;
 }
 
-export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, notes: NotesDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog };
+export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog };
 
 function Heads({ columns, numeric, order }) {
   const [descending, by] = order.startsWith("-") ? [true, order.slice(1)] : [false, order];
@@ -294,7 +289,7 @@ export function Runs() {
     const [sign, by] = order.startsWith("-") ? [-1, order.slice(1)] : [1, order];
     return all
       .filter((run) => (!status || run.status === status) && test(run, valueOf))
-      .sort((a, b) => b.pinned - a.pinned || sign * compareValues(valueOf(a, by), valueOf(b, by)));
+      .sort((a, b) => sign * compareValues(valueOf(a, by), valueOf(b, by)));
   }, [all, text, status, order, settings.value]);
   const groups = group && [...Map.groupBy(found, (run) => String(plain(valueOf(run, group))))];
   // A column of numbers ends below the end of its heading, also where a run has none.
@@ -311,7 +306,7 @@ export function Runs() {
     html`<div class=${charts ? "beside" : ""}><div class="scroll-x card flush">
       <table class="runs" aria-label="Runs">
         <thead><${Heads} columns=${columns} numeric=${numeric} order=${order} /></thead>
-        <tbody onKeyDown=${move}>
+        <tbody>
           ${groups
             ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)
             : found.slice(0, limit.value).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)}
@@ -322,5 +317,6 @@ export function Runs() {
     html`<p class="empty"><${Button} onClick=${() => (limit.value += PAGE)}>Show ${Math.min(PAGE, found.length - limit.value)} more<//></p>`}
     ${Chosen && html`<${Chosen} run=${dialog.run} onClose=${() => setDialog(null)} />`}
     ${dialog?.kind === "columns" && html`<${ColumnsDialog} all=${all} onClose=${() => setDialog(null)} />`}
+    ${dialog?.kind === "view" && html`<${TextDialog} title="Name this view" name="Name" most=${40} required onClose=${() => setDialog(null)} onSubmit=${(title) => (views.value = { ...views.value, [title]: dialog.link })} />`}
   </section>`;
 }

@@ -134,11 +134,10 @@ function moveFocus(event, items, steps) {
 }
 
 /** A dialog with one text, of at most `most` characters: `onSubmit(text)` takes it. `name`: of its field. */
-export function TextDialog({ name, before = "", long = false, most, required = false, onSubmit, children, ...rest }) {
+export function TextDialog({ name, before = "", most, required = false, onSubmit, children, ...rest }) {
   const [text, setText] = useState(before);
-  const common = { class: "input", maxlength: most, value: text, onInput: (event) => setText(event.currentTarget.value) };
   return html`<${Dialog} submit="Save" ...${rest} onSubmit=${() => onSubmit(text.trim())} why=${required && !text.trim() ? `enter a ${name.toLowerCase()}` : ""}>
-    <label class="stack">${name}${long ? html`<textarea rows="6" ...${common}></textarea>` : html`<input autocomplete="off" ...${common} />`}</label>
+    <label class="stack">${name}<input class="input" autocomplete="off" maxlength=${most} value=${text} onInput=${(event) => setText(event.currentTarget.value)} /></label>
     ${children}
   <//>`;
 }
@@ -157,7 +156,7 @@ export function Tabs({ label, tabs, chosen, onChoose, panel }) {
 }
 
 /** A button that opens a menu after the ARIA pattern. `items`: [[label, action, {danger, why}], …] */
-export function Menu({ label, items, tabindex }) {
+export function Menu({ label, items }) {
   const [open, setOpen] = useState(false);
   const list = useRef(null);
   const id = useId();
@@ -176,7 +175,7 @@ export function Menu({ label, items, tabindex }) {
     html`<button key=${text} type="button" role="menuitem" tabindex="-1" autofocus=${at === 0} class="menu-item ${danger ? "danger" : ""}" aria-disabled=${why ? "true" : undefined} title=${why} onClick=${() => why || act(action)}>${text}</button>`;
   // Its items are there before it is shown, and until the focus has left them.
   const toggles = { onBeforeToggle: ({ newState }) => newState === "open" && setOpen(true), onToggle: ({ newState }) => setOpen(newState === "open") };
-  const state = { tabindex, "aria-expanded": String(open), "aria-label": label, title: label, popovertarget: id };
+  const state = { "aria-expanded": String(open), "aria-label": label, title: label, popovertarget: id };
   return html`<div class="menu">
     <button type="button" class="button quiet small" aria-haspopup="menu" ...${state}>⋯</button>
     <div popover="auto" role="menu" id=${id} aria-label=${label} class="menu-list" ref=${list} onKeyDown=${keys} ...${toggles}>${open && items.map(item)}</div>
