@@ -149,7 +149,7 @@ def test_evaluations_between_epochs_are_a_stream_and_rows(address: Address, run:
         assert page.columns["evaluations"]["val_loss"] == pytest.approx([0.05, 0.025])
         run.begin_attempt({"epochs": 3}, {"devices": ["cpu"], "strategy": "single"}, resumed_from_step=30)
         page.until(lambda: page.columns["evaluations"]["step"] == [20.0])
-    assert address.get("/api/runs/run-0000000a/metrics")["evaluations"] == rows[:1]
+    assert run.evaluations() == rows[:1]
 
 
 def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(address: Address, run: RunDir) -> None:

@@ -243,7 +243,7 @@ def test_a_task_file_of_the_folder_is_added(tmp_path: Path, monkeypatch: pytest.
             assert address.post("/api/tasks", {"path": path}, 422)["code"] == "TASK_NOT_USABLE"
         answer = address.post("/api/tasks", {"path": "mine.py:Toy"})
         name = f"{here / 'mine.py'}:Toy"
-        assert answer["added"] == [name]
+        assert answer["added"] == name
         [task] = [task for task in address.get("/api/tasks")["tasks"] if task["name"] == name]
         assert task["error"] is None
         plan = address.post("/api/plan", {"task": name, "config": {"hardware": {"selected_devices": ["gpu:0"]}}})

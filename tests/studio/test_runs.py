@@ -75,8 +75,6 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     assert stopped["resumable"]
     assert address.post("/api/runs/run-00000001/stop", None, 409)["code"] == "NOT_RUNNING"
 
-    preview = address.post("/api/runs/run-00000001/resume/preview", {"devices": ["cpu"]})
-    assert preview["command"] == f"lockstep resume {tmp_path / 'runs' / 'run-00000001'} --devices cpu"
     assert address.post("/api/runs/run-00000001/resume", {"devices": ["gpu:0"]}, 422)["code"] == "GPU_NOT_AVAILABLE"
     address.post("/api/runs/run-00000001/resume", {"devices": ["cpu"]}, 202)
     done = address.wait_for("run-00000001", "completed", "failed", "lost")
@@ -85,7 +83,8 @@ def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: 
     assert done["devices"] == ["cpu"]
     assert done["final_metrics"]["test_accuracy"] > 0
     run = RunDir.open(tmp_path / "runs" / "run-00000001")
-    assert address.get("/api/runs/run-00000001/metrics")["epochs"] == run.epochs()
+    started = json.loads((tmp_path / "runs/.studio/starts/run-00000001/start.json").read_text())
+    assert started["arguments"] == ["resume", str(run.path), "--devices", "cpu"]
     assert "summary" in "\n".join(address.get("/api/runs/run-00000001/log?name=output.log")["lines"])
     # The labels are in the run's own record as soon as it has no other writer.
     address.get("/api/runs")
@@ -114,7 +113,7 @@ def test_kill_9_of_the_studio_changes_nothing_for_a_run(tmp_path: Path) -> None:
         assert found["status"] == "running"
         done = second.address.wait_for("run-00000002", "completed", "failed", "lost")
         assert done["status"] == "completed"
-        rows = second.address.get("/api/runs/run-00000002/metrics")["epochs"]
+        rows = RunDir.open(tmp_path / "runs" / "run-00000002").epochs()
         assert [row["epoch"] for row in rows] == [1, 2]
         assert second.end(signal.SIGINT) == 130
 

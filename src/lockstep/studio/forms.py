@@ -156,10 +156,16 @@ class Forms:
     def task_files(self) -> dict[str, Any]:
         return {"files": settings.task_files(Path.cwd(), self._home.runs_dir)}
 
-    def add_tasks(self, body: TaskBody) -> dict[str, Any]:
-        """Offer the tasks of a file until the studio ends. Raises :class:`TaskError`."""
-        added = settings.tasks_in(body.path, Path.cwd(), self._home.runs_dir)
-        self.offered.update(dict.fromkeys(added))
+    def add_task(self, body: TaskBody) -> dict[str, Any]:
+        """Offer a task of :meth:`task_files` until the studio ends. Raises :class:`TaskError`."""
+        if body.path not in self.task_files()["files"]:
+            raise TaskError(
+                f"{body.path[:200]!r} is not a task here",
+                why=f"the page takes Python files in {Path.cwd()} and its folders, and none of a run",
+                fix="start the studio with --task FILE.py:Class",
+            )
+        added = settings.class_path(str(Path.cwd() / body.path))
+        self.offered[added] = None
         return {"added": added, **self.tasks()}
 
     def warm(self) -> None:

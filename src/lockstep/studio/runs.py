@@ -142,20 +142,15 @@ class Runs:
             if not os.path.lexists(folder / "run.json"):  # else it is damaged: it is not running
                 raise
 
-    def _resume_words(self, name: str, body: ResumeBody) -> list[str]:
-        changes: dict[str, Any] = {"training": body.model_dump(include={"epochs", "max_steps"}, exclude_none=True)}
+    def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
+        run = self._index.run(name)
+        words = ["resume", str(run.path), *["--rescale-batch"] * body.rescale_batch]
         if body.devices is not None:
             self._forms.check_devices(body.devices)
-            changes = {"hardware": {"selected_devices": body.devices}} | changes
-        words = settings.as_flags(changes, {"--devices": "hardware.selected_devices"})
-        return ["resume", str(self._index.run(name).path), *["--rescale-batch"] * body.rescale_batch, *words]
-
-    def resume_preview(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
-        return settings.command_of(self._resume_words(name, body))
-
-    def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
-        words = self._resume_words(name, body)
-        require_resumable(self._index.run(name))
+            words += ["--devices", ",".join(body.devices)]
+        changes = body.model_dump(include={"epochs", "max_steps"}, exclude_none=True)
+        words += settings.as_flags({"training": changes}, {})
+        require_resumable(run)
         with self._ended(name):
             summary = self._index.summary(name)
             location = self._index.locate(name)
@@ -216,10 +211,6 @@ class Runs:
                 left_out.append(f"init_from={form.pop('init_from')}")
         copy = f"{self._index.summary(name)['name'] or name} copy"[:200]
         return {"task": task, "config": settings.for_page(form), "name": copy, "left_out": left_out}
-
-    def metrics(self, name: RunName) -> dict[str, Any]:
-        run = self._index.run_folder(name)
-        return {"epochs": or_else(run.epochs, []), "evaluations": or_else(run.evaluations, [])}
 
     def compare(self, run: Annotated[list[str], Query(min_length=1, max_length=20)]) -> dict[str, Any]:
         comparison = summaries.compare([self._index.run(name) for name in run])

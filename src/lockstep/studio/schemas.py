@@ -72,7 +72,7 @@ class ResumeBody(_Body):
 
 
 class TaskBody(_Body):
-    """``path``: ``file.py`` or ``file.py:Class``, below the folder in which the studio was started."""
+    """``path``: ``file.py:Class``, in the folder in which the studio was started or in one of its folders."""
 
     path: str = Field(max_length=1000)
 

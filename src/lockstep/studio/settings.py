@@ -56,8 +56,8 @@ def offered_tasks(names: Sequence[str]) -> OfferedTasks:
     tasks: OfferedTasks = dict.fromkeys(BUILT_IN)
     for text in names:
         name, plus, data = text.partition("+")
-        task = _class_path(name)
-        data_module = _class_path(data) if plus else None
+        task = class_path(name)
+        data_module = class_path(data) if plus else None
         first = tasks.setdefault(task, data_module) or data_module
         if data_module not in (None, first):
             raise TaskError(
@@ -67,7 +67,7 @@ def offered_tasks(names: Sequence[str]) -> OfferedTasks:
     return tasks
 
 
-def _class_path(name: str) -> str:
+def class_path(name: str) -> str:
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute.isidentifier():
         raise TaskError(f"{name!r} names no class", fix="write --task my_file.py:MyTask")
@@ -98,29 +98,10 @@ def task_files(folder: Path, runs_dir: Path) -> list[str]:
 
 
 def is_task_file(file: Path, folder: Path, runs_dir: Path) -> bool:
-    """Whether ``file`` is a Python file below ``folder``, links followed, and in no run."""
+    """Whether ``file`` is below ``folder``, links followed, and in no run."""
     real = Path(os.path.realpath(file))
     is_inside = real.is_relative_to(os.path.realpath(folder)) and not real.is_relative_to(os.path.realpath(runs_dir))
-    is_of_a_run = any(os.path.lexists(parent / "run.json") for parent in real.parents)
-    return is_inside and not is_of_a_run and real.suffix == ".py" and os.path.isfile(real)  # noqa: PTH113 - never raises
-
-
-def tasks_in(text: str, folder: Path, runs_dir: Path) -> list[str]:
-    """Read ``file.py`` or ``file.py:Class`` as the tasks to offer. Raises :class:`TaskError`."""
-    stem, _, attribute = text.partition(".py:")
-    file = folder / (f"{stem}.py" if attribute else text)
-    if not is_task_file(file, folder, runs_dir):
-        raise TaskError(
-            f"{text[:200]!r} is not a task file here",
-            why=f"the page takes Python files below {folder}, and none of a run",
-            fix="start the studio with --task FILE.py:Class",
-        )
-    classes = [attribute] if attribute else task_classes(file)
-    if not classes:
-        raise TaskError(
-            f"no task in {text[:200]}", why="no class derives from a task", fix=f"name it: {text[:200]}:Class"
-        )
-    return [_class_path(f"{file}:{name}") for name in classes]
+    return is_inside and not any(os.path.lexists(parent / "run.json") for parent in real.parents)
 
 
 @dataclass(frozen=True)

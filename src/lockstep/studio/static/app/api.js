@@ -37,16 +37,16 @@ export const patch = (path, body) => call("PATCH", path, body);
 export const remove = (path) => call("DELETE", path);
 
 /**
- * {found, error}: what `path` answers, to `body` if there is one; requested again when one of `when` changes, and every
- * `every` milliseconds. Nothing without a path, and until a new path has answered.
+ * {found, error}: the answer of `path`; requested again when one of `when` changes, and every `every` milliseconds.
+ * Nothing without a path, and until a new path has answered.
  */
-export function useAnswer(path, when, { body, every } = {}) {
+export function useAnswer(path, when, { every } = {}) {
   const [answer, setAnswer] = useState({});
   useEffect(() => {
     if (!path) return undefined;
     const abort = new AbortController();
     const take = (one) => abort.signal.aborted || setAnswer({ path, ...one });
-    const ask = () => call(body ? "POST" : "GET", path, body, abort.signal).then((found) => take({ found }), (error) => take({ error }));
+    const ask = () => call("GET", path, undefined, abort.signal).then((found) => take({ found }), (error) => take({ error }));
     ask();
     const timer = every && setInterval(ask, every);
     return () => {

@@ -111,7 +111,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
       <strong class="clip" title=${title}>${title}</strong>
       <span class="muted">${[unit.trim(), log && "log scale"].filter(Boolean).join(", ")}</span>
       <span class="value">${series.length === 1 ? valueOf(series[0]) : cursor !== null ? `${against} ${number(cursor.x)}` : ""}</span>
-      <${Button} kind="quiet small" title="Download CSV" aria-label=${`Download CSV of ${title}`} onClick=${download}>⭳<//>
+      <${Button} kind="quiet small" title="Download CSV" aria-label=${`Download CSV of ${title}`} onClick=${download}>CSV<//>
     </figcaption>
     <div class="plot" ref=${host} role="img" tabindex="0" onDblClick=${() => (resets.value += 1)} aria-label=${`${title} against ${against}: ${summary}. Plus and minus zoom, arrows move, 0 shows all.`} onKeyDown=${keys}></div>
     ${shared && cursor !== null && html`<${Tip} left=${cursor.left} series=${shown} textOf=${valueOf} />`}

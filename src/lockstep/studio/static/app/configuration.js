@@ -83,16 +83,16 @@ const TaskChoice = () => html`<${Labelled} label="Task" help=${task.value?.waiti
   ${(given) => html`<${Select} bare autofocus ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => [name, name.split("/").at(-1), { title: name }])} onChange=${chooseTask} />`}
 <//>`;
 
-/** Offers the tasks of a file: one of those in the folder of the studio, or a path below it. */
+/** Offers another task of the Python files in the folder of the studio. */
 function TaskDialog({ onClose }) {
   const { found, error } = useAnswer("/tasks/files", []);
   const add = async (path) => {
     const answer = await post("/tasks", { path });
     tasks.value = answer.tasks;
-    chooseTask(answer.added[0]);
+    chooseTask(answer.added);
   };
-  return html`<${TextDialog} title="Add a task file" name="File" submit="Add" required onClose=${onClose} onSubmit=${add}>
-    <p class="muted">A Python file below the folder in which the studio was started, such as my_task.py or my_task.py:MyTask.</p>
+  return html`<${Dialog} title="Add a task file" onClose=${onClose}>
+    <p class="muted">The tasks in the Python files of the folder in which the studio was started, and of its folders. Others: <code>lockstep studio --task FILE.py:Class</code></p>
     <${Problem} error=${error} />
     <ul class="stack options" aria-label="Tasks in this folder">${found?.files.map((path) => html`<li key=${path}><button type="button" class="button clip" title=${path} onClick=${() => add(path).then(onClose, showError)}>${path}</button></li>`)}</ul>
   <//>`;

@@ -1,12 +1,12 @@
 // Resuming a run that has ended, on the same or other devices.
 
 import { html, useState } from "./html.js";
-import { post, runPath, useAnswer } from "./api.js";
+import { post, runPath } from "./api.js";
 import { devices, usable } from "./catalogue.js";
 import { DeviceChoice } from "./hardware.js";
 import { number } from "./format.js";
 import { merge } from "./live.js";
-import { Dialog, Problem, Tick } from "./ui.js";
+import { Dialog, Tick } from "./ui.js";
 
 /** The step of the checkpoint that a resume reads, or null without one. */
 export const newestStep = (detail) => detail?.checkpoints.at(-1)?.step ?? null;
@@ -19,7 +19,6 @@ export function ResumeDialog({ run, detail, onClose }) {
   const [epochs, setEpochs] = useState(longer ? String((run.epochs ?? 0) + 10) : "");
   const request = { devices: chosen, rescale_batch: rescale, epochs: longer ? Number(epochs) : null };
   const why = !chosen.length ? "no device is selected" : longer && !(Number(epochs) > run.epochs) ? `more than ${run.epochs} epochs` : "";
-  const { found, error } = useAnswer(why ? null : runPath(run.id, "/resume/preview"), [chosen, rescale, epochs], { body: request });
   const resume = async () => merge([await post(runPath(run.id, "/resume"), request)], []);
   const step = newestStep(detail);
   return html`<${Dialog} title=${step === null ? "Start run again" : "Resume run"} submit=${step === null ? "Start again" : "Resume"} onClose=${onClose} onSubmit=${resume} why=${why}>
@@ -27,7 +26,5 @@ export function ResumeDialog({ run, detail, onClose }) {
     ${longer && html`<label class="row">Epochs in all<input class="input number" inputmode="numeric" value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>`}
     <${DeviceChoice} chosen=${chosen} onChoose=${setChosen} />
     <${Tick} on=${rescale} onTick=${setRescale}>Let the global batch follow the devices (otherwise it stays as it was)<//>
-    ${found && html`<pre class="wrap" aria-label="Command">${found.command}</pre>`}
-    <${Problem} error=${error} />
   <//>`;
 }

@@ -92,7 +92,7 @@ function Views({ onDialog }) {
     ["Name this view…", () => onDialog({ kind: "view", link })],
     ...(shown ? [[`Forget ${shown}`, () => (views.value = others), { danger: true }]] : []),
   ];
-  return html`<${Menu} label="Views" items=${items} />`;
+  return html`<${Menu} label="Views" text="Views" items=${items} />`;
 }
 
 const fetchSettings = () => get("/settings").then((found) => (settings.value = found), showError);

@@ -156,7 +156,7 @@ export function Tabs({ label, tabs, chosen, onChoose, panel }) {
 }
 
 /** A button that opens a menu after the ARIA pattern. `items`: [[label, action, {danger, why}], …] */
-export function Menu({ label, items }) {
+export function Menu({ label, text = "", items }) {
   const [open, setOpen] = useState(false);
   const list = useRef(null);
   const id = useId();
@@ -177,7 +177,7 @@ export function Menu({ label, items }) {
   const toggles = { onBeforeToggle: ({ newState }) => newState === "open" && setOpen(true), onToggle: ({ newState }) => setOpen(newState === "open") };
   const state = { "aria-expanded": String(open), "aria-label": label, title: label, popovertarget: id };
   return html`<div class="menu">
-    <button type="button" class="button quiet small" aria-haspopup="menu" ...${state}>⋯</button>
+    <button type="button" class="button ${text ? "" : "quiet small"}" aria-haspopup="menu" ...${state}>${text || "⋯"}</button>
     <div popover="auto" role="menu" id=${id} aria-label=${label} class="menu-list" ref=${list} onKeyDown=${keys} ...${toggles}>${open && items.map(item)}</div>
   </div>`;
 }
