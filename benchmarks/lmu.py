@@ -1,4 +1,4 @@
-"""Forward and backward of an LMU layer: both forms, a loop over steps, an FFT, and the dense products alone.
+"""Forward and backward of an LMU layer, beside a loop over steps and the dense products alone.
 
     python benchmarks/lmu.py [--rounds 7] [--steps 500 1000] [--threads 1 2] [--json FILE] [--markdown FILE]
 
@@ -6,13 +6,10 @@ Batch 16, input 512, hidden 512, memory 256, θ 1000, float32; gradients of the 
 candidates take turns in one process, so that whatever slows the machine slows them all, and ratios are taken within a
 round. With other work on the machine, ratios with one thread mean most.
 
-floor           tanh(W_x x + W_m m) for a memory m that is given: what every form must compute
-parallel        LMU(form="parallel")
+floor           tanh(W_x x + W_m m) for a memory m that is given
+layer           LMU
 ragged          the same with lengths from half of the steps to all of them
-fft             the parallel form's cell, its memory by an FFT over all steps; the kernel's transform is at hand
-recurrent       LMU(form="recurrent")
-loop            the recurrent form's cell, step by step over ``x.unbind(1)``
-loop-parallel   the parallel form's cell, step by step
+loop            the cell, step by step over ``x.unbind(1)``
 
 ``--device cuda`` measures on a GPU; the threads have no influence there.
 """
@@ -36,30 +33,20 @@ from lockstep.recipes.speech.lmu import LMU
 
 BATCH, INPUT, HIDDEN, MEMORY, THETA = 16, 512, 512, 256, 1000.0
 #: (slower, faster): how many times the second is faster than the first.
-PAIRS = [("loop", "parallel"), ("loop-parallel", "parallel"), ("fft", "parallel"), ("loop", "recurrent")]
+PAIRS = [("loop", "layer")]
 
 
 class Baselines(nn.Module):
-    """The straightforward ways, with the parameters of a recurrent LMU."""
+    """The straightforward ways, with the parameters of an LMU."""
 
     def __init__(self, layer: LMU, steps: int) -> None:
         super().__init__()
         self.layer = layer
         self.a, self.b = layer.transition[0, :, :MEMORY], layer.transition[0, :, MEMORY]
         self.m = torch.randn(BATCH, steps, MEMORY, device=layer.W_x.device, requires_grad=True)
-        response = [self.b]
-        for _ in range(1, steps):
-            response.append(self.a @ response[-1])
-        self.spectrum = torch.fft.rfft(torch.stack(response, 1), 2 * steps)
 
     def floor(self, x: Tensor) -> Tensor:
         return torch.tanh(F.linear(x, self.layer.W_x) + F.linear(self.m, self.layer.W_m))
-
-    def fft(self, x: Tensor) -> Tensor:
-        steps = x.shape[1]
-        u = torch.fft.rfft(x @ self.layer.e_x, 2 * steps)
-        m = torch.fft.irfft(u[:, None] * self.spectrum, 2 * steps)[..., :steps]
-        return torch.tanh(F.linear(x, self.layer.W_x) + F.linear(m.transpose(1, 2), self.layer.W_m))
 
     def loop(self, x: Tensor) -> Tensor:
         layer, h, m, outputs = self.layer, x.new_zeros(BATCH, HIDDEN), x.new_zeros(BATCH, MEMORY), []
@@ -71,34 +58,21 @@ class Baselines(nn.Module):
             outputs.append(h)
         return torch.stack(outputs, 1)
 
-    def loop_parallel(self, x: Tensor) -> Tensor:
-        layer, m, outputs = self.layer, x.new_zeros(BATCH, MEMORY), []
-        e_x, b = layer.e_x[None], self.b[:, None]
-        for step in x.unbind(1):
-            m = F.linear(m, self.a) + F.linear(F.linear(step, e_x), b)
-            outputs.append(torch.tanh(F.linear(step, layer.W_x) + F.linear(m, layer.W_m)))
-        return torch.stack(outputs, 1)
-
 
 def candidates(steps: int, device: str) -> tuple[dict[str, Callable[[Tensor], Tensor]], list[Tensor]]:
     """By name, and whatever gradients go to."""
     torch.manual_seed(0)
     with torch.device(device):
-        recurrent = LMU(INPUT, HIDDEN, MEMORY, THETA, form="recurrent")
-        parallel = LMU(INPUT, HIDDEN, MEMORY, THETA, form="parallel")
+        layer = LMU(INPUT, HIDDEN, MEMORY, THETA)
         lengths = torch.linspace(steps // 2, steps, BATCH).long()
-    parallel.load_state_dict({name: recurrent.state_dict()[name] for name in parallel.state_dict()})
-    baselines = Baselines(recurrent, steps)
+    baselines = Baselines(layer, steps)
     by_name: dict[str, Callable[[Tensor], Tensor]] = {
         "floor": baselines.floor,
-        "parallel": lambda x: parallel(x)[0],
-        "ragged": lambda x: parallel(x, lengths)[0],
-        "fft": baselines.fft,
-        "recurrent": lambda x: recurrent(x)[0],
+        "layer": layer,
+        "ragged": lambda x: layer(x, lengths),
         "loop": baselines.loop,
-        "loop-parallel": baselines.loop_parallel,
     }
-    return by_name, [*recurrent.parameters(), *parallel.parameters(), baselines.m]
+    return by_name, [*layer.parameters(), baselines.m]
 
 
 def saved_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:

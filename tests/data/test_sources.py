@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
 import pickle
 import sys
@@ -273,7 +270,7 @@ def test_rows_of_columns_are_read_by_their_number(kind: str, tmp_path: Path) -> 
 
     write_parquet(tmp_path)
     inputs, labels = arrays(ROWS, 1)
-    rows = getattr(columns, kind)(tmp_path, window=3)
+    rows = getattr(columns, kind)(tmp_path)
     assert len(rows) == ROWS
     for row in (0, 39, 40, 124, 125, 499):
         assert np.array_equal(rows[row]["inputs"], inputs[row].numpy())
@@ -328,55 +325,10 @@ def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Pat
         values = {first: holes.__getitems__([first, second])[0], second: holes.__getitems__([first, second])[1]}
         assert digest(values[39]) == digest(holes[39])
     assert (holes[39]["holes"].dtype, holes[39]["pairs with holes"].dtype) == (np.float32, np.int64)
-    with pytest.raises(
-        DataError, match=r"'holes' of sample 45 is None, a missing value: row 46 of .*0\.(parquet|feather)"
-    ):
+    with pytest.raises(DataError, match=r"'holes' of sample 45 is None.*0\.(parquet|feather)"):
         holes.check_collatable()
     with pytest.raises(LockstepError, match="'holes' of sample 45 is None"):
         Reader(holes, default_collate, 1).batch(0, np.array([44, 45]), 0)
-
-
-@pytest.mark.parametrize("kind", ["ParquetFiles", "ArrowFiles"])
-def test_columns_in_the_names_of_folders_are_those_of_pyarrow(kind: str, tmp_path: Path) -> None:
-    """As Spark, polars and pyarrow write them: ``year=2024/part-0.parquet``."""
-    pytest.importorskip("pyarrow")
-    import pyarrow as pa
-    import pyarrow.dataset as ds
-    import pyarrow.ipc
-    import pyarrow.parquet as pq
-
-    suffix, arrow_format = ("parquet", "parquet") if kind == "ParquetFiles" else ("arrow", "ipc")
-    names = [f"year=2024/lang={name}" for name in ("de", "fr%20x")]
-    names += [f"year=2025/lang={name}" for name in ("de", "__HIVE_DEFAULT_PARTITION__")]
-    for number, name in enumerate(names):
-        folder = tmp_path / "size=9" / name  # above the data: no column
-        folder.mkdir(parents=True)
-        table = pa.table({"x": np.arange(3) + 3 * number})
-        if kind == "ParquetFiles":
-            pq.write_table(table, folder / "0.parquet")
-        else:
-            with pa.OSFile(str(folder / "0.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
-                out.write_table(table)
-    root = tmp_path / "size=9"
-    opened: Any = {"ParquetFiles": ParquetFiles, "ArrowFiles": ArrowFiles}[kind]
-    expected = ds.dataset(root, format=arrow_format, partitioning="hive").to_table().to_pylist()
-    for files in (root, f"{root}/", [root / name for name in names], f"{root}/year=*/*/*.{suffix}"):
-        rows = list(pickle.loads(pickle.dumps(opened(files))))
-        if str(files).rstrip("/") == str(root):
-            assert rows == expected
-        assert sorted(row["x"] for row in rows) == [*range(12)]
-    assert [row["size"] for row in rows] == [9] * 12, "of a pattern, all of the name counts"
-    plain = opened(root, columns=["x", "year"])
-    assert plain.is_plain and len(plain[0]) == 2
-    batch = Reader(plain, default_collate, 1).batch(0, np.array([0, 11]), 0)
-    assert {name: column.tolist() for name, column in batch.items()} == {"x": [0, 8], "year": [2024, 2025]}
-    assert opened(root, columns=["lang"])[3] == {"lang": "fr x"}
-    (root / "year=2024" / f"1.{suffix}").write_bytes((root / names[0] / f"0.{suffix}").read_bytes())
-    with pytest.raises(DataError, match=rf"the column 'lang' of .* is missing or differs(.|\n)*/1.{suffix} has none"):
-        opened(root)
-    pq.write_table(pa.table({"x": [1], "year": ["of the file"]}), root / "year=2024" / "0.parquet")
-    with pytest.raises(DataError, match="incompatible types"):
-        ParquetFiles(root / "year=2024" / "0.parquet")
 
 
 def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
@@ -390,7 +342,7 @@ def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "9.parquet").unlink()
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
     pa.parquet.write_table(twice, tmp_path / "twice.pq")
-    with pytest.raises(DataError, match=r"twice\.pq cannot be read(.|\n)*duplicate field names"):
+    with pytest.raises(DataError, match=r"twice\.pq has two columns of one name"):
         ParquetFiles(tmp_path / "twice.pq")
     whole = (tmp_path / "1.parquet").read_bytes()
     (tmp_path / "1.parquet").write_bytes(whole[:-100])
@@ -535,17 +487,6 @@ def test_a_micro_batch_without_a_readable_row_counts_nothing_on_any_ranks(
             assert all(same(found[name], whole[name]) for name in whole)
 
 
-def test_tokens_that_are_cut_short_while_in_use_are_named(tmp_path: Path) -> None:
-    """In place of a signal, as a memory map would give."""
-    samples = bins(tmp_path)
-    samples[0]
-    os.truncate(samples.files[-1], 5)
-    with pytest.raises(DataError, match=r"2\.bin cannot be read"):
-        samples[len(samples) - 1]
-    with pytest.raises(LockstepError, match="cannot be read"):
-        Reader(samples, default_collate, 1).batch(0, np.array([0, len(samples) - 1]), 0)
-
-
 @pytest.mark.parametrize("make", [json_lines, csv_files, tar_shards, parquet], ids=lambda make: make.__name__)
 def test_files_that_are_cut_short_while_in_use_are_read_from_their_copy(
     make: Callable[[Path], Any], tmp_path: Path
@@ -571,11 +512,8 @@ def test_a_folder_is_searched_with_the_folders_in_it_and_the_plan_says_so(
     (tmp_path / "linked").symlink_to(tmp_path / "deep", target_is_directory=True)
     assert len(JsonLines(tmp_path)) == 27
     (tmp_path / "deep" / "loop").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(DataError, match="leads to a folder that it is in"):
-        JsonLines(tmp_path)
-    (tmp_path / "deep" / "loop").unlink()
-    monkeypatch.setattr(files_module, "MOST_ENTRIES", 5)
-    with pytest.raises(DataError, match="more than 5 files"):
+    monkeypatch.setattr(files_module, "MOST_ENTRIES", 500)
+    with pytest.raises(DataError, match="more than 500 files"):
         JsonLines(tmp_path)
 
 
@@ -707,22 +645,6 @@ def test_shards_that_would_give_a_part_of_their_samples_are_refused(tmp_path: Pa
     assert [sample["cls"] for sample in again] == [3, 4, 3], "a whole sample may come again"
 
 
-def test_names_of_shards_are_expanded_as_a_shell_does(tmp_path: Path) -> None:
-    for number in (8, 9, 10):
-        shard(tmp_path / f"part-{number:03}.tar", *A)
-    assert len(TarShards(f"{tmp_path}/part-{{008..010}}.tar")) == 3
-    with pytest.raises(DataError, match=r"part-011\.tar is missing"):
-        TarShards(f"{tmp_path}/part-{{008..011}}.tar")
-
-
-@pytest.mark.parametrize("kind", [JsonLines, CsvFiles, TarShards])
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_files_are_named(kind: Any, compress: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(compress(b'{"a": 1}\n'))
-    with pytest.raises(DataError, match=r"file is compressed\nwhy: .*\nfix: unpack it"):
-        kind(tmp_path / "file")
-
-
 def test_lines_of_spaces_long_fields_and_what_is_left_open(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'  \n {"a": 1} \r\n\t\n \r\n{"a": "\xe2\x80\xa8"}\n')
     assert list(JsonLines(tmp_path / "a.jsonl")) == [{"a": 1}, {"a": "\u2028"}]
@@ -750,7 +672,7 @@ def test_what_are_no_tokens_is_refused(tmp_path: Path) -> None:
             TokenFile(tmp_path / file, **how)
 
 
-def test_columns_that_are_not_there_streams_and_empty_windows_are_named(tmp_path: Path) -> None:
+def test_columns_that_are_not_there_are_named_and_streams_are_read(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
@@ -760,10 +682,10 @@ def test_columns_that_are_not_there_streams_and_empty_windows_are_named(tmp_path
         stream.write_table(table)
     with pytest.raises(DataError, match=r"the column 'y' of .*a.parquet is missing"):
         ParquetFiles(tmp_path / "a.parquet", columns=["y"])
-    with pytest.raises(DataError, match="a window of 0 row groups"):
-        ParquetFiles(tmp_path / "a.parquet", window=0)
-    with pytest.raises(DataError, match=r"a\.arrow is an Arrow stream(.|\n)*datasets\.Dataset\.from_file"):
-        ArrowFiles(tmp_path / "a.arrow")
+    assert [*ArrowFiles(tmp_path / "a.arrow")] == [{"x": 1}, {"x": 2}], "of a stream"
+    (tmp_path / "b.arrow").write_bytes(b"neither")
+    with pytest.raises(DataError, match=r"b\.arrow cannot be read"):
+        ArrowFiles(tmp_path / "b.arrow")
     assert ParquetFiles(tmp_path / "a.parquet", columns="x")[1] == {"x": 2}
 
 

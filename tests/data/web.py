@@ -19,7 +19,6 @@ class Site:
 
     content: bytes
     url: str = ""
-    ranges: bool = True
     drops: list[int] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
     gate: threading.Event | None = None
@@ -56,25 +55,12 @@ def serve(site: Site) -> Iterator[Site]:
 
 
 def _answer(request: BaseHTTPRequestHandler, site: Site) -> None:
-    wanted = request.headers.get("Range", "")
-    site.asked.append(wanted)
+    site.asked.append(request.path)
     if site.statuses:
         request.send_error(site.statuses.pop(0))
         return
-    start = 0
-    if wanted and site.ranges:
-        start = int(wanted.removeprefix("bytes=").rstrip("-"))
-        if start >= len(site.content):
-            request.send_response(416)
-            request.send_header("Content-Range", f"bytes */{len(site.content)}")
-            request.send_header("Content-Length", "0")
-            request.end_headers()
-            return
-        request.send_response(206)
-        request.send_header("Content-Range", f"bytes {start}-{len(site.content) - 1}/{len(site.content)}")
-    else:
-        request.send_response(200)
-    body = site.content[start:]
+    request.send_response(200)
+    body = site.content
     request.send_header("Content-Length", str(len(body)))
     request.end_headers()
     if site.drops:

@@ -28,20 +28,6 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
     return path
 
 
-def make_librispeech(folder: Path, splits: Sequence[str] = ("dev-clean",)) -> Path:
-    """``LibriSpeech`` as it unpacks, with two speakers, two chapters each, and two short recordings a chapter."""
-    for split in splits:
-        for speaker, chapter in ((84, 121), (84, 122), (174, 50), (174, 51)):
-            place = folder / "LibriSpeech" / split / str(speaker) / str(chapter)
-            names = [f"{speaker}-{chapter}-{number:04d}" for number in range(2)]
-            for number, name in enumerate(names):
-                write_audio(place / f"{name}.flac", sound(0.5 + 0.1 * number, seed=chapter + number))
-            (place / f"{speaker}-{chapter}.trans.txt").write_text(
-                "".join(f"{name} GO {'LEFT' if number else 'ON'}\n" for number, name in enumerate(names))
-            )
-    return folder / "LibriSpeech"
-
-
 def make_recordings(folder: Path, number: int) -> Path:
     """``number`` short recordings of noise, each with a transcript of its own; returns their manifest."""
     texts = ("ON", "OFF", "GO UP", "STOP", "LIGHT", "FIVE SIX")

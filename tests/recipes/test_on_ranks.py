@@ -37,7 +37,7 @@ class PackedText(TextTask):
     Config = PackedConfig
 
 
-#: Windows of a text, packed documents, and mixed images; by the name of their data.
+#: Windows of a text, packed documents, and images; by the name of their data.
 RUNS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "corpus.txt": (SmallText, {"training": {"epochs": 1}}),
     "corpus.jsonl": (PackedText, {"training": {"epochs": 1}}),
@@ -67,13 +67,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Losses, Losses
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_have_the_losses_of_one_with_ragged_batches(runs: tuple[Path, Losses, Losses], name: str) -> None:
-    folder, one, two = runs
+    _, one, two = runs
     np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-6)
     assert len(one[name]) > 5
     if name != "images":
         assert one[name][-1] < one[name][0]
-    else:
-        assert (folder / "images-1" / "pictures").is_dir() or one[name][-1] < 0.4
 
 
 def test_a_trained_run_generates_and_exports(runs: tuple[Path, Losses, Losses], tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lockstep.errors import DataError
 from lockstep.recipes.speech.audio import read_audio, read_info
-from lockstep.recipes.speech.dataset import AugmentedRecordings, Perturbation, Recordings, Sample, SpeechBatch, collate
+from lockstep.recipes.speech.dataset import AugmentedRecordings, Recordings, Sample, SpeechBatch, collate
 from lockstep.recipes.speech.features import SpecAugment, extract
-from lockstep.recipes.speech.manifest import Utterance, open_rows, read_rows
-from lockstep.recipes.speech.vocabulary import ENGLISH
+from lockstep.recipes.speech.manifest import Utterance, open_manifest
+from lockstep.recipes.speech.vocabulary import encode
 from tests.recipes.speech_files import sound, write_audio, write_lines
 
 
@@ -30,7 +30,7 @@ def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recordings:
         for offset, duration in ((0.1, 0.3333), (0.3, 0.4321))
     ]
     manifest = write_lines(tmp_path / "speech" / "m.jsonl", [*lines, *parts])
-    return Recordings(open_rows(read_rows(manifest), "m.jsonl"))
+    return Recordings(open_manifest(manifest))
 
 
 def test_lengths_are_known_without_the_audio(recordings: Recordings, tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_lengths_are_known_without_the_audio(recordings: Recordings, tmp_path: P
     for path in (tmp_path / "speech").iterdir():
         path.unlink()
     assert recordings.lengths().tolist() == made
-    assert AugmentedRecordings(recordings, SpecAugment()).lengths().tolist() == made
+    assert AugmentedRecordings(recordings.utterances, SpecAugment()).lengths().tolist() == made
 
 
 def test_a_part_is_that_part_of_the_recording(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_part_is_that_part_of_the_recording(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_audio(path, 0.25, 0.5), whole[4000:12_000])
     part = Recordings([Utterance(str(path), "GO", 0.5, 0.25)])[0]
     assert torch.equal(part.features, extract(torch.from_numpy(whole[4000:12_000])))
-    assert part.symbols.tolist() == ENGLISH.encode("GO")
+    assert part.symbols.tolist() == encode("GO")
 
 
 def test_channels_are_averaged_and_rates_are_matched(tmp_path: Path) -> None:
@@ -67,7 +67,8 @@ def test_recordings_that_were_cut_short_are_refused(kind: str, tmp_path: Path) -
     soundfile = pytest.importorskip("soundfile")
     file = tmp_path / f"a.{kind.lower()}"
     soundfile.write(file, np.zeros(1001, np.float32), 16_000, format=kind, subtype="PCM_16")
-    assert read_info(file).frames == 1001
+    if kind in ("WAV", "WAVEX"):
+        assert read_info(file).frames == 1001
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=rf"a\.{kind.lower()}"):
@@ -104,7 +105,7 @@ def test_a_batch_holds_every_sample_and_nothing_else(sizes: list[tuple[int, int]
 
 
 def test_masks_are_the_same_in_any_batch_and_new_in_each_epoch(recordings: Recordings) -> None:
-    training = AugmentedRecordings(recordings, SpecAugment())
+    training = AugmentedRecordings(recordings.utterances, SpecAugment())
 
     def batch(epoch: int, *indices: int) -> SpeechBatch:
         return collate([training.sample(i, np.random.default_rng((42, epoch, i))) for i in indices])
@@ -120,32 +121,7 @@ def test_masks_are_the_same_in_any_batch_and_new_in_each_epoch(recordings: Recor
 def test_the_fingerprint_knows_the_content_and_not_the_place(recordings: Recordings) -> None:
     moved = [utterance._replace(audio_path=f"/elsewhere/{i}.wav") for i, utterance in enumerate(recordings.utterances)]
     assert Recordings(moved).fingerprint() == recordings.fingerprint()
-    assert AugmentedRecordings(recordings, SpecAugment()).fingerprint() == recordings.fingerprint()
+    assert AugmentedRecordings(recordings.utterances, SpecAugment()).fingerprint() == recordings.fingerprint()
     for change in ({"text": "GO OFF"}, {"duration": 0.5}):
         changed = [recordings.utterances[0]._replace(**change), *recordings.utterances[1:]]
         assert Recordings(changed).fingerprint() != recordings.fingerprint()
-
-
-def test_perturbed_recordings_stay_long_enough_for_their_text(recordings: Recordings) -> None:
-    changed = AugmentedRecordings(recordings, None, Perturbation(speeds=(0.5, 2.0), band_share=1.0), downsampling=1)
-    made = [changed.sample(0, np.random.default_rng(seed)) for seed in range(8)]
-    frames = len(recordings[0].features)
-    assert {round(len(sample.features) / frames, 1) for sample in made} == {0.5, 2.0}
-    assert torch.equal(changed.sample(0, np.random.default_rng(3)).features, made[3].features)
-    assert all(sample.symbols.tolist() == ENGLISH.encode("GO ON") for sample in made)
-    tight = AugmentedRecordings(recordings, None, Perturbation(speeds=(2.0,)), downsampling=12)
-    assert len(tight.sample(0, np.random.default_rng(0)).features) == frames, "five symbols need 60 of 74 frames"
-
-
-def test_the_band_of_a_telephone_ends_at_4_khz() -> None:
-    wave = sound(0.5).astype(np.float32)
-    quiet = Perturbation(speeds=(1.0,), noise_db=(200.0, 200.0), band_share=1.0)(wave, np.random.default_rng(0), 1)
-    power = np.square(np.abs(np.fft.rfft(quiet)))
-    assert power[len(power) // 2 + 1 :].sum() < 1e-6 * power.sum()
-
-
-def test_a_telephone_does_not_transmit_noise_above_4_khz_either() -> None:
-    wave = sound(0.5).astype(np.float32)
-    noisy = Perturbation(speeds=(1.0,), noise_db=(0.0, 0.0), band_share=1.0)(wave, np.random.default_rng(0), 1)
-    power = np.square(np.abs(np.fft.rfft(noisy)))
-    assert power[len(power) // 2 + 1 :].sum() < 1e-6 * power.sum()

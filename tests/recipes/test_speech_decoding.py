@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.recipes.speech.decoding import Hypotheses, decode_beam, decode_greedy
-from lockstep.recipes.speech.vocabulary import BLANK, ENGLISH
+from lockstep.recipes.speech.vocabulary import BLANK, encode
 
 Prefix = tuple[int, ...]
 
@@ -113,7 +113,7 @@ def test_paths_to_one_text_are_added_where_the_best_path_fails() -> None:
 
 
 def test_impossible_symbols_and_wide_beams_give_no_ghosts() -> None:
-    said = ENGLISH.encode("TO OO")
+    said = encode("TO OO")
     path = [BLANK, said[0], said[1], said[1], said[2], said[3], BLANK, said[4]]
     log_probs = torch.full((1, len(path), 29), -math.inf)
     log_probs[0, range(len(path)), path] = 0.0

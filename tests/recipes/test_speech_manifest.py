@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -11,15 +10,7 @@ import pytest
 import soundfile
 
 from lockstep.errors import DataError
-from lockstep.recipes.speech.manifest import (
-    Utterance,
-    check_rows,
-    open_rows,
-    read_manifest,
-    read_rows,
-    report_repeats,
-    write_manifest,
-)
+from lockstep.recipes.speech.manifest import check_rows, open_manifest, read_rows, write_manifest
 from tests.recipes.speech_files import sound, write_audio, write_lines
 
 GOOD = {"audio_path": "good.wav", "text": "go left", "duration": 1.0}
@@ -49,7 +40,7 @@ def test_wav_flac_and_ogg_of_any_rate_are_taken(folder: Path) -> None:
     names = ("good.wav", "good.flac", "good.ogg", "telephone.wav")
     lines: list[dict[str, Any] | str] = [{**GOOD, "audio_path": name} for name in names]
     lines += ["", {"audio_path": str(folder / "good.wav"), "text": "Don’t  stop", "other": [1]}]
-    found = open_rows(read_rows(write_lines(folder / "m.jsonl", lines)), "m.jsonl")
+    found = open_manifest(write_lines(folder / "m.jsonl", lines))
     assert [utterance.audio_path for utterance in found] == [str(folder / name) for name in (*names, "good.wav")]
     assert [utterance.text for utterance in found] == ["GO LEFT"] * 4 + ["DON'T STOP"]
     assert {utterance.duration for utterance in found} == {1.0}
@@ -61,28 +52,25 @@ def test_a_part_of_a_longer_recording_has_an_offset(folder: Path) -> None:
         {**GOOD, "offset": 0.25, "duration": 0.5},
         {"audio_path": "good.wav", "text": "go", "offset": 0.9},
     ]
-    found = open_rows(read_rows(write_lines(folder / "m.jsonl", lines)), "m.jsonl")
+    found = open_manifest(write_lines(folder / "m.jsonl", lines))
     assert [(utterance.offset, utterance.duration) for utterance in found] == [(0.25, 0.5), (0.9, 0.1)]
 
 
 BAD: list[tuple[dict[str, Any] | str, str]] = [
-    ("{no json", "not JSON"),
-    ("[1, 2]", "not a JSON object"),
-    ({"text": "go", "duration": 1.0}, "no text under 'audio_path'"),
-    ({**GOOD, "text": None}, "no text under 'text'"),
-    ({**GOOD, "duration": "long"}, "'duration' is not a number"),
-    ({**GOOD, "duration": -1}, "'duration' is not a number"),
-    ({**GOOD, "duration": 10**400}, "'duration' is not a number"),
-    ({**GOOD, "duration": True}, "'duration' is not a number"),
-    ('{"audio_path": "good.wav", "text": "go", "duration": NaN}', "'duration' is not a number"),
+    ("{no json", "Invalid JSON"),
+    ("[1, 2]", "should be an object"),
+    ({"text": "go", "duration": 1.0}, "audio_path: "),
+    ({**GOOD, "text": None}, "text: "),
+    ({**GOOD, "duration": "long"}, "duration: "),
+    ({**GOOD, "duration": -1}, "duration: "),
+    ({**GOOD, "duration": 10**400}, "duration: "),
+    ({**GOOD, "duration": True}, "duration: "),
+    ('{"audio_path": "good.wav", "text": "go", "duration": NaN}', "duration: "),
+    ({**GOOD, "text": "\ud800"}, "Invalid JSON"),
     ({**GOOD, "audio_path": "none.wav"}, "there is no file"),
     ({**GOOD, "audio_path": ""}, "there is no file"),
     ({**GOOD, "audio_path": "x" * 5000}, "there is no file"),
     ({**GOOD, "audio_path": "a\0b"}, "there is no file"),
-    (
-        {**GOOD, "audio_path": "\ud800.wav", "text": "\ud800"},
-        r"vocabulary: '\\ud800'; unreadable recording: there is no file .*\\ud800.wav",
-    ),
     ({**GOOD, "audio_path": "text.wav"}, "cannot read .*text.wav"),
     ({**GOOD, "audio_path": "cut.flac"}, "cannot read .*cut.flac"),
     ({**GOOD, "audio_path": "cut.wav"}, "cannot read .*cut.wav .it ends before its header says"),
@@ -90,13 +78,12 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({**GOOD, "audio_path": "long.wav", "duration": 3.0}, r"too long: .*long.wav takes 3.0 s, task.longest_s is 2"),
     ({**GOOD, "audio_path": "empty.wav"}, "no samples"),
     ({**GOOD, "audio_path": "slow.wav"}, "recorded at 4000 Hz"),
-    ({**GOOD, "sample_rate": 8000}, "sample_rate says 8000 Hz, the file has 16000"),
     ({**GOOD, "duration": 2.0}, r"duration says 2 s, the file has 1.000 s at 16000 Hz"),
     ({**GOOD, "offset": 0.7, "duration": 0.5}, r"ends at 1.200 s, the file at 1.000 s"),
     ({**GOOD, "offset": 3}, "ends at .* the file at 1.000 s"),
     ({**GOOD, "offset": 0.5, "duration": 0}, "the part has no samples"),
     ({**GOOD, "text": "  "}, "the text is empty"),
-    ({**GOOD, "text": "turn <3> left!"}, "symbols outside the vocabulary: '<' '>'"),
+    ({**GOOD, "text": "turn <3> left!"}, "symbols outside the vocabulary: '3' '<' '>'"),
     ({**GOOD, "text": "A" * 51}, "51 symbols need 101 frames, .*good.wav gives 51"),
 ]
 
@@ -105,13 +92,12 @@ def test_every_bad_line_is_listed_with_what_is_wrong(folder: Path) -> None:
     lines: list[dict[str, Any] | str] = []
     for line, _ in BAD:
         lines += [GOOD, line]
-    rows = read_rows(write_lines(folder / "m.jsonl", lines))
-    checked = check_rows(rows, downsampling=2, longest_s=2)
-    assert len(checked.utterances) == len(BAD)
-    with pytest.raises(DataError, match=rf"^m.jsonl: {len(BAD)} of {2 * len(BAD)} lines cannot be used") as caught:
-        open_rows(rows, "m.jsonl", downsampling=2, longest_s=2)
-    causes, *told = caught.value.why.splitlines()
-    assert causes.startswith("8 × unreadable recording, 5 × 'duration' is not a number of at least 0, 2 × ")
+    manifest = write_lines(folder / "m.jsonl", lines)
+    utterances, _ = check_rows(read_rows(manifest), folder, downsampling=2, longest_s=2)
+    assert len(utterances) == len(BAD)
+    with pytest.raises(DataError, match=rf"m.jsonl: {len(BAD)} of {2 * len(BAD)} lines") as caught:
+        open_manifest(manifest, downsampling=2, longest_s=2)
+    told = caught.value.why.splitlines()
     assert len(told) == len(BAD)
     for place, (_, message) in enumerate(BAD):
         assert told[place].startswith(f"line {2 * place + 2}: ")
@@ -119,16 +105,16 @@ def test_every_bad_line_is_listed_with_what_is_wrong(folder: Path) -> None:
 
 
 def test_one_line_tells_all_that_is_wrong_with_it(folder: Path) -> None:
-    rows = read_rows(write_lines(folder / "m.jsonl", [{"audio_path": "slow.wav", "text": "$", "sample_rate": 5}]))
-    ((where, what),) = check_rows(rows).faults
-    assert where == "line 1"
-    assert [what.count(part) for part in ("vocabulary", "recorded at", "sample_rate says")] == [1, 1, 1]
+    rows = read_rows(write_lines(folder / "m.jsonl", [{"audio_path": "slow.wav", "text": "$"}]))
+    _, faults = check_rows(rows, folder)
+    assert [*faults] == ["line 1"]
+    assert [faults["line 1"].count(part) for part in ("vocabulary", "recorded at")] == [1, 1]
 
 
 def test_of_very_many_bad_lines_each_is_still_named(folder: Path) -> None:
-    rows = read_rows(write_lines(folder / "m.jsonl", [{**GOOD, "text": ""}] * 250))
+    manifest = write_lines(folder / "m.jsonl", [{**GOOD, "text": ""}] * 250)
     with pytest.raises(DataError) as caught:
-        open_rows(rows, "m.jsonl")
+        open_manifest(manifest)
     assert caught.value.why.count(": the text is empty") == 200
     assert "line 201, line 202" in caught.value.why
     assert caught.value.why.endswith("line 250")
@@ -138,63 +124,45 @@ def test_a_transcript_fits_as_long_as_ctc_can_align_it(folder: Path) -> None:
     """101 frames, halved to 51: a frame a symbol, and one more between equal ones."""
     texts = ["AB" * 25 + "A", "AA" + "BA" * 24, "AB" * 26, "AA" + "BA" * 24 + "B"]
     rows = read_rows(write_lines(folder / "m.jsonl", [{**GOOD, "text": text} for text in texts]))
-    checked = check_rows(rows, downsampling=2)
-    assert [utterance.text for utterance in checked.utterances] == texts[:2]
-    assert [fault.line for fault in checked.faults] == ["line 3", "line 4"]
+    utterances, faults = check_rows(rows, folder, downsampling=2)
+    assert [utterance.text for utterance in utterances] == texts[:2]
+    assert [*faults] == ["line 3", "line 4"]
 
 
 def test_training_without_the_bad_lines_says_how_many(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = read_rows(write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "text": ""}, GOOD]))
+    manifest = write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "text": ""}, GOOD])
     with caplog.at_level(logging.WARNING):
-        assert len(open_rows(rows, "m.jsonl", skip_bad=True)) == 2
+        assert len(open_manifest(manifest, skip_bad=True)) == 2
     assert "m.jsonl: 1 of 3 lines are left out\nline 2: the text is empty" in caplog.text
-    with pytest.raises(DataError, match="no usable line"):
-        open_rows(rows[1:2], "m.jsonl", skip_bad=True)
-    with pytest.raises(DataError, match="no usable line"):
-        open_rows([], "m.jsonl")
+    for lines in ([{**GOOD, "text": ""}], []):
+        with pytest.raises(DataError, match="no usable line"):
+            open_manifest(write_lines(manifest, lines), skip_bad=True)
 
 
 def test_files_are_looked_at_once_and_again_when_asked(folder: Path) -> None:
-    rows = read_rows(write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "audio_path": "good.flac"}]))
-    first = open_rows(rows, "m.jsonl")
+    manifest = write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "audio_path": "good.flac"}])
+    first = open_manifest(manifest)
     (folder / "good.flac").unlink()
-    assert open_rows(rows, "m.jsonl") == first
-    with pytest.raises(DataError, match="1 of 2 lines"):
-        open_rows(rows, "m.jsonl", recheck=True)
-    with pytest.raises(DataError, match="1 of 2 lines"):
-        open_rows(rows, "m.jsonl")
+    assert open_manifest(manifest) == first
+    for recheck in (True, False):
+        with pytest.raises(DataError, match="1 of 2 lines"):
+            open_manifest(manifest, recheck=recheck)
     write_audio(folder / "good.flac", sound(1.0))
-    assert open_rows(rows, "m.jsonl", recheck=True) == first
+    assert open_manifest(manifest, recheck=True) == first
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "good.wav"))
-    assert len(open_rows(read_rows(write_lines(folder / "m.jsonl", [GOOD])), "m.jsonl")) == 1
+    assert len(open_manifest(write_lines(folder / "m.jsonl", [GOOD]))) == 1
 
 
 def test_a_manifest_that_was_written_comes_back(folder: Path) -> None:
-    utterances = open_rows(
-        read_rows(write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "offset": 0.5, "duration": 0.3}])), ""
-    )
+    utterances = open_manifest(write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "offset": 0.5, "duration": 0.3}]))
     write_manifest(folder / "again.jsonl", [utterance._asdict() for utterance in utterances])
-    assert read_manifest(folder / "again.jsonl") == utterances
-    (folder / "again.jsonl").write_text(json.dumps({"text": "GO"}))
-    with pytest.raises(DataError, match="is damaged"):
-        read_manifest(folder / "again.jsonl")
+    assert open_manifest(folder / "again.jsonl") == utterances
 
 
 def test_a_missing_manifest_is_a_clear_error(folder: Path) -> None:
     with pytest.raises(DataError, match="cannot read the manifest") as caught:
         read_rows(folder / "none.jsonl")
     assert caught.value.fix
-
-
-def test_repeats_and_training_data_in_other_splits_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    a, b, c = (Utterance(f"{name}.wav", "GO", 1.0) for name in "abc")
-    report_repeats({"train": [a, b], "val": [], "test": [c]})
-    assert not caplog.text
-    report_repeats({"train": [a, b, a], "val": [b, a], "test": [b, c]})
-    train, val, test = [record.getMessage() for record in caplog.records]
-    assert train == "train: 1 utterances occur more than once, the first is a.wav"
-    assert val.startswith("val: all of 2 utterances are training data too")
-    assert test.startswith("test: 1 of 2 utterances are training data too")

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.recipes.speech.decoding import ErrorRates
-from lockstep.recipes.speech.vocabulary import ENGLISH
+from lockstep.recipes.speech.vocabulary import encode
 
 
 def rows(texts: list[str], width: int) -> tuple[Tensor, Tensor]:
     """Padded with a symbol that would count if it were looked at."""
-    ids = [ENGLISH.encode(text) for text in texts]
+    ids = [encode(text) for text in texts]
     return torch.tensor([row + [5] * (width - len(row)) for row in ids]).long(), torch.tensor([len(row) for row in ids])
 
 

@@ -13,7 +13,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.events import Sound
 from lockstep.recipes.speech import espeak
 from lockstep.recipes.speech.task import SpeechConfig, SpeechTask
-from tests.recipes.speech_files import make_librispeech, make_recordings
+from lockstep.tasks.registry import make_task
+from tests.recipes.speech_files import make_recordings
 
 
 def make(data_dir: Path | str | None = None, *, download: bool = False, **settings: Any) -> SpeechTask:
@@ -27,9 +28,6 @@ def make(data_dir: Path | str | None = None, *, download: bool = False, **settin
     [
         ({"val_manifest": "val.jsonl"}, {}, "task.val_manifest"),
         ({"test_manifest": "test.jsonl", "source": "synthesised"}, {}, "task.test_manifest"),
-        ({"train_manifest": "t.jsonl", "source": "librispeech"}, {"data_dir": "."}, "task.train_manifest"),
-        ({"librispeech_train": ("train-clean-360",)}, {}, "task.librispeech_train"),
-        ({"train_manifest": "t.jsonl", "librispeech_val": ("dev-other",)}, {}, "task.librispeech_val"),
         ({"train_manifest": "t.jsonl", "utterances": 7}, {}, "task.utterances"),
         ({"train_manifest": "t.jsonl"}, {"data_dir": ".", "download": True}, "data.download, data.data_dir"),
         ({"source": "synthesised"}, {"download": True}, "data.download"),
@@ -67,11 +65,17 @@ def test_an_example_of_an_evaluation_can_be_heard(tmp_path: Path) -> None:
 
 
 def test_the_folder_decides_the_source(tmp_path: Path) -> None:
-    make_librispeech(tmp_path / "libri")
     (tmp_path / "empty").mkdir()
     (tmp_path / "spoken" / "speech-0123456789ab").mkdir(parents=True)
     make_recordings(tmp_path / "mine", 1)
-    assert make(tmp_path / "libri").source == "librispeech"
     assert make(str(tmp_path / "empty")).source == "synthesised"
     assert make(tmp_path / "spoken").source == "synthesised"
     assert make(tmp_path / "mine", source="synthesised").source == "synthesised"
+
+
+@pytest.mark.parametrize("setting", sorted(SpeechConfig.removed_settings))
+def test_removed_settings_are_refused_by_name(setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_task(SpeechTask, {setting: 1})
+    assert f"task.{setting}" in caught.value.what
+    assert caught.value.fix == SpeechConfig.removed_settings[setting]

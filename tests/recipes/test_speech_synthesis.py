@@ -25,7 +25,7 @@ from lockstep.readers.files import cache_folder
 from lockstep.recipes.speech import espeak, synthesis
 from lockstep.recipes.speech.espeak import Line
 from lockstep.recipes.speech.features import log_mel
-from lockstep.recipes.speech.manifest import read_manifest
+from lockstep.recipes.speech.manifest import open_manifest
 from lockstep.recipes.speech.synthesis import (
     ACCENTS,
     SPLITS,
@@ -36,7 +36,7 @@ from lockstep.recipes.speech.synthesis import (
     synthesise,
     synthesised_folder,
 )
-from lockstep.recipes.speech.vocabulary import ENGLISH, alignment_frames
+from lockstep.recipes.speech.vocabulary import alignment_frames, encode, unknown
 from tests.disks import sha256
 from tests.gloo import ROOT, clean_environment
 
@@ -73,7 +73,7 @@ def test_splits_share_no_sentence_and_no_voice_but_all_their_words() -> None:
 def test_any_sentence_belongs_to_its_split_alone_and_can_be_written(seed: int, split: str) -> None:
     sentence = draw_sentence(random.Random(seed), split)
     assert split_of(sentence) == split
-    assert ENGLISH.unknown(sentence) == []
+    assert unknown(sentence) == []
 
 
 def test_every_voice_is_there_and_unlike_those_of_other_splits(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def mean_spectrum(wave: np.ndarray) -> np.ndarray:
 
 def test_the_manifest_says_where_in_the_recording_each_utterance_is(folder: Path) -> None:
     for split in SPLITS:
-        lines, utterances = SMALL.lines(split), read_manifest(folder / f"{split}.jsonl")
+        lines, utterances = SMALL.lines(split), open_manifest(folder / f"{split}.jsonl")
         assert [utterance.text for utterance in utterances] == [line.text for line in lines]
         starts = np.cumsum([0.0, *(utterance.duration for utterance in utterances)])
         np.testing.assert_allclose([utterance.offset for utterance in utterances], starts[:-1])
@@ -115,7 +115,7 @@ def test_the_manifest_says_where_in_the_recording_each_utterance_is(folder: Path
             assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 16_000)
             assert file.getnframes() == round(starts[-1] * 16_000)
         for utterance in utterances:
-            assert -(-utterance.frames // 4) >= alignment_frames(ENGLISH.encode(utterance.text)), "down-sampled too"
+            assert -(-utterance.frames // 4) >= alignment_frames(encode(utterance.text)), "down-sampled too"
         voices = [json.loads(line)["voice"] for line in (folder / f"{split}.jsonl").read_text().splitlines()]
         assert set(voices) <= set(VOICES[split])
 

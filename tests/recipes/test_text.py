@@ -56,23 +56,22 @@ def test_folders_json_lines_and_token_files_are_the_same_corpus(tmp_path: Path) 
 def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     texts = ["a wood", "chuck would chuck", "if", "wood chuck wood"] * 8
     lines = "\n".join(json.dumps({"text": text}) for text in texts)
-    for positions in ("rotary", "learned"):
-        made = task(written(tmp_path, "corpus.jsonl", lines), pack=True, positions=positions, val_share=0.3)
-        data, model = made.datasets(), made.model().eval()
-        batch = [torch.stack(rows) for rows in zip(*(data.train[k] for k in range(len(data.train))), strict=True)]
-        ids, targets, documents, _ = batch
-        losses = made._losses(model, batch).detach()
-        assert losses.isfinite().all() and bool((losses[targets == NO_LABEL] == 0).all())
-        alone, together = 0.0, 0.0
-        for row, column in zip(*torch.where(documents == 2), strict=True):
-            if documents[row, column - 1] == 1:  # the second document of a window begins
-                mine = torch.where(documents[row] == 2)[0]
-                own = made._losses(model, (ids[row, mine][None], targets[row, mine][None]))
-                alone, together = alone + float(own.detach().sum()), together + float(losses[row, mine].sum())
-        assert alone > 0 and together == pytest.approx(alone, rel=1e-5)
-        counted = int((targets != NO_LABEL).sum())
-        pieces = sum(int(row.max()) for row in documents)
-        assert counted >= int((documents > 0).sum()) - pieces
+    made = task(written(tmp_path, "corpus.jsonl", lines), pack=True, val_share=0.3)
+    data, model = made.datasets(), made.model().eval()
+    batch = [torch.stack(rows) for rows in zip(*(data.train[k] for k in range(len(data.train))), strict=True)]
+    ids, targets, documents, _ = batch
+    losses = made._losses(model, batch).detach()
+    assert losses.isfinite().all() and bool((losses[targets == NO_LABEL] == 0).all())
+    alone, together = 0.0, 0.0
+    for row, column in zip(*torch.where(documents == 2), strict=True):
+        if documents[row, column - 1] == 1:  # the second document of a window begins
+            mine = torch.where(documents[row] == 2)[0]
+            own = made._losses(model, (ids[row, mine][None], targets[row, mine][None]))
+            alone, together = alone + float(own.detach().sum()), together + float(losses[row, mine].sum())
+    assert alone > 0 and together == pytest.approx(alone, rel=1e-5)
+    counted = int((targets != NO_LABEL).sum())
+    pieces = sum(int(row.max()) for row in documents)
+    assert counted >= int((documents > 0).sum()) - pieces
 
 
 def test_paths_of_a_run_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,11 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
         key = prefix + ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
+            replacement = getattr(model, "removed_settings", {}).get(item["loc"][-1])
+            if replacement is not None:
+                problems.append(f"the setting {key} no longer exists")
+                fixes.append(replacement)
+                continue
             nearest = _nearest(item["loc"], model)
             problems.append(f"unknown key {key}")
             fixes.append(f"did you mean {prefix}{nearest}?" if nearest else "docs/configuration.md lists every key")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -131,7 +129,7 @@ def find_files(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         DataError: there is none.
     """
     names: list[str] = []
-    for name in chain.from_iterable(map(_expanded, _listed(files))):
+    for name in map(str, _listed(files)):
         if "://" in name:
             system, path = file_system(name)
             path = f"{path.rstrip('/')}/**" if system.isdir(path) else path
@@ -157,18 +155,6 @@ def _listed(files: Files) -> Sequence[str | Path]:
     return [files] if isinstance(files, str | Path) else files
 
 
-def _expanded(file: str | Path) -> list[str]:
-    """Expand ``{00..19}`` as a shell does; WebDataset's users write it."""
-    name = str(file)
-    numbers = re.search(r"\{(\d+)\.\.(\d+)\}", name)
-    if numbers is None or Path(name).exists():
-        return [name]
-    (first, last) = numbers.groups()
-    (start, end) = numbers.span()
-    each = (f"{name[:start]}{number:0{len(first)}}{name[end:]}" for number in range(int(first), int(last) + 1))
-    return list(chain.from_iterable(map(_expanded, each)))
-
-
 def class_folders(root: Path) -> list[Path]:
     """The folders in ``root``, sorted; without hidden ones and those that a Mac adds to an archive."""
     return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != "__MACOSX")
@@ -178,7 +164,7 @@ def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """The files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without hidden ones.
 
     Raises:
-        DataError: there are too many files, or a linked folder leads back to one that it is in.
+        DataError: there are too many files, as where a linked folder leads back to one that it is in.
     """
     names = list[str]()
     looked_at = 0
@@ -189,16 +175,9 @@ def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
         if looked_at > MOST_ENTRIES:
             raise DataError(
                 f"{folder} has more than {MOST_ENTRIES:,} files",
-                why="a folder is searched with all folders in it",
+                why="a folder is searched with all folders in it, linked ones included",
                 fix=f"give a pattern, such as {folder}/*{suffixes[0]}",
             )
-        for link in filter(os.path.islink, (f"{folder_path}/{name}" for name in folders)):
-            if Path(folder_path).resolve().is_relative_to(Path(link).resolve()):
-                raise DataError(
-                    f"the link {link} leads to a folder that it is in",
-                    why="its files would be read again and again",
-                    fix="remove the link",
-                )
     return sorted(names)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import csv
 import io
 import json
-import re
 import tarfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +32,6 @@ from lockstep.readers.files import (
     open_file,
 )
 
-#: How gzip, bzip2, xz and zstd files begin.
-_COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd")
 #: Bytes of records that are copied at once.
 _BLOCK = 2**23
 #: Between the columns of files that are called CSV, beside the comma.
@@ -68,13 +65,6 @@ class _Records(FileSamples):
 
     def tables(self, number: int) -> Iterator[Any]:
         with open_file(self.files[number]) as file:
-            if _COMPRESSED.match(file.read(8)):
-                raise DataError(
-                    f"{self.files[number]} is compressed",
-                    why="its records could not be read by number",
-                    fix="unpack it, with gunzip, unxz, bunzip2 or unzstd",
-                )
-            file.seek(0)
             contents = list[Any]()
             size = 0
             rows = 0
@@ -395,12 +385,6 @@ class TokenFile(DataFiles):
         number = bisect_right(self._ends, index)
         sample = index - self._ends[number - 1] if number else index
         start = sample * self.window
-        if self._paths[number].stat().st_size < (start + self._size) * self._dtype.itemsize:
-            raise DataError(
-                f"sample {sample} of {self.files[number]} cannot be read",
-                why="the file was cut short while in use",
-                fix="write the file again",
-            )
         return self._maps[number][start : start + self._size].astype(np.int64)
 
     def gathered(self, indices: NDArray[np.int64]) -> Tensor:

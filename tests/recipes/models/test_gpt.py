@@ -1,26 +1,18 @@
-"""The language model: its cache, its positions, and drawing tokens."""
+"""The language model: its positions, and drawing tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lockstep.recipes.text.gpt import Gpt, Positions, generate, rotated
+from lockstep.recipes.text.gpt import Gpt, generate, rotated
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_the_cache_changes_nothing_and_the_future_has_no_influence(positions: Positions) -> None:
+def test_the_future_has_no_influence() -> None:
     torch.manual_seed(0)
-    model = Gpt(50, 16, width=32, depth=2, heads=2, positions=positions).eval()
+    model = Gpt(50, 16, width=32, depth=2, heads=2).eval()
     ids = torch.randint(0, 50, (3, 16))
-    whole = model(ids)
-    logits, past = model.extend(ids[:, :5], None)
-    parts = [logits]
-    for place in range(5, 16):
-        logits, past = model.extend(ids[:, place : place + 1], past)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
-    torch.testing.assert_close(model(ids[:, :7]), whole[:, :7])
+    torch.testing.assert_close(model(ids[:, :7]), model(ids)[:, :7])
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
@@ -37,20 +29,6 @@ def test_generating_is_repeatable_and_longer_than_the_context() -> None:
     first, second = (generate(model, [1, 2], 30, context=8, seed=3) for _ in range(2))
     assert first == second and len(first) == 30
     assert generate(model, [1] * 20, 5, context=8, temperature=0) == generate(model, [1] * 20, 5, context=8, top_k=1)
-    greedy = generate(model, [1], 5, context=8, temperature=0)
-    assert generate(lambda_of(model), [1], 5, context=8, temperature=0) == greedy  # without a cache
-
-
-def lambda_of(model: Gpt) -> torch.nn.Module:
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.model(ids)
-
-    return Plain()
 
 
 def test_a_width_that_does_not_fit_is_refused() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data.download import Patience, download
+from lockstep.data.download import download
 from lockstep.hardware import read_world
 from lockstep.recipes.autoencoder import SPLITS, load_digits, scale
 
@@ -22,14 +22,14 @@ def is_main_process() -> bool:
     return read_world(os.environ).is_main
 
 
-def fetch_digits(folder: Path | str, url: str, sha256: str = SHA256, patience: Patience | None = None) -> Path:
+def fetch_digits(folder: Path | str, url: str, sha256: str = SHA256) -> Path:
     """The file behind `url`; call it on every rank.
 
     The first process of a node downloads, the others wait for it and use its file. They wait at a lock of the node's
-    file system, not at `dist.barrier()`: it works before the process group exists, and when the download fails, all of
-    them fail with its error instead of waiting for ever.
+    file system, not at `dist.barrier()`: it works before the process group exists, and when the download fails, the
+    next one tries, so that none waits for ever.
     """
-    return download(url, Path(folder) / "digits.csv.gz", sha256, patience=patience)
+    return download(url, Path(folder) / "digits.csv.gz", sha256)
 
 
 class DigitsDataset(Dataset):

@@ -145,39 +145,36 @@ def _divided(by_class: dict[str, list[Path]], root: Path, share: float) -> tuple
 
 #: Headers of images that are read to see whether one has colours.
 HEADERS = 20_000
-#: Modes of Pillow for grey pixels of more than 8 bits.
-_DEEP = ("I", "I;16", "I;16B", "I;16L", "F")
-_REPLACE = "remove or replace it"
 #: Errors of Pillow for broken files, beside DecompressionBombError (a size that no memory would hold).
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
 
-def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pixels:
-    """Pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
+def read_image(file: Path, channels: int, size: int) -> Pixels:
+    """Return pixels from 0 to 1, (channels, size, size): the middle square of the image, resized.
 
     Grey, palette and transparent images are converted (transparent pixels on white), and turned as their EXIF
-    orientation says. Grey images of 9 to 16 bits keep them.
+    orientation says.
 
     Raises:
-        DataError: it cannot be read, or its pixels have no known range; with the advice ``fix``.
+        DataError: it cannot be read, or has more than 8 bits for a value.
     """
     image = _pillow()
     from PIL.ImageOps import exif_transpose
 
     try:
         with image.open(file) as opened:
-            _refuse_deep_colours(opened)
+            _refuse_deep(opened)
             opened.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block leaves the image as it is
                 exif_transpose(opened, in_place=True)
-            if opened.mode in _DEEP:
-                opened = image.fromarray(np.asarray(opened, dtype=np.float32) * np.float32(255 / _top(opened)))
             if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
                 whole = opened.convert("RGBA")
                 opened = image.alpha_composite(image.new("RGBA", whole.size, "white"), whole)
-            picture = opened if opened.mode == "F" else opened.convert("L" if channels == 1 else "RGB")
+            picture = opened.convert("L" if channels == 1 else "RGB")
     except (*_BROKEN, image.DecompressionBombError) as error:
-        raise DataError(f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix=fix) from None
+        raise DataError(
+            f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix="remove or replace it"
+        ) from None
     side = min(picture.size)
     left = (picture.width - side) // 2
     top = (picture.height - side) // 2
@@ -189,34 +186,16 @@ def read_image(file: Path, channels: int, size: int, fix: str = _REPLACE) -> Pix
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def _refuse_deep_colours(opened: Any) -> None:
-    """Raise :class:`ValueError` for colours or transparency of 16 bits: Pillow drops the lower 8 of them."""
+def _refuse_deep(opened: Any) -> None:
+    """Raise :class:`ValueError` for values of more than 8 bits: Pillow would clip them or drop their lower bits."""
+    if opened.mode.startswith(("I", "F")):
+        raise ValueError(f"its pixels are of type {opened.mode}: save it with 8 bits for a value")
     for codec, _, _, arguments in getattr(opened, "tile", ()):
         values = arguments if isinstance(arguments, tuple) else (arguments,)
         kind, _, bits = str(values[0]).partition(";")  # such as RGB;16B
         is_deep = bits.startswith("16") or (codec == "ppm" and values[1] > 255)
         if is_deep and kind in ("RGB", "RGBA", "RGBX", "RGBa", "LA", "CMYK"):
-            raise ValueError(f"its {kind} values have 16 bits, of which 8 could be read: save it with 8 bits")
-
-
-def _top(opened: Any) -> int:
-    """Return the value of white in a grey image of more than 8 bits.
-
-    Raises:
-        ValueError: it does not follow from the type of the pixels.
-    """
-    if opened.mode == "F":
-        values = np.asarray(opened)
-        if not (values.min() >= 0 and values.max() <= 1):
-            raise ValueError(
-                f"its floating-point pixels are from {values.min():g} to {values.max():g}, not from 0 to 1: save it "
-                "with 8 or 16 bits, or divide them"
-            )
-        return 1
-    bits = getattr(opened, "tag_v2", {}).get(258, (16,))[0]  # BitsPerSample of TIFF; older Pillows read a PNG as "I"
-    if bits > 16:
-        raise ValueError(f"its pixels are whole numbers of {bits} bits, of no known range: save it with 8 or 16 bits")
-    return int(2**bits - 1)
+            raise ValueError(f"its {kind} values have 16 bits: save it with 8 bits for a value")
 
 
 def is_grey(files: Sequence[Path]) -> bool:
@@ -226,23 +205,7 @@ def is_grey(files: Sequence[Path]) -> bool:
     for file in files[:: len(files) // HEADERS + 1]:
         with contextlib.suppress(*_BROKEN, image.DecompressionBombError), image.open(file) as opened:
             modes.add(opened.mode)
-    return bool(modes) and modes <= {"1", "L", "LA", *_DEEP}
-
-
-def readable(listed: Listed, channels: int, size: int) -> tuple[Listed, list[Path]]:
-    """The images that can be read, and the others. Raises :class:`DataError`: none can."""
-    broken = []
-    for file in listed.files:
-        try:
-            read_image(file, channels, size)
-        except DataError:
-            broken.append(file)
-    if broken and len(broken) == len(listed.files):
-        raise DataError(f"none of {many(len(broken), 'image')} can be read", why=f"as {broken[0]}", fix=_REPLACE)
-    lost = set(broken)
-    intact = [pair for pair in zip(listed.files, listed.labels, strict=True) if pair[0] not in lost]
-    files, labels = zip(*intact, strict=True) if intact else ((), ())
-    return Listed(files, labels, listed.classes), broken
+    return bool(modes) and modes <= {"1", "L", "LA"}
 
 
 @dataclass(frozen=True)
@@ -253,37 +216,21 @@ class Augmentation:
         crop: pixels that an image is moved by at most, as a share of its side.
         flip: mirror half of them.
         color: brightness and contrast change by up to this share.
-        mixup, cutmix: the parameter of the beta distribution, of Zhang et al. 2018 (https://arxiv.org/abs/1710.09412)
-            and Yun et al. 2019 (https://arxiv.org/abs/1905.04899); with both, each is used for half of the images.
     """
 
     crop: float = 0.0
     flip: bool = False
     color: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
 
 
 class Images:
-    """A split as a data set of (pixels, label, other label, share of the first).
+    """A split as a data set of (pixels, label)."""
 
-    ``in_training``: whether ``task.skip_broken`` can leave out an image that cannot be read.
-    """
-
-    def __init__(
-        self,
-        listed: Listed,
-        channels: int,
-        size: int,
-        augmentation: Augmentation | None = None,
-        *,
-        in_training: bool = True,
-    ) -> None:
+    def __init__(self, listed: Listed, channels: int, size: int, augmentation: Augmentation = Augmentation()) -> None:
         self.listed = listed
         self._channels = channels
         self._size = size
         self._augmentation = augmentation
-        self._fix = _REPLACE + (", or train with task.skip_broken=true to leave such images out" if in_training else "")
 
     def __len__(self) -> int:
         return len(self.listed.files)
@@ -292,36 +239,14 @@ class Images:
     def names(self) -> Sequence[str]:
         return [str(file) for file in self.listed.files]
 
-    def read(self, index: int) -> Pixels:
-        return read_image(self.listed.files[index], self._channels, self._size, self._fix)
+    def __getitem__(self, index: int) -> tuple[Pixels, int]:
+        pixels = read_image(self.listed.files[index], self._channels, self._size)
+        return pixels, self.listed.labels[index]
 
-    def __getitem__(self, index: int) -> tuple[Pixels, int, int, np.float32]:
-        label = self.listed.labels[index]
-        return self.read(index), label, label, np.float32(1)
-
-    def sample(self, index: int, rng: np.random.Generator) -> tuple[Pixels, int, int, np.float32]:
+    def sample(self, index: int, rng: np.random.Generator) -> tuple[Pixels, int]:
+        """Return image ``index``, changed by draws from ``rng``."""
         augmentation = self._augmentation
-        if augmentation is None:
-            return self[index]
-        pixels = self._changed(self.read(index), augmentation, rng)
-        label = self.listed.labels[index]
-        cuts = augmentation.cutmix > 0 and (not augmentation.mixup or rng.random() < 0.5)
-        alpha = augmentation.cutmix if cuts else augmentation.mixup
-        if not alpha:
-            return pixels, label, label, np.float32(1)
-        partner = int(rng.integers(len(self)))
-        share = rng.beta(alpha, alpha)
-        other = self._changed(self.read(partner), augmentation, rng)
-        if cuts:
-            side = round(self._size * (1 - share) ** 0.5)
-            top, left = rng.integers(self._size - side + 1, size=2)
-            pixels[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
-            share = 1 - (side / self._size) ** 2
-        else:
-            pixels = np.float32(share) * pixels + np.float32(1 - share) * other
-        return pixels, label, self.listed.labels[partner], np.float32(share)
-
-    def _changed(self, pixels: Pixels, augmentation: Augmentation, rng: np.random.Generator) -> Pixels:
+        pixels, label = self[index]
         reach = round(augmentation.crop * self._size)
         if reach:
             down, right = rng.integers(0, 2 * reach + 1, size=2)
@@ -333,7 +258,7 @@ class Images:
             brightness, contrast = 1 + augmentation.color * rng.uniform(-1, 1, size=2).astype(np.float32)
             mean = pixels.mean()
             pixels = (((pixels - mean) * contrast + mean) * brightness).clip(0, 1)
-        return np.array(pixels, dtype=np.float32)
+        return np.array(pixels, dtype=np.float32), label
 
 
 def _pillow() -> Any:

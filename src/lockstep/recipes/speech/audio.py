@@ -1,4 +1,4 @@
-"""Recordings on disk: WAV, FLAC, OGG and whatever else libsndfile reads, as 16 kHz mono; and other sample rates."""
+"""Recordings on disk (WAV, FLAC, OGG, MP3) as 16 kHz mono; and other sample rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ def read_info(path: Path | str) -> AudioInfo:
         if info.frames and file.subtype in ("FLOAT", "DOUBLE") and not np.isfinite(file.read(always_2d=True)).all():
             raise ValueError("it has samples that are NaN or infinite")
         file.seek(max(0, info.frames - 1))
-        if (info.frames and len(file.read(1)) != 1) or _is_cut(Path(path), file.format):
+        if (info.frames and len(file.read(1)) != 1) or _is_cut(Path(path)):
             raise ValueError("it ends before its header says")
         return info
 
@@ -96,6 +96,8 @@ def _opened(path: Path | str) -> Iterator[Any]:
         raise DataError(f"there is no file {path}", fix="check the path")
     try:
         with soundfile.SoundFile(path) as file:
+            if file.format not in _FORMATS:
+                raise ValueError(f"its format is {file.format}, not one of {', '.join(_FORMATS)}")
             yield file
     except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
         raise DataError(
@@ -103,51 +105,17 @@ def _opened(path: Path | str) -> Iterator[Any]:
         ) from None
 
 
-class _Container(NamedTuple):
-    """A format of chunks: bytes before the first one, of a name and of a size; the name of the chunk with samples."""
-
-    begin: int
-    name: int
-    size: int
-    order: Literal["little", "big"]
-    samples: bytes
+#: By libsndfile's names. Of other formats with a header, it does not report that their samples end too early.
+_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 
 
-_WAV = _Container(12, 4, 4, "little", b"data")
-#: By libsndfile's names.
-_CONTAINERS = {
-    **dict.fromkeys(("WAV", "WAVEX", "RF64"), _WAV),
-    "AIFF": _Container(12, 4, 4, "big", b"SSND"),
-    "W64": _Container(40, 16, 8, "little", b"data"),
-}
-
-
-def _is_cut(path: Path, kind: str) -> bool:
-    """Whether the samples of a file end before its header says, which libsndfile does not report."""
-    file_size = path.stat().st_size
+def _is_cut(path: Path) -> bool:
+    """Whether a WAV file ends before its header says, which libsndfile does not report."""
     with path.open("rb") as file:
-        if kind == "AU":
-            order: Literal["little", "big"] = "big" if file.read(4) == b".snd" else "little"
-            start, length = (int.from_bytes(file.read(4), order) for _ in range(2))
-            return length < 2**32 - 1 and start + length > file_size
-        if kind not in _CONTAINERS:
-            return False
-        container = _CONTAINERS[kind]
-        long_length = 0
-        file.seek(container.begin)
-        while len(head := file.read(container.name + container.size)) == container.name + container.size:
-            length = int.from_bytes(head[container.name :], container.order)
-            length -= len(head) if kind == "W64" else 0  # which counts the chunk's head
-            if head[:4] == b"ds64":  # RF64 has sizes of 64 bits there
-                long_length = int.from_bytes(file.read(16)[8:], "little")
-                file.seek(-16, os.SEEK_CUR)
-            if head[:4] == container.samples:
-                # Streams that do not know their length say 0 or the largest number.
-                is_unknown = length >= 2**31 - 1 and container.size == 4
-                length = long_length if is_unknown else length
-                return file.tell() + length > file_size
-            file.seek(length + -length % (8 if kind == "W64" else 2), os.SEEK_CUR)
-    return False
+        is_wav = file.read(4) == b"RIFF"
+        size = int.from_bytes(file.read(4), "little")
+    # Streams of unknown length say 0 or nearly 2 GiB or more. The last chunk may lack the byte that makes it even.
+    return is_wav and 0 < size < 2**31 - 2**16 and size + 8 > path.stat().st_size + 1
 
 
 def resampled_length(samples: int, rate: int, target: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.recipes.speech.audio import Waveform, read_audio
-from lockstep.recipes.speech.features import HOP, SpecAugment, extract
+from lockstep.recipes.speech.features import SpecAugment, extract
 from lockstep.recipes.speech.manifest import Utterance
-from lockstep.recipes.speech.vocabulary import BLANK, ENGLISH, Vocabulary, alignment_frames
+from lockstep.recipes.speech.vocabulary import BLANK, encode
 
 
 class Sample(NamedTuple):
@@ -52,9 +51,8 @@ def collate(samples: Sequence[Sample]) -> SpeechBatch:
 class Recordings:
     """Utterances as they are: ``dataset[i]`` reads the audio and makes the features."""
 
-    def __init__(self, utterances: Sequence[Utterance], vocabulary: Vocabulary = ENGLISH) -> None:
+    def __init__(self, utterances: Sequence[Utterance]) -> None:
         self.utterances = utterances
-        self.vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.utterances)
@@ -64,7 +62,7 @@ class Recordings:
         return Sample(extract(torch.from_numpy(self.waveform(index))), torch.tensor(self.symbols(index)))
 
     def symbols(self, index: int) -> list[int]:
-        return self.vocabulary.encode(self.utterances[index].text)
+        return encode(self.utterances[index].text)
 
     def waveform(self, index: int) -> Waveform:
         utterance = self.utterances[index]
@@ -82,57 +80,14 @@ class Recordings:
         return hashlib.sha256(transcripts.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Perturbation:
-    """Random changes of a training waveform: speed, noise, and the band of a telephone.
-
-    Speed (and with it pitch) as in Ko et al. 2015, "Audio Augmentation for Speech Recognition"; white noise; and half
-    of the time nothing above 4 kHz, as on a telephone line.
-    """
-
-    speeds: tuple[float, ...] = (0.9, 0.95, 1.0, 1.05, 1.1)
-    noise_db: tuple[float, float] = (15.0, 50.0)
-    band_share: float = 0.5
-
-    def __call__(self, wave: Waveform, rng: np.random.Generator, shortest: int) -> Waveform:
-        """A changed copy, not faster where less than ``shortest`` samples would remain; draws are from ``rng``."""
-        speed = float(rng.choice(self.speeds))
-        if len(wave) / speed >= shortest:
-            wave = np.interp(np.arange(0, len(wave) - 1, speed), np.arange(len(wave)), wave).astype(np.float32)
-        loudness = float(np.sqrt(np.square(wave).mean()))
-        noise = rng.standard_normal(len(wave), dtype=np.float32)
-        wave = wave + noise * np.float32(loudness * 10 ** (-rng.uniform(*self.noise_db) / 20))
-        if rng.random() >= self.band_share:
-            return wave
-        spectrum = torch.fft.rfft(torch.from_numpy(wave))
-        spectrum[len(spectrum) // 2 :] = 0
-        limited: Waveform = torch.fft.irfft(spectrum, len(wave)).numpy()
-        return limited
-
-
 class AugmentedRecordings(Recordings):
-    """Utterances for training, changed in a new way in each epoch: draws depend on seed, epoch and sample alone.
+    """Utterances for training, masked in a new way in each epoch: draws depend on seed, epoch and sample alone."""
 
-    ``downsampling`` is by how much the recogniser shortens the features: CTC needs a frame for every symbol.
-    """
-
-    def __init__(
-        self,
-        recordings: Recordings,
-        mask: SpecAugment | None,
-        perturb: Perturbation | None = None,
-        downsampling: int = 1,
-    ) -> None:
-        super().__init__(recordings.utterances, recordings.vocabulary)
+    def __init__(self, utterances: Sequence[Utterance], mask: SpecAugment) -> None:
+        super().__init__(utterances)
         self._mask = mask
-        self._perturb = perturb
-        self._downsampling = downsampling
 
     def sample(self, index: int, rng: np.random.Generator) -> Sample:
-        """Utterance ``index``, changed by draws from ``rng``."""
-        wave = self.waveform(index)
-        symbols = self.symbols(index)
-        if self._perturb is not None:
-            wave = self._perturb(wave, rng, alignment_frames(symbols) * self._downsampling * HOP)
-        features = extract(torch.from_numpy(wave))
-        return Sample(features if self._mask is None else self._mask(features, rng), torch.tensor(symbols))
+        """Return utterance ``index``, masked by draws from ``rng``."""
+        features, symbols = self[index]
+        return Sample(self._mask(features, rng), symbols)

@@ -1,27 +1,13 @@
-"""From frame-wise log-probabilities to symbols, by best path or a beam search with an n-gram, and their error rates."""
+"""From frame-wise log-probabilities to symbols, by best path or beam search, and their error rates."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.errors import DataError, RunFolderError
-from lockstep.recipes.speech.manifest import read_rows
-from lockstep.recipes.speech.vocabulary import BLANK, ENGLISH, Vocabulary
-from lockstep.rundir.files import read_bytes
-
-#: Symbols of the longest n-gram: the next one and a history of five.
-ORDER = 6
-#: The first history that is counted: of nothing but the beginning.
-START = 1
-#: A table row for each history takes memory: about 1 GB for a text of this size.
-MAX_BYTES = 16 << 20
+from lockstep.recipes.speech.vocabulary import BLANK, decode
 
 _NEVER = float("-inf")
 
@@ -37,13 +23,13 @@ class Hypotheses(NamedTuple):
     lengths: Tensor
     scores: Tensor
 
-    def texts(self, vocabulary: Vocabulary = ENGLISH) -> list[str]:
-        return texts(self.ids, self.lengths, vocabulary)
+    def texts(self) -> list[str]:
+        return texts(self.ids, self.lengths)
 
 
-def texts(ids: Tensor, lengths: Tensor, vocabulary: Vocabulary = ENGLISH) -> list[str]:
-    """The text of each row of ``ids`` [n, longest], of which the first ``lengths`` [n] symbols count."""
-    return [vocabulary.decode(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+def texts(ids: Tensor, lengths: Tensor) -> list[str]:
+    """Return the text of each row of ``ids`` [n, longest], of which the first ``lengths`` [n] symbols count."""
+    return [decode(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
 
 
 def decode_greedy(log_probs: Tensor, lengths: Tensor) -> Hypotheses:
@@ -71,89 +57,11 @@ def _inside(log_probs: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(log_probs.shape[1], device=log_probs.device) < lengths.to(log_probs.device)[:, None]
 
 
-class Ngram(NamedTuple):
-    """An n-gram of symbols: an automaton whose states are histories; :data:`START` is that before the first symbol.
-
-    ``scores`` float64 [states, symbols] are added to the score of a text by each next symbol, the blank's by the end
-    of the text; ``following`` int64 [states, symbols] are the states after each symbol.
-    """
-
-    scores: Tensor
-    following: Tensor
-
-    def weighted(self, weight: float, bonus: float) -> Ngram:
-        """Of log-probabilities, the scores ``weight`` · log-probability + ``bonus``: longer texts would else lose."""
-        return Ngram(weight * self.scores + bonus, self.following)
-
-
-def count(texts: Iterable[Sequence[int]], symbols: int, order: int = ORDER) -> Ngram:
-    """Natural log-probabilities by Witten and Bell's interpolation (Chen and Goodman 1998, section 2.5).
-
-    A history h that occurs N times before T different symbols has P(c|h) = (n(hc) + T P(c|h')) / (N + T), where h' is h
-    without its oldest symbol; below the shortest, empty one, all symbols are equally probable.
-
-    ``symbols`` is the size of the vocabulary, ``order`` at least 2. The blank marks both ends of a text.
-    """
-    stream = np.array([BLANK, *itertools.chain.from_iterable((*ids, BLANK) for ids in texts if len(ids))])
-    places = np.arange(1, len(stream))  # of the symbols that have a history of the length in question
-    states = np.zeros(len(stream), dtype=np.int64)  # of the history before each place
-    probabilities = _interpolated(states[places], stream[places], np.full((1, symbols), 1 / symbols))
-    following = np.zeros((1, symbols), dtype=np.int64)
-    for length in range(1, order):
-        # A history is one of a symbol less, at the place before, and the symbol there. None reaches over a text's end.
-        if length > 1:
-            places = np.intersect1d(places, places + 1)
-            places = places[stream[places - 1] != BLANK]
-        keys = states[places - 1] * symbols + stream[places - 1]
-        histories, first, row = np.unique(keys, return_index=True, return_inverse=True)
-        suffixes = states[places[first]]
-        known_states = len(following)
-        following.reshape(-1)[histories] = known_states + np.arange(len(histories))
-        following = np.concatenate([following, following[suffixes]])
-        probabilities = np.concatenate([probabilities, _interpolated(row, stream[places], probabilities[suffixes])])
-        states[places] = known_states + row
-    return Ngram(torch.from_numpy(np.log(probabilities)), torch.from_numpy(following))
-
-
-def _interpolated(rows: np.ndarray, symbols: np.ndarray, shorter: np.ndarray) -> np.ndarray:
-    """P [histories, symbols]: symbol ``seen[i]`` follows history ``rows[i]``; ``shorter`` are those of h'."""
-    counts = np.zeros(shorter.shape)
-    np.add.at(counts, (rows, symbols), 1)
-    kinds = np.count_nonzero(counts, axis=1)[:, None]
-    probabilities: np.ndarray = (counts + kinds * shorter) / (counts.sum(axis=1)[:, None] + kinds)
-    return probabilities
-
-
-def read_texts(path: Path, vocabulary: Vocabulary) -> list[list[int]]:
-    """The symbols of each line of a text, or of each transcript of a manifest (``.jsonl``), to be counted.
-
-    Symbols outside the vocabulary separate words. Raises :class:`DataError`: a file too large, or without any.
-    """
-    try:
-        lines = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8", errors="replace").splitlines()
-    except RunFolderError as error:
-        raise DataError(f"cannot read the text {path}", why=error.what, fix="check task.lm_text") from None
-    if path.suffix == ".jsonl":
-        lines = [row.text for row in read_rows(path)]
-    encoded = []
-    for line in lines:
-        text = vocabulary.normalise(line)
-        text = text.translate({ord(symbol): " " for symbol in vocabulary.unknown(text)})
-        if words := text.split():
-            encoded.append(vocabulary.encode(" ".join(words)))
-    if not encoded:
-        raise DataError(
-            f"{path} has no words to count", why="no line has a letter of task.alphabet", fix="check task.lm_text"
-        )
-    return encoded
-
-
 class _Beams(NamedTuple):
     """Prefixes under search, [n, width] each.
 
     ``blank`` and ``symbol`` are log-probabilities of all paths so far that give the prefix and end in a blank or in its
-    last symbol. ``key`` and ``parent`` are hashes of the prefix, and of it without its last symbol. ``state`` is the
-    n-gram's after the prefix, ``prior`` its part of the score.
+    last symbol. ``key`` and ``parent`` are hashes of the prefix, and of it without its last symbol.
     """
 
     last: Tensor
@@ -161,42 +69,33 @@ class _Beams(NamedTuple):
     parent: Tensor
     blank: Tensor
     symbol: Tensor
-    state: Tensor
-    prior: Tensor
 
     def score(self) -> Tensor:
         return torch.logaddexp(self.blank, self.symbol)
 
 
-def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16, ngram: Ngram | None = None) -> Hypotheses:
-    """The most probable text, by a search over prefixes that adds up all paths to the same one.
+def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16) -> Hypotheses:
+    """Return the most probable text, by a search over prefixes that adds up all paths to the same one.
 
     After Hannun et al. 2014, "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional
-    Recurrent DNNs", algorithm 1, with an n-gram of symbols in place of one of words. Exact when ``width``, the prefixes
-    kept after each frame, is at least the number of prefixes. ``log_probs``: [n, frames, symbols], of which ``lengths``
-    [n] frames count. What ``ngram`` adds counts in the search, not in :attr:`Hypotheses.scores`.
+    Recurrent DNNs", algorithm 1, without a language model. Exact when ``width``, the prefixes kept after each frame, is
+    at least the number of prefixes. ``log_probs``: [n, frames, symbols], of which ``lengths`` [n] frames count.
     """
-    # In 64 bits a sum over very many paths keeps its digits.
-    log_probs, symbols = log_probs.double(), log_probs.shape[2]
-    if ngram is None:  # one that adds 0 to the score of any text
-        ngram = Ngram(log_probs.new_zeros(START + 1, symbols), torch.full((START + 1, symbols), START))
-    ngram = Ngram(*(table.to(log_probs.device) for table in ngram))
+    log_probs = log_probs.double()  # a sum over very many paths keeps its digits
     places = torch.arange(width, device=log_probs.device).expand(len(log_probs), width)
     never = log_probs.new_full(places.shape, _NEVER)
     nobody = _nobody(width, log_probs.device).expand(places.shape)
     # The empty prefix with probability 1, and places that no prefix has taken yet.
     empty = never.where(places > 0, 0)
     last = torch.full_like(places, BLANK)
-    start = torch.full_like(places, START)
-    beams = _Beams(last, nobody, nobody, empty, never, start, torch.zeros_like(never))
+    beams = _Beams(last=last, key=nobody, parent=nobody, blank=empty, symbol=never)
     steps = []
     for frame, inside in enumerate(_inside(log_probs, lengths).unbind(dim=1)):
-        after, source, grown = _advance(beams, log_probs[:, frame], ngram)
+        after, source, grown = _advance(beams, log_probs[:, frame])
         inside = inside[:, None]
         beams = _Beams(*(torch.where(inside, new, old) for new, old in zip(after, beams, strict=True)))
         steps.append((torch.where(inside, source, places), torch.where(inside, grown, BLANK)))
-    ended = beams.score() + beams.prior + ngram.scores[beams.state, BLANK]
-    best = ended.argmax(dim=1, keepdim=True)
+    best = beams.score().argmax(dim=1, keepdim=True)
     scores = beams.score().gather(1, best)
     path = []
     for source, grown in reversed(steps):
@@ -211,7 +110,7 @@ def _nobody(width: int, device: torch.device) -> Tensor:
     return -1 - torch.arange(width, device=device)
 
 
-def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Tensor, Tensor]:
+def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
     """The beams after a frame of ``log_probs`` [n, symbols], where each comes from, and by which symbol it grew."""
     rows, symbols = log_probs.shape
     width = beams.key.shape[1]
@@ -233,27 +132,22 @@ def _advance(beams: _Beams, log_probs: Tensor, ngram: Ngram) -> tuple[_Beams, Te
     grow = grow.masked_fill(taken > 0, _NEVER)
 
     candidates = torch.cat([torch.logaddexp(stay_blank, stay_symbol), grow.reshape(rows, -1)], dim=1)
-    priors = torch.cat([beams.prior, (beams.prior[:, :, None] + ngram.scores[beams.state]).reshape(rows, -1)], dim=1)
-    choice = (candidates + priors).topk(width, dim=1).indices
-    value = candidates.gather(1, choice)
+    value, choice = candidates.topk(width, dim=1)
     stays = choice < width
     source = torch.where(stays, choice, (choice - width) // symbols)
     grown = torch.where(stays, BLANK, (choice - width) % symbols)
     key = beams.key.gather(1, source)
-    state = beams.state.gather(1, source)
     # A hash of 64 bits by which prefixes are distinguished (multiplier and increment of Knuth's MMIX generator).
     mixed = ((key ^ (key >> 29)) + grown + 1) * 6364136223846793005 + 1442695040888963407
     # A candidate without any probability must not be taken for a prefix later.
     nobody = _nobody(width, value.device)
     real = value > _NEVER
     after = _Beams(
-        torch.where(stays, beams.last.gather(1, source), grown),
-        torch.where(real, torch.where(stays, key, mixed), nobody),
-        torch.where(real, torch.where(stays, beams.parent.gather(1, source), key), nobody),
-        torch.where(stays, stay_blank.gather(1, source), _NEVER),
-        torch.where(stays, stay_symbol.gather(1, source), value),
-        torch.where(stays, state, ngram.following[state, grown]),
-        priors.gather(1, choice),
+        last=torch.where(stays, beams.last.gather(1, source), grown),
+        key=torch.where(real, torch.where(stays, key, mixed), nobody),
+        parent=torch.where(real, torch.where(stays, beams.parent.gather(1, source), key), nobody),
+        blank=torch.where(stays, stay_blank.gather(1, source), _NEVER),
+        symbol=torch.where(stays, stay_symbol.gather(1, source), value),
     )
     return after, source, grown
 
@@ -265,8 +159,7 @@ class ErrorRates:
     The best alignment of each utterance is jiwer's. A rate is above 1 when most of the predicted units are wrong.
     """
 
-    def __init__(self, vocabulary: Vocabulary = ENGLISH) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self) -> None:
         #: Errors and reference units of each rate.
         self._sums = {name: torch.zeros(2, dtype=torch.int64) for name in ("wer", "cer")}
 
@@ -274,9 +167,8 @@ class ErrorRates:
         """Take a row per utterance: symbols predicted [n, longest] and spoken [n, longest'], and their numbers [n]."""
         import jiwer
 
-        references, hypotheses = (
-            texts(*row, self._vocabulary) for row in ((reference_ids, reference_lengths), (ids, lengths))
-        )
+        references = texts(reference_ids, reference_lengths)
+        hypotheses = texts(ids, lengths)
         alignments: dict[str, Any] = {
             "wer": jiwer.process_words(references, hypotheses),
             "cer": jiwer.process_characters(references, hypotheses),

@@ -26,7 +26,6 @@ class Recogniser(nn.Module):
         symbols: outputs, CTC's blank among them.
         width: of everything between.
         memory_size, theta: order and length in steps of the memory; ``theta`` counts steps after down-sampling.
-        form: of the LMU, ``parallel`` or ``recurrent``.
         downsample: adjacent frames that are stacked to one step, 1, 2 or 4.
     """
 
@@ -40,13 +39,12 @@ class Recogniser(nn.Module):
         heads: int = 8,
         memory_size: int = 256,
         theta: float = 1000.0,
-        form: str = "recurrent",
         dropout: float = 0.1,
         downsample: int = 1,
     ) -> None:
         super().__init__()
         self.encoder = _Encoder(bands, width, downsample)
-        self.blocks = nn.ModuleList(Block(width, heads, memory_size, theta, form, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, memory_size, theta, dropout) for _ in range(layers))
         self.hidden = nn.Linear(width, width)
         self.decoder = nn.Linear(width, symbols)
 
@@ -93,18 +91,18 @@ class _Encoder(nn.Linear):
 class Block(nn.Module):
     """Self-attention with a residual, then an LMU; a layer norm after each."""
 
-    def __init__(self, width: int, heads: int, memory_size: int, theta: float, form: str, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, memory_size: int, theta: float, dropout: float) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
         self.attention_norm = nn.LayerNorm(width)
-        self.lmu = LMU(width, width, memory_size, theta, form)
+        self.lmu = LMU(width, width, memory_size, theta)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor, padding: Tensor) -> Steps:
         attended, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
         x = self.attention_norm(x + attended)
-        return self.dropout(self.norm(self.lmu(x, lengths)[0])), lengths, padding
+        return self.dropout(self.norm(self.lmu(x, lengths))), lengths, padding
 
 
 class _Head(nn.Sequential):

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-Positions = Literal["rotary", "learned"]
-#: Keys and values of one layer, each (batch, heads, time, width of a head).
-Cache = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
@@ -26,23 +20,16 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(
-        self, hidden: Tensor, angles: Tensor | None = None, past: Cache | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
+    def forward(self, hidden: Tensor, angles: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, time, width = hidden.shape
         parts = self.qkv(self.norm_attention(hidden)).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        if angles is not None:
-            query = rotated(query, angles)
-            key = rotated(key, angles)
-        if past is not None:
-            key = torch.cat([past[0], key], dim=2)
-            value = torch.cat([past[1], value], dim=2)
+        query = rotated(query, angles)
+        key = rotated(key, angles)
         dropout = self.dropout if self.training else 0.0
-        causal = past is None and mask is None
-        attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=mask is None)
         hidden = hidden + F.dropout(self.out(attended.transpose(1, 2).reshape(batch, time, width)), dropout)
-        return hidden + F.dropout(self.mlp(self.norm_mlp(hidden)), dropout), (key, value)
+        return hidden + F.dropout(self.mlp(self.norm_mlp(hidden)), dropout)
 
 
 def rotated(values: Tensor, angles: Tensor) -> Tensor:
@@ -73,7 +60,6 @@ class Gpt(nn.Module):
         depth: int = 4,
         heads: int = 4,
         dropout: float = 0.0,
-        positions: Positions = "rotary",
     ) -> None:
         super().__init__()
         if width % (2 * heads):
@@ -81,7 +67,6 @@ class Gpt(nn.Module):
         self.context = context
         self.dropout = dropout
         self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(context, width) if positions == "learned" else None
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         half = width // heads // 2
@@ -104,25 +89,13 @@ class Gpt(nn.Module):
                 itself and those before.
             position_ids: (batch, time); ``None``: from 0.
         """
-        return self.extend(ids, None, attention_mask, position_ids)[0]
-
-    def extend(
-        self, ids: Tensor, past: list[Cache] | None, mask: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, list[Cache]]:
-        """Logits of ``ids``, which follow what ``past`` has the keys and values of, and those of all."""
-        start = 0 if past is None else past[0][0].shape[2]
-        if positions is None:
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        hidden = self.tokens(ids)
-        caches = []
-        angles = self.angles[positions].unsqueeze(1) if self.places is None else None
-        if self.places is not None:
-            hidden = hidden + self.places(positions)
-        hidden = F.dropout(hidden, self.dropout, self.training)
-        for number, block in enumerate(self.blocks):
-            hidden, cache = block(hidden, angles, None if past is None else past[number], mask)
-            caches.append(cache)
-        return F.linear(self.norm(hidden), self.tokens.weight), caches
+        if position_ids is None:
+            position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
+        angles = self.angles[position_ids].unsqueeze(1)
+        hidden = F.dropout(self.tokens(ids), self.dropout, self.training)
+        for block in self.blocks:
+            hidden = block(hidden, angles, attention_mask)
+        return F.linear(self.norm(hidden), self.tokens.weight)
 
 
 @torch.no_grad()
@@ -149,14 +122,8 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     sequence = list(prompt)
-    window = prompt[-context:]
-    past = None
     for _ in range(tokens):
-        ids = torch.tensor([window], device=device)
-        if isinstance(model, Gpt):
-            logits, past = model.extend(ids, past)
-        else:
-            logits = model(ids)
+        logits = model(torch.tensor([sequence[-context:]], device=device))
         scores = logits[0, -1].float().cpu()
         if top_k is not None:
             scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
@@ -165,11 +132,4 @@ def generate(
         if drawn == end:
             break
         sequence.append(drawn)
-        if past is not None and past[0][0].shape[2] < context:
-            window = [drawn]
-        elif past is not None or len(window) >= context:
-            window = sequence[-max(1, context // 2) :]
-            past = None
-        else:
-            window = [*window, drawn]
     return sequence[len(prompt) :]

@@ -30,13 +30,14 @@ from lockstep.recipes.text.corpus import (
     tokenizer_of,
     train_bpe,
 )
-from lockstep.recipes.text.gpt import Gpt, Positions, generate
+from lockstep.recipes.text.gpt import Gpt, generate
 from lockstep.rundir.files import write_text
 
 
 class TextConfig(TaskConfig):
     """Settings of the text task (``task.<key>``)."""
 
+    removed_settings: ClassVar[Mapping[str, str]] = {"positions": "leave it out: positions are rotary"}
     data: Path | None = Field(
         default=None,
         description="a .txt, .md, .jsonl or .bin (16-bit tokens) file, or a folder of texts; unset: data.data_dir, "
@@ -61,7 +62,6 @@ class TextConfig(TaskConfig):
     depth: int = Field(default=4, ge=1, description="blocks")
     heads: int = Field(default=4, ge=1, description="attention heads")
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    positions: Positions = Field(default="rotary", description="rotary or learned")
     val_share: float = Field(default=0.05, gt=0, lt=0.5, description="share of the corpus, at its end, to validate on")
     prompt: str = Field(default="The ", description="beginning of the sample after each validation")
     sample_tokens: int = Field(default=120, ge=0, description="tokens of that sample; 0: none")
@@ -211,7 +211,6 @@ class TextTask(Task):
                 depth=config.depth,
                 heads=config.heads,
                 dropout=config.dropout,
-                positions=config.positions,
             )
         except ValueError as error:
             raise ConfigError(
