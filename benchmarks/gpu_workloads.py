@@ -228,8 +228,8 @@ def forecast(options: argparse.Namespace) -> dict[str, Any]:
     from lockstep.lab.bench.step import bench_step
     from lockstep.lab.bench.trials import Subject
     from lockstep.lab.forecast.memory import estimate_memory
+    from lockstep.lab.forecast.project import Wish
     from lockstep.lab.forecast.project import forecast as forecast_speed
-    from lockstep.lab.forecast.scaling import Wish
 
     names = {device.id: device.name for device in detect_devices()}
     rows: dict[str, Any] = {}

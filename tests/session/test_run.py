@@ -194,19 +194,6 @@ def test_verify_finds_a_state_that_is_carried_as_a_number(folder: Path) -> None:
     assert (ended.returncode, found["verdict"], found["first_step"]) == (1, "different", 2)
 
 
-def test_bench_scaling_measures_a_script(folder: Path) -> None:
-    lengths = ("--steps", "4", "--warm-up", "2", "--repeats", "1", "--strong")
-    command = ("bench", "scaling", "script.py", "--devices", "cpu,cpu", *lengths, "--save-dir", "scaling", "--json")
-    found = json.loads(run(*LOCKSTEP, *command, cwd=folder))
-    assert "unexpected argument" in run(
-        *LOCKSTEP, "bench", "scaling", "har", "--devices", "cpu,cpu", "--", "x", cwd=folder, code=2
-    )
-    rows = found["rows"]
-    assert [(row["ranks"], row["status"], row["global_batch"]) for row in rows] == [(1, "ok", 16), (2, "ok", 16)]
-    assert rows[1]["speed_up"] == pytest.approx(rows[1]["samples_per_s"] / rows[0]["samples_per_s"])
-    assert (folder / "scaling" / "report.md").exists()
-
-
 def seen(run: RunDir, ranks: int, attempt: int) -> list[tuple[int, int]]:
     """(epoch, sample) of every sample that an attempt's checkpoint, or its end, counts."""
     last = run.resumed_from().get(attempt + 1, 10**6)

@@ -61,7 +61,7 @@ def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.Captu
     assert document["kind"] == "step"
     assert {"task", "machine", "date", "command", "settings", "rows", "verdict", "notes"} <= document.keys()
     assert {"cpu", "cores", "gpus", "torch", "python"} <= document["machine"].keys()
-    assert "unknown" in files[1].read_text()
+    assert "| 16 | 32 | False | ok |" in files[1].read_text()
     print_report(report, sys.stdout)
     assert "most samples/s" in capsys.readouterr().out
 
@@ -75,7 +75,6 @@ def test_comm_measures_every_operation_and_every_link() -> None:
         assert row["bytes"] % 12 == 0, "every rank's part is equally large"
         assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / row["latency_us"] / 1e3)
     assert set(report.extra["fits"]) == {row["operation"] for row in report.rows}
-    assert [row["link"] for row in report.extra["links"]] == [[0, 1], [0, 2], [1, 2]]
     assert "α" in report.verdict
 
 
@@ -86,7 +85,6 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
         steps=4,
         warm_up=2,
         repeats=1,
-        claims=True,
     )
     rows = {(row["ranks"], row["strategy"], row["mode"]): row for row in report.rows}
     for mode, batches in {"weak": (16, 32), "strong": (32, 32)}.items():
@@ -101,21 +99,19 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
         assert two["epoch_s"] == pytest.approx(200 / two["samples_per_s"])
         assert len(two["utilisation_per_device"]) == 2
         assert min(two["utilisation_per_device"]) > 0
-        assert "claimed_speed_up" not in two
         assert rows[2, "dp", mode]["status"] == "refused"
         assert rows[2, "fsdp", mode]["samples_per_s"] > 0
         assert rows[2, "fsdp", mode]["shares"]["communication"] is None, "it hides in forward and backward"
     pipelined = rows[2, "pipeline", "strong"]
     assert (pipelined["global_batch"], pipelined["accumulate"]) == (32, 8), "its micro-batches keep both ranks busy"
     assert len(pipelined["memory_mb_per_device"]) == 2, "each stage has a process of its own"
-    assert any(note.startswith("fsdp and pipeline: communication is inside") for note in report.notes)
+    assert any("communication is inside" in note for note in report.notes)
     assert {row[1] for row in table_of("scaling", report.rows)[1]} == {"single", "ddp", "dp", "fsdp", "pipeline"}
     assert any("1 thread" in note for note in report.notes)
     assert any("dp needs GPUs" in note for note in report.notes)
-    assert report.notes[-1].endswith("the guides speak of har and speech"), "and not of this task"
     write_report(report, tmp_path / "bench-scaling-1")
     columns = (tmp_path / "bench-scaling-1" / "report.md").read_text()
-    assert "| epoch s | speed-up | efficiency | memory MB | utilisation |" in columns
+    assert "| epoch s | speed up | efficiency | memory mb per device | utilisation per device |" in columns
 
 
 def test_between_cases_the_compiler_is_not_imported(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.lab.bench.batch_size import RESOLUTION, next_batch
-from lockstep.lab.bench.loader import conclude, holds_up
 from lockstep.lab.bench.lr import Ramp, Smoothed, has_diverged, propose
 from lockstep.lab.bench.lr import conclude as conclude_lr
 from lockstep.lab.bench.report import BenchReport
@@ -31,41 +30,6 @@ def test_the_fewest_workers_that_keep_up_are_recommended(rates: dict[int, float]
         assert rates[advice.num_workers] >= 0.95 * max(rates.values())
     assert advice.bound == ("data" if rates[advice.num_workers] < demand else "compute")
     assert str(advice.num_workers) in advice.reason
-
-
-@pytest.mark.parametrize(
-    ("load_ms", "transfer_ms", "step_ms", "found"),
-    [
-        (1, 1, 10, "compute"),
-        (12, 1, 10, "load"),
-        (1, 10, 10.2, "transfer"),  # the step itself is that long because of it
-        (12, 30, 30, "transfer"),
-        (40, 30, 30, "load"),
-    ],
-)
-def test_the_slower_of_load_and_transfer_holds_the_step_up(
-    load_ms: float, transfer_ms: float, step_ms: float, found: str
-) -> None:
-    assert holds_up(load_ms, transfer_ms, step_ms) == found
-
-
-def loader_report(load_ms: float, transfer_ms: float | None, step_ms: float, *, pin_memory: bool) -> BenchReport:
-    row = {"num_workers": 0, "status": "ok", "samples_per_s": 32e3 / load_ms, "load_ms": load_ms}
-    settings = {"batch_size": 32, "planned_workers": 0, "pin_memory": pin_memory}
-    report = BenchReport("loader", "toy", settings, [{**row, "transfer_ms": transfer_ms}])
-    conclude(report, 32e3 / step_ms)
-    return report
-
-
-def test_the_loaders_verdict_speaks_of_the_transfer_where_there_is_one() -> None:
-    slow = loader_report(2, 15, 15, pin_memory=False)
-    assert slow.verdict.startswith("the transfer holds the step up (a batch takes 2 ms to load and 15 ms to the GPU")
-    assert "--set data.pin_memory=true. For loading, use --num-workers 0" in slow.verdict
-    assert "pin_memory" not in loader_report(2, 15, 15, pin_memory=True).verdict
-    loading = loader_report(40, 1, 15, pin_memory=True)
-    assert loading.verdict.startswith("use --num-workers 0")
-    assert loading.notes[-1].endswith("loading holds the step up")
-    assert "holds_up" not in loader_report(2, None, 15, pin_memory=False).extra
 
 
 @given(st.integers(1, 256))

@@ -1,14 +1,12 @@
-"""Formulas of communication benchmarks, the α–β fit, and slow links."""
+"""Formulas of communication benchmarks, and the α–β fit."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.lab.bench.comm import bus_factor, fit_alpha_beta, message_sizes, slow_links
+from lockstep.lab.bench.comm import bus_factor, fit_alpha_beta, message_sizes
 
 SIZES = message_sizes(64 << 20)
 
@@ -34,20 +32,6 @@ def test_bus_bandwidths_follow_nccl_tests() -> None:
     assert bus_factor("all_gather", 4) == pytest.approx(0.75)
     assert bus_factor("reduce_scatter", 4) == pytest.approx(0.75)
     assert bus_factor("broadcast", 4) == 1
-
-
-@pytest.mark.parametrize("ranks", [3, 4, 8])
-def test_a_slow_rank_is_told_from_a_slow_link(ranks: int) -> None:
-    pairs = list(itertools.combinations(range(ranks), 2))
-    assert slow_links(dict.fromkeys(pairs, 10.0)) == ([], [])
-    one_rank = {pair: 3.0 if 1 in pair else 10.0 for pair in pairs}
-    assert slow_links(one_rank) == ([1], [])
-    one_link = {pair: 3.0 if pair == (0, 2) else 10.0 for pair in pairs}
-    assert slow_links(one_link) == ([], [(0, 2)])
-
-
-def test_two_ranks_have_nothing_to_compare() -> None:
-    assert slow_links({(0, 1): 1.0}) == ([], [])
 
 
 def test_sizes_go_from_1_kb_to_the_largest() -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.lab.bench.measure import slow_ranks, summarise, with_waits
-from lockstep.lab.bench.report import table_of
-from lockstep.lab.bench.scaling import claim_of, device_counts, merged
+from lockstep.lab.bench.scaling import device_counts, merged
 from lockstep.lab.bench.timing import PARTS
 
 SECONDS = st.floats(1e-6, 10.0)
@@ -74,21 +73,12 @@ def test_one_device_and_all_of_them_are_measured(devices: int) -> None:
     assert len(counts) <= 14
 
 
-def test_claims_stand_beside_the_task_and_devices_that_a_guide_speaks_of() -> None:
-    row = {"ranks": 2, "strategy": "dp", "status": "ok", "speed_up": 1.5}
-    columns, cells = table_of("scaling", [{**row, **claim_of("har", "dp", 2)}])
-    shown = dict(zip(columns, cells[0], strict=True))
-    names = ("claimed samples/s", "claimed speed-up", "claimed memory GB")
-    assert [shown[name] for name in names] == ["250", "1.70", "8 5"]
-    assert claim_of("speech", "ddp", 4)["claimed_speed_up"] == 3.5
-    assert claim_of("autoencoder", "dp", 2) == {}
-    assert not set(names) & set(table_of("scaling", [row])[0])
-
-
 def repeats(mode: str, *rates: float) -> list[dict[str, Any]]:
     """Rows of two devices; a rate of 0: out of memory."""
     label = {"devices": ["cpu", "cpu"], "ranks": 2, "strategy": "fsdp", "mode": mode}
-    rest = {"status": "ok", "global_batch": 8, "accumulate": 1, "epoch_s": 1.0, "step_ms": 2.0}
+    rest = {"status": "ok", "global_batch": 8, "accumulate": 1, "epoch_s": 1.0, "step_ms": 2.0, "memory_mb": 1.0}
+    rest |= {"memory_mb_per_device": [1.0, 1.0], "utilisation_per_device": [None, None], "busy_ms": [1.0, 1.0]}
+    rest["shares"] = {"data": 0.5, "forward": 0.5}
     bad = {**label, "status": "out of memory", "reason": "rank 1 was killed"}
     return [{**label, **rest, "samples_per_s": rate} if rate else bad for rate in rates]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,29 +14,18 @@ from hypothesis import strategies as st
 
 from lockstep.errors import DataError
 from lockstep.hardware.nvml import GpuHealth, GpuLink, GpuUser, NvmlGpu
-from lockstep.hardware.world import World
 from lockstep.lab.doctor.gpus import (
     check_devices,
     check_health,
     check_links,
     check_memory,
-    check_versions,
     gather_versions,
 )
 from lockstep.lab.doctor.machine import (
-    Network,
     RunFolder,
-    check_cores,
-    check_host_name,
-    check_interface,
-    check_locked_memory,
     check_open_files,
-    check_port,
     check_run_folder,
     check_shared_memory,
-    find_free_port,
-    gather_network,
-    limits,
     probe_run_folder,
     shared_memory,
 )
@@ -74,32 +62,20 @@ def fake(*healths: GpuHealth, links: dict[tuple[int, int], GpuLink] | None = Non
     )
 
 
-def test_devices_and_versions_that_fit() -> None:
-    assert "gpu:1" in only(check_devices(machine(2), ["gpu:0", "gpu:1"])).what
-    finding = only(check_versions(GOOD, machine(2)))
+def test_devices_that_can_be_used() -> None:
+    finding = only(check_devices(GOOD, machine(2), ["gpu:0", "gpu:1"]))
     assert finding.status == "ok"
-    assert "nccl 2.28.9" in finding.what and "up to CUDA 13.0" in finding.what
+    assert "gpu:1" in finding.what and "nccl 2.28.9" in finding.what and "up to CUDA 13.0" in finding.what
     searched = replace(CPU, note="the search for accelerators failed: no answer")
-    assert statuses(check_devices([searched], ["cpu"])) == {"devices": "warn"}
+    assert statuses(check_devices(GOOD, [searched], ["cpu"])) == {"devices": "warn"}
+    assert only(check_devices({**GOOD, "nccl": ""}, machine(1), ["gpu:0"])).status == "ok", "one GPU needs no NCCL"
+    assert only(check_devices(gather_versions(None), machine(0), ["cpu"])).status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("versions", "devices", "words"),
-    [
-        (GOOD, [CPU, broken_gpu(0)], "the driver is too old"),
-        ({**GOOD, "nccl": ""}, machine(2), "no NCCL"),
-        ({**GOOD, "torch": "2.8.1"}, machine(0), "torch 2.8.1"),
-    ],
-)
-def test_versions_that_do_not_fit(versions: dict[str, str], devices: list[object], words: str) -> None:
-    finding = by_name(check_versions(versions, devices))["versions"]  # type: ignore[arg-type]
-    assert finding.status == "fail"
-    assert words in finding.what
-
-
-def test_one_gpu_needs_no_nccl_and_this_torch_is_described() -> None:
-    assert only(check_versions({**GOOD, "nccl": ""}, machine(1))).status == "ok"
-    assert only(check_versions(gather_versions(None), machine(0))).status == "ok"
+def test_a_torch_that_fits_neither_driver_nor_gpus() -> None:
+    old_driver = only(check_devices(GOOD, [CPU, broken_gpu(0)], ["cpu"]))
+    assert (old_driver.status, "the driver is too old" in old_driver.what) == ("fail", True)
+    assert only(check_devices({**GOOD, "nccl": ""}, machine(2), ["gpu:0"])).status == "fail"
 
 
 def test_memory_and_other_users() -> None:
@@ -152,72 +128,27 @@ def test_shared_memory(shared: tuple[Any, ...], status: str) -> None:
 
 
 def test_limits() -> None:
-    assert only(check_open_files(math.inf, math.inf, 4)).status == "ok"
+    assert only(check_open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4)).status == "ok"
     assert only(check_open_files(4096, 4096, 4)).status == "ok"
     assert "ulimit -n" in only(check_open_files(256, 1_000_000, 4)).fix
     few = only(check_open_files(256, 256, 4))
     assert (few.status, "administrator" in few.fix) == ("warn", True)
-    assert only(check_locked_memory(math.inf, ["mlx5_0"])).status == "ok"
-    assert only(check_locked_memory(65_536, [])).status == "ok"
-    low = only(check_locked_memory(65_536, ["mlx5_0"]))
-    assert (low.status, "mlx5_0" in low.what, "memlock" in low.fix) == ("warn", True, True)
-
-
-def test_cores() -> None:
-    assert "up to 4" in only(check_cores(16, 16, 2, gpus=True)).what
-    assert only(check_cores(2, 2, 2, gpus=False)).status == "ok", "a rehearsal on two cores"
-    assert statuses(check_cores(2, 2, 2, gpus=True)) == {"cores": "warn"}
-    assert statuses(check_cores(2, 2, 4, gpus=False)) == {"cores": "warn"}
-    quota = by_name(check_cores(64, 4, 2, gpus=True))["cores"]
-    assert (quota.status, "--num-workers 2" in quota.fix) == ("warn", True)
 
 
 def test_what_this_machine_really_has() -> None:
-    assert min(limits(resource.RLIMIT_NOFILE)) > 0
     assert shared_memory()[0] > 0
     assert shared_memory(Path("/no/such/folder"))[2]
-    network = gather_network(World())
-    assert network.host and network.interfaces
-    assert find_free_port() == ""
-    assert statuses(check_port("Permission denied")) == {"port": "fail"}
-
-
-HOME = Network("node1", ("10.0.0.1",), interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
-
-
-@pytest.mark.parametrize(
-    ("network", "name", "interface"),
-    [
-        (HOME, "ok", "ok"),
-        (replace(HOME, nodes=2, outside=True), "ok", "ok"),
-        (replace(HOME, addresses=("127.0.1.1",)), "ok", "ok"),
-        (replace(HOME, addresses=("127.0.1.1",), nodes=2, outside=True), "ok", "warn"),
-        (replace(HOME, addresses=(), error="Name or service not known"), "warn", "ok"),
-        (replace(HOME, addresses=("192.0.2.7",)), "warn", "ok"),
-        (replace(HOME, lookup_s=10.0), "warn", "ok"),
-        (replace(HOME, chosen="eth0"), "ok", "ok"),
-        (replace(HOME, chosen="lo,eth1"), "ok", "fail"),
-    ],
-)
-def test_name_and_interface(network: Network, name: str, interface: str) -> None:
-    assert statuses(check_host_name(network)) == {"host name": name}
-    assert statuses(check_interface(network)) == {"interface": interface}
-
-
-def test_the_interface_is_named() -> None:
-    assert "over lo" in only(check_interface(HOME)).what
-    assert "gloo uses eth0" in only(check_interface(replace(HOME, nodes=2, outside=True))).what
 
 
 def test_a_run_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     folder = probe_run_folder(tmp_path / "not" / "there")
     assert (folder.error, folder.atomic) == ("", True)
-    assert folder.fsync_s > 0 and folder.bytes_per_s > 0 and folder.free > 0
+    assert folder.fsync_s > 0 and folder.free > 0
     assert list(tmp_path.iterdir()) == []
     assert statuses(check_run_folder(replace(folder, fsync_s=0.01, free=10**10))) == dict.fromkeys(
         ("run folder", "atomic rename", "disk speed", "free space"), "ok"
     )
-    bad = statuses(check_run_folder(RunFolder(tmp_path, "", False, 0.5, 1e6, 1_000)))
+    bad = statuses(check_run_folder(RunFolder(tmp_path, "", False, 0.5, 1_000)))
     assert bad == {"run folder": "ok", "atomic rename": "fail", "disk speed": "warn", "free space": "fail"}
 
 
@@ -229,25 +160,19 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-VERSIONS = {"torch": "2.13.0", "nccl": "2.28.9"}
-RANKS = tuple(RankFacts(rank=rank, host=f"n{rank}", device="gpu:0", versions=VERSIONS) for rank in range(2))
+RANKS = tuple(RankFacts(rank=rank, host=f"n{rank}", device="gpu:0") for rank in range(2))
 ROWS = (AllReduce(bytes=4096, seconds=5e-5, bus_gb_s=0.1), AllReduce(bytes=64 << 20, seconds=1e-3, bus_gb_s=67.1))
 MEETING = Meeting(backend="nccl", ranks=RANKS, all_reduce=ROWS)
 
 
 def test_ranks_that_met_well() -> None:
     found = by_name(check_meeting(MEETING))
-    assert [finding.status for finding in found.values()] == ["ok"] * 5
+    assert {name: finding.status for name, finding in found.items()} == {
+        "ranks": "ok",
+        "all-reduce": "ok",
+        "bandwidth": "ok",
+    }
     assert "0 on gpu:0 of n0" in found["ranks"].what
-    alone = Meeting(backend="nccl", ranks=(RANKS[0], RANKS[0]), all_reduce=ROWS)
-    assert "same versions" not in by_name(check_meeting(alone)), "one host has one installation"
-
-
-def test_ranks_that_differ() -> None:
-    other = RANKS[1].model_copy(update={"versions": {**VERSIONS, "nccl": "2.20.5"}, "clock_s": (-3.0, 0.001)})
-    found = by_name(check_meeting(MEETING.model_copy(update={"ranks": (RANKS[0], other)})))
-    assert found["same versions"].status == "fail" and "nccl 2.28.9, 2.20.5" in found["same versions"].what
-    assert found["clock skew"].status == "warn" and "n1 is 3.0 s behind" in found["clock skew"].what
 
 
 def test_sums_that_are_wrong_or_slow() -> None:

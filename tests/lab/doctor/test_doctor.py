@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -19,7 +20,7 @@ from tests.conftest import RunCli
 from tests.disks import make_read_only, small_disk
 from tests.e2e.test_train import finish, start
 
-REHEARSED = ("ranks", "clock skew", "all-reduce", "bandwidth", "training step")
+REHEARSED = ("ranks", "all-reduce", "bandwidth", "training step")
 
 
 @pytest.fixture
@@ -40,8 +41,7 @@ def test_two_ranks_on_the_cpu(tmp_path: Path, temporary: Path) -> None:
     report = json.loads(output[output.index("\n{") :])
     found = {finding["name"]: finding for finding in report["findings"]}
     assert report["fit"] and report["devices"] == ["cpu", "cpu"]
-    assert [found[name]["status"] for name in REHEARSED] == ["ok"] * 5
-    assert [found[name]["status"] for name in ("run folder", "atomic rename", "port")] == ["ok"] * 3
+    assert [found[name]["status"] for name in (*REHEARSED, "run folder", "atomic rename")] == ["ok"] * 6
     meeting = report["meeting"]
     assert meeting["backend"] == "gloo" and [rank["rank"] for rank in meeting["ranks"]] == [0, 1]
     assert [row["bytes"] for row in meeting["all_reduce"]] == [4 << 10, 1 << 20, 64 << 20]
@@ -64,9 +64,9 @@ def test_ranks_of_torchrun_on_two_nodes(tmp_path: Path, temporary: Path) -> None
         for node in (0, 1)
     ]
     first, second = (finish(agent) for agent in agents)
-    for name in (*REHEARSED, "shared run folder"):
-        assert f"OK    {name}" in first, first
-    assert "2 ranks met over gloo" in first and "64 MiB" in first
+    for name in REHEARSED:
+        assert re.search(rf"^OK +{name} ", first, re.MULTILINE), first
+    assert "2 ranks met over gloo" in first
     assert "READY for training on cpu, cpu" in first
     assert "READY" not in second
     assert left_behind(tmp_path) == []
@@ -103,8 +103,7 @@ def test_a_read_only_run_folder_fails_with_its_fix(tmp_path: Path, capsys: pytes
 def test_ranks_that_cannot_meet_fail_with_the_reason(run_cli: RunCli, tmp_path: Path, temporary: Path) -> None:
     result = run_cli("doctor", "--devices", "cpu,cpu", env={"GLOO_SOCKET_IFNAME": "absent0", "TMPDIR": str(temporary)})
     assert result.code == 1
-    assert "GLOO_SOCKET_IFNAME=absent0 names no interface that is up" in result.out
-    for name in ("FAIL  interface", "FAIL  ranks", "SKIP  training step"):
+    for name in ("FAIL  ranks", "SKIP  training step"):
         assert name in result.out
     assert "absent0" in result.out.partition("FAIL ranks: ")[2].splitlines()[0]
     assert "Traceback" not in result.out + result.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +19,12 @@ from lockstep.lab.forecast.collectives import (
     all_gather,
     all_reduce,
     cluster_of,
-    measured_cluster,
 )
 from lockstep.lab.forecast.footprint import Work
 from lockstep.lab.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
-from lockstep.lab.forecast.project import advise, gpu_machine, seconds
+from lockstep.lab.forecast.roofline import gpu_machine, seconds
 from lockstep.lab.forecast.scaling import (
     COUNT_BYTES,
-    FIRST_BUCKET,
     Setting,
     Step,
     buckets,
@@ -36,6 +33,7 @@ from lockstep.lab.forecast.scaling import (
     predict,
     with_error_bars,
 )
+from lockstep.planning.resolve import FIRST_BUCKET_BYTES
 
 SIZES = st.integers(1, 1 << 34)
 DEVICES = st.integers(1, 4096)
@@ -60,8 +58,13 @@ def steps(draw: st.DrawFn) -> Step:
         jitter_s=draw(st.floats(0, 0.1)),
         spread=draw(st.floats(0, 0.5)),
         blocks=tuple(sizes),
-        loader_rate=draw(st.none() | st.floats(10, 1e5)),
     )
+
+
+def pair(alpha: float, beta: float) -> Cluster:
+    """Two devices whose all-reduce of n bytes takes alpha + beta·n seconds."""
+    level = Level("", (alpha / 2,) * 3, (1 / beta,) * 3, "")
+    return Cluster(2, level, level, launch_s=(0.0,) * 3)
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:
@@ -104,14 +107,6 @@ def test_a_network_is_shared_by_a_node() -> None:
     assert cluster_of("ib400", 8).bandwidth(9) == LEVELS["ib400"].bandwidth[1], "the ring passes the second node's one"
 
 
-@given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8), st.integers(2, 64), SIZES)
-def test_a_measured_cluster_gives_back_what_was_measured(alpha: float, beta: float, ranks: int, size: int) -> None:
-    cluster = measured_cluster(alpha, beta, ranks, 0.1)
-    # A tree may be faster by its latency; the ring is what the fit describes.
-    assert all_reduce(size, ranks, cluster) <= (alpha + beta * size) * (1 + 1e-9)
-    assert all_reduce(size, ranks, cluster) >= beta * size * (1 - 1e-9)
-
-
 @pytest.mark.parametrize("names", ["", "token-ring", "nvlink,pcie", "25gbe,ib400"])
 def test_links_that_make_no_cluster_are_refused(names: str) -> None:
     with pytest.raises(UsageError, match="--interconnect"):
@@ -124,7 +119,7 @@ def test_buckets_are_those_of_torch(sizes: list[int], cap_mb: int | None) -> Non
     cap = None if cap_mb is None else cap_mb << 20
     found = buckets(sizes, ready, cap)
     tensors = [torch.empty(size // 4, device="meta") for size in sizes]
-    limits = [FIRST_BUCKET, 25 << 20] if cap is None else [cap]
+    limits = [FIRST_BUCKET_BYTES, 25 << 20] if cap is None else [cap]
     assignment, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
     assert [bucket.size for bucket in found] == [sum(sizes[place] for place in places) for places in assignment]
     assert [bucket.ready for bucket in found] == [ready[places[-1]] for places in assignment]
@@ -187,7 +182,7 @@ def test_the_largest_of_two_normal_numbers() -> None:
 
 def test_messages_that_cannot_hide_cost_their_whole_time() -> None:
     step = Step(32, 0.01, 0.02, 0.0, (4 << 20, 4 << 20), (0.5, 1.0))
-    cluster = measured_cluster(1e-3, 1e-9, 2, 0.1)
+    cluster = pair(1e-3, 1e-9)
     hidden, open_ = (predict(step, 2, Setting(cluster, overlap=share)).parts["communication"] for share in (1.0, 0.0))
     assert open_ == pytest.approx(3e-3 + 2 * (4 << 20) * 1e-9, rel=1e-3)
     assert hidden < open_
@@ -195,7 +190,7 @@ def test_messages_that_cannot_hide_cost_their_whole_time() -> None:
 
 def test_a_small_model_on_cpus_sends_one_message_after_the_backward() -> None:
     step = Step(32, 0.01, 0.02, 0.0, (4096, 4096), (0.5, 1.0))
-    setting = Setting(measured_cluster(1e-3, 1e-9, 2, 0.1), joint=True)
+    setting = Setting(pair(1e-3, 1e-9), joint=True)
     assert predict(step, 2, setting).parts["communication"] == pytest.approx(1e-3 + (8192 + 40) * 1e-9)
 
 
@@ -211,56 +206,12 @@ def test_of_fsdp_nothing_hides_the_root_and_the_ends_of_each_pass() -> None:
     assert found.parts["compute"] == pytest.approx(30 + 1 / 16), "each device updates its part of the weights"
 
 
-@given(steps(), st.integers(1, 64))
-def test_hybrid_sharding_is_full_sharding_within_a_node_and_spares_a_slow_network(step: Step, nodes: int) -> None:
-    full = Setting(cluster_of("nvlink,25gbe", 8), strategy="fsdp")
-    hybrid = replace(full, hybrid=True)
-    assert predict(step, 8, hybrid) == predict(step, 8, full)
-    sent = [sum(step.blocks) * (7 / 8 * 3 + 2 * (nodes - 1) / nodes / 8), predict(step, 8 * nodes, hybrid).sent]
-    assert sent[0] == pytest.approx(sent[1])
-    large = replace(step, blocks=(64 << 20,) * 8 + (0,))
-    if nodes > 1:
-        waits = [predict(large, 8 * nodes, setting).parts["communication"] for setting in (hybrid, full)]
-        assert waits[0] < waits[1]
-
-
 def test_synchronised_batchnorm_waits_for_its_messages() -> None:
     step = Step(32, 0.01, 0.02, 0.0, (4096,), (1.0,))
-    plain = Setting(measured_cluster(1e-3, 1e-9, 2, 0.1))
+    plain = Setting(pair(1e-3, 1e-9))
     more = predict(step, 2, replace(plain, blocking=6)).step_s - predict(step, 2, plain).step_s
     assert more == pytest.approx(6e-3, rel=0.01)
     assert predict(step, 1, replace(plain, blocking=6)).step_s == step.seconds
-
-
-def test_where_ranks_share_cores_each_message_in_mid_step_costs_a_meeting() -> None:
-    sizes = (4096, 4096, 0)  # two blocks, and nothing around them
-    step = Step(32, 0.01, 0.02, 0.0, sizes[:2], (0.5, 1.0), blocks=sizes)
-    cluster = measured_cluster(1e-3, 1e-9, 2, 0.1)
-
-    def costs(**setting: Any) -> float:
-        parts = [predict(step, 2, Setting(cluster, meeting_s=s, **setting)).parts for s in (0.0, 0.01)]
-        return parts[1]["communication"] - parts[0]["communication"]
-
-    assert costs() == pytest.approx(0.01), "the step's end"
-    assert costs(blocking=6) == pytest.approx(0.07)
-    assert costs(blocking=6, accumulate=2) == pytest.approx(0.13)
-    assert costs(strategy="fsdp") == pytest.approx(0.07), "two gathers and a scatter a block, and the norm"
-    assert predict(step, 1, Setting(cluster, meeting_s=1.0)).step_s == step.seconds
-
-
-def test_advice_names_what_helps() -> None:
-    step = Step(32, 1e-3, 2e-3, 0.0, (100 << 20,), (1.0,))
-    found = advise(step, 64, Setting(cluster_of("25gbe", 8)))
-    assert any("--grad-accum-steps 4" in line for line in found)
-    assert any("16 bits" in line for line in found)
-    assert advise(step, 1, Setting(cluster_of("25gbe", 8))) == []
-    assert "does not fit" in advise(step, 64, Setting(cluster_of("25gbe", 8)), ddp_fits=False)[0]
-    sharded = replace(step, blocks=(100 << 20, 0))
-    found = advise(sharded, 64, Setting(cluster_of("25gbe", 8), strategy="fsdp"), ddp_fits=False)
-    assert any("fsdp.sharding=hybrid" in line for line in found)
-    apart = advise(sharded, 64, Setting(cluster_of("25gbe", 1), strategy="fsdp"))
-    assert not any("fsdp.sharding=hybrid" in line for line in apart), "it divides within nodes"
-    assert not any("does not fit" in line for line in found)
 
 
 @given(st.floats(0, 1e9), st.floats(1, 1e7), st.floats(1e6, 1e10), st.integers(1, 5000), st.integers(1, 100_000))

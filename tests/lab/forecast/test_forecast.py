@@ -8,16 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.hardware.detect import usable_cores
 from lockstep.lab.bench.trials import Subject
-from lockstep.lab.forecast.collectives import measured_cluster
-from lockstep.lab.forecast.measured import MEETINGS, contention, counts_beside, jitter, meeting
-from lockstep.lab.forecast.project import forecast
-from lockstep.lab.forecast.scaling import Setting, Wish
+from lockstep.lab.forecast.memory import Counting
+from lockstep.lab.forecast.project import Wish, forecast, step_of
 from tests.toys import Toy
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -25,23 +21,6 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 def subject(**more: Any) -> Subject:
     return Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}, **more})
-
-
-@pytest.mark.timeout(500)
-@pytest.mark.drill
-def test_two_ranks_from_one(run_cli: Any, tmp_path: Path) -> None:
-    wish = ("--devices", "cpu,cpu", "--gpus", "1,2", "--interconnect", "measured", "--steps", "5", "--repeats", "1")
-    result = run_cli("forecast", "autoencoder", *wish, "--save-dir", "foreseen", timeout_s=300)
-    assert result.code == 0, result.err
-    assert "efficiency" in result.out
-    assert "take" in result.out, "what ranks of one machine do to each other is said"
-    found = json.loads((tmp_path / "foreseen" / "report.json").read_text())
-    one, two = found["rows"]
-    assert (one["gpus"], two["gpus"]) == (1, 2)
-    assert one["parts_ms"]["communication"] == 0
-    assert two["parts_ms"]["communication"] > 0
-    assert sum(two["parts_ms"].values()) == pytest.approx(two["step_ms"])
-    assert two["samples_per_s_low"] <= two["samples_per_s"] <= two["samples_per_s_high"]
 
 
 def test_a_gpu_that_is_not_here() -> None:
@@ -78,9 +57,8 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
         (Wish((0,)), "numbers of GPUs"),
         (Wish((10**17,)), "numbers of GPUs"),
         (Wish((8,), gpu=H100, strategy="single"), "cannot use strategy single"),
-        (Wish((2,), interconnect="measured"), "nothing can be measured"),
-        (Wish((2,), interconnect="measured", gpu=H100), "nothing can be measured"),
-        (Wish((2,), interconnect="string"), "--interconnect"),
+        (Wish((2,), interconnect="nvlink"), "a CPU's step cannot be combined"),
+        (Wish((2,), strategy="fsdp", gpu=H100), "fsdp.sharding=hybrid"),
         (Wish((2,), gpu="Riva TNT2"), "data sheet"),
         (Wish((2,), gpu=H100, interconnect="string"), "--interconnect"),
         (Wish((2,), gpu=H100, per_node=0), "GPUs a node"),
@@ -88,7 +66,7 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
 )
 def test_wishes_that_cannot_be(wish: Wish, word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        forecast(subject(), wish)
+        forecast(subject(fsdp={"sharding": "hybrid"}), wish)
 
 
 def test_a_forecast_holds_the_batch_of_a_device() -> None:
@@ -96,62 +74,38 @@ def test_a_forecast_holds_the_batch_of_a_device() -> None:
         forecast(subject(training={"global_batch_size": 64}), Wish((8,), gpu=H100))
 
 
-@pytest.mark.parametrize(
-    ("moment", "cpus", "signum", "code"),
-    [
-        ("workers: ", 1, signal.SIGTERM, 143),
-        pytest.param("messages ", 2, signal.SIGINT, 130, marks=pytest.mark.drill),
-    ],
-)
-@pytest.mark.slow
-def test_a_stop_ends_the_forecast_too(moment: str, cpus: int, signum: int, code: int) -> None:
+def test_forecast_of_a_measured_step(run_cli: Any, tmp_path: Path) -> None:
+    wish = ("--devices", "cpu", "--gpus", "1,8", "--steps", "5", "--repeats", "2")
+    result = run_cli("forecast", "autoencoder", *wish, "--save-dir", "foreseen", timeout_s=300)
+    assert result.code == 0, result.err
+    document = json.loads((tmp_path / "foreseen" / "report.json").read_text())
+    single, several = document["rows"]
+    assert document["settings"]["interconnect"] == "25gbe"
+    assert (single["gpus"], several["gpus"]) == (1, 8)
+    assert single["parts_ms"]["communication"] == 0 < several["parts_ms"]["communication"]
+    for row in document["rows"]:
+        assert sum(row["parts_ms"].values()) == pytest.approx(row["step_ms"])
+        assert row["samples_per_s_low"] <= row["samples_per_s"] <= row["samples_per_s_high"]
+    assert several["epoch_s"] * several["samples_per_s"] == pytest.approx(single["epoch_s"] * single["samples_per_s"])
+    epochs = Subject("autoencoder", {}).base.plan.epochs
+    assert single["run_s"] == pytest.approx(epochs * single["epoch_s"])
+
+
+def test_a_stop_ends_the_forecast_too() -> None:
     def say(line: str) -> None:
-        if line.startswith(moment):
-            os.kill(os.getpid(), signum)
+        if "steps of one device" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    links = "measured" if cpus > 1 else "nvlink"
-    toy = Subject(Toy, {"hardware": {"selected_devices": ["cpu"] * cpus}})
-    report = forecast(toy, Wish((8,), interconnect=links, steps=2, repeats=1), say=say)
-    assert report.partial
-    assert report.exit_code == code
-    assert report.rows == []
+    toy = Subject(Toy, {"hardware": {"selected_devices": ["cpu"]}})
+    report = forecast(toy, Wish((8,), steps=2, repeats=1), say=say)
+    assert (report.partial, report.exit_code, report.rows) == (True, 143, [])
 
 
-@pytest.mark.parametrize(
-    ("gpus", "devices", "counts"),
-    [((1, 2), 2, [2]), ((8, 64, 512), 2, [2]), ((1,), 2, [2]), ((2, 3, 8), 4, [2, 3, 4])],
-)
-def test_devices_are_measured_beside_each_other(gpus: tuple[int, ...], devices: int, counts: list[int]) -> None:
-    """For more than there are, what all of them do to each other holds."""
-    assert counts_beside(gpus, devices) == counts
-    cluster = measured_cluster(1e-6, 1e-9, devices, 0.1)
-    setting = Setting(cluster, contention={count: 1.0 + count for count in counts})
-    assert setting.slowed(max(gpus)) == (1.0 + min(max(gpus), devices) if max(gpus) > 1 else 1.0)
-
-
-def test_ranks_that_wait_in_mid_step_take_turns_on_cores() -> None:
-    turns = [{"alone_ms": 10.0, "beside_ms": 15.0}]
-    ranks = 2 * usable_cores() + 1
-    assert contention(turns, ranks, waits=False) == 1.5
-    assert contention(turns, ranks, waits=True) == 3
-    assert contention(turns, 0, waits=True) == 1.5
-
-
-def test_steps_that_differ_alike_on_all_ranks_are_no_jitter() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.uniform(50, 150, 400)  # of the batches: the steps of a run, the same in every repetition
-    rows = [{"times_ms": (lengths + rng.normal(0, 2.0, 400)).tolist()} for _ in range(3)]
-    assert jitter(rows, alike=True) == pytest.approx(2e-3, rel=0.15)
-    assert jitter(rows, alike=False) > 20e-3
-    steady = [{"times_ms": rng.normal(50, 2.0, 400).tolist()} for _ in range(3)]
-    assert jitter(steady, alike=False) == pytest.approx(2e-3, rel=0.15)
-
-
-def test_what_a_message_costs_ranks_that_share_cores_is_told_by_steps_with_messages() -> None:
-    turn = {"alone_ms": 10.0, "beside_ms": 12.0, "met_ms": 12.0 + 3 * MEETINGS}
-    assert meeting([turn], 2, 0.001) == pytest.approx(0.002), "3 ms, of which the message takes one"
-    assert meeting([turn], 2, 0.004) == 0.0
-    assert meeting([{**turn, "met_ms": None}], 2, 0.001) == 0.0, "not measured"
-    assert contention([turn], 2, waits=True) == pytest.approx(1.2)
-    ranks = 2 * usable_cores() + 1  # a step takes three turns, which is no cost of a message
-    assert meeting([turn], ranks, 0.0) == pytest.approx((12e-3 + 3e-3 * MEETINGS - 30e-3) / MEETINGS)
+def test_differences_between_steps_are_jitter_unless_all_ranks_have_the_same() -> None:
+    parts = dict.fromkeys(("data", "forward", "backward", "optimizer", "other"), 2.0)
+    row = {"mean_ms": 10.0, "step_ms_low": 10 - 0.6745, "step_ms_high": 10 + 0.6745, "parts_ms": parts}
+    footprint = Counting(subject()).footprint(8, True)
+    assert step_of(footprint, [row], alike=False).jitter_s == pytest.approx(1e-3, rel=1e-3)
+    step = step_of(footprint, [row, {**row, "mean_ms": 14.4}], alike=True)
+    assert (step.jitter_s, step.seconds) == (0.0, pytest.approx(0.01))
+    assert step.spread == pytest.approx(0.2)

@@ -132,29 +132,10 @@ def test_hybrid_sharding_is_within_a_node_of_devices_that_are_here() -> None:
     assert within["optimizer"] == here["optimizer"]
 
 
-@pytest.mark.slow
-def test_the_first_gpu_of_dp_is_the_fullest() -> None:
-    """Deep returns 16 numbers a sample; its batch is as large."""
-    subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}})
-    found = estimate_memory(subject, gpus=4, limit=80e9, strategy="dp")
-    ddp = estimate_memory(subject, gpus=4, strategy="ddp")["strategies"]["ddp"]
-    first, other = found["strategies"]["dp"], found["strategies"]["dp, each other"]
-    assert found["chosen"]["strategy"] == "dp"
-    outputs = 256 * 16 * 4
-    assert first["gathered"] == 3 * first["batch"] + 4 * 2 * outputs
-    assert first["gradients"] == 2 * other["gradients"] == 2 * ddp["gradients"]
-    assert first["optimizer"] == ddp["optimizer"] > other["optimizer"] == 0
-    assert first["total"] > ddp["total"] > other["total"]
-    assert list(found["largest_batch"]) == ["dp"]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "words"), [(None, "dp needs GPUs"), (1, "dp needs several devices"), (9, "dp cannot use 9 GPUs")]
-)
-def test_dp_without_several_gpus_of_one_machine_is_refused(gpus: int | None, words: str) -> None:
-    subject = Subject(Deep, {"hardware": {"selected_devices": ["cpu", "cpu"]}})
-    with pytest.raises(UnsupportedError, match=words):
-        estimate_memory(subject, gpus=gpus, strategy="dp")
+@pytest.mark.parametrize("strategy", ["dp", "pipeline"])
+def test_a_strategy_whose_devices_differ_has_no_prediction(strategy: str) -> None:
+    with pytest.raises(UnsupportedError, match=strategy):
+        estimate_memory(Subject(Deep, {"hardware": {"selected_devices": ["cpu"]}}), gpus=4, strategy=strategy)
 
 
 @pytest.mark.slow

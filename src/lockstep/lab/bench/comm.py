@@ -1,4 +1,4 @@
-"""``bench comm``: speed of collectives and of links between the chosen devices."""
+"""``bench comm``: speed of collectives between the chosen devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.distributed.staging import finish, wire_device
+from lockstep.engine.distributed.staging import finish
 from lockstep.engine.runtime import rank_device
 from lockstep.errors import UsageError
 from lockstep.hardware.resolve import Placement
@@ -25,8 +25,6 @@ from lockstep.launch.meeting.membership import group
 from lockstep.launch.prepare import place
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-#: A link with less than this share of the upper quartile of all bandwidths is slow.
-SLOW_LINK = 0.6
 #: Repetitions of each message: as many as fit into :data:`BUDGET_S`, within these.
 LEAST = 5
 MOST = 100
@@ -35,9 +33,6 @@ WARM_UP = 3
 #: torch 2.13 renamed them.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-#: Messages of the ping-pong between two ranks.
-LINK_BYTES = 4 << 20
-ROUND_TRIPS = 10
 
 
 def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: Say = lambda line: None) -> BenchReport:
@@ -59,19 +54,17 @@ def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: 
         "sizes": sizes,
     }
     report = BenchReport("comm", ", ".join(placement.devices), settings)
-    links: list[dict[str, Any]] = []
     with report.kept(), new_trials() as trials:
         say(f"{placement.world_size} ranks over {placement.backend}: {', '.join(OPERATIONS)}")
         outcome = trials.run(measure_comm, placement, sizes, ranks=placement.world_size, config=config)
-        report.rows += [row for row in outcome.rows if "operation" in row]
-        links = [row for row in outcome.rows if "link" in row]
+        report.rows += outcome.rows
         if outcome.error:
             report.notes.append(f"the ranks failed: {outcome.error}")
-    _conclude(report, links)
+    _conclude(report)
     return report
 
 
-def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
+def _conclude(report: BenchReport) -> None:
     devices = report.settings["devices"]
     backend = report.settings["backend"]
     fits: dict[str, Fit] = {}
@@ -82,7 +75,7 @@ def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
         elif any(row["operation"] == operation for row in report.rows):
             report.notes.append(f"{operation} is not available over {backend}")
     fit_rows = {name: {"ranks": len(devices), **fit._asdict()} for name, fit in fits.items()}
-    report.extra = {"fits": fit_rows, "links": list(links)}
+    report.extra = {"fits": fit_rows}
     report.verdict = "too little was measured"
     if fit := fits.get("all_reduce"):
         best = max(row["bus_gb_s"] for row in report.rows if row["operation"] == "all_reduce")
@@ -91,23 +84,10 @@ def _conclude(report: BenchReport, links: Sequence[Mapping[str, Any]]) -> None:
             f"all-reduce among {len(devices)} ranks: α = {fit.alpha_s * 1e6:.3g} µs, 1/β = {speed} "
             f"(fit within {fit.error:.0%}), bus at most {best:.3g} GB/s"
         )
-    bandwidths = {(row["link"][0], row["link"][1]): row["gb_s"] for row in links}
-    culprits, slow = slow_links(bandwidths)
-    report.notes += [
-        f"rank {rank} ({devices[rank]}) is slow: all its links are slower than the others" for rank in culprits
-    ]
-    report.notes += [
-        f"the link between ranks {sender} and {receiver} is slow: {bandwidths[sender, receiver]:.3g} GB/s"
-        for sender, receiver in slow
-    ]
-    if bandwidths and not culprits and not slow and not report.partial:
-        slowest = min(bandwidths.values())
-        fastest = max(bandwidths.values())
-        report.notes.append(f"no slow link: {slowest:.3g} to {fastest:.3g} GB/s between any two ranks")
 
 
 def measure_comm(rank: TrialRank, placement: Placement, sizes: Sequence[int]) -> None:
-    """Measure as one rank: every operation with every size, then each pair of ranks separately."""
+    """Measure as one rank: every operation with every size."""
     world = rank.world
     device = rank_device(placement.devices, world)
     if device.type == "cuda":
@@ -117,10 +97,6 @@ def measure_comm(rank: TrialRank, placement: Placement, sizes: Sequence[int]) ->
         for operation, size in itertools.product(OPERATIONS, sizes):
             rank.check()
             rank.report({"operation": operation, **measure_message(team.collectives, operation, size, device)})
-        if world.size > 2:
-            for sender, receiver in itertools.combinations(range(world.size), 2):
-                rank.check()
-                rank.report(_link(team.collectives, sender, receiver, device))
 
 
 def measure_message(collectives: Collectives, operation: str, size: int, device: torch.device) -> dict[str, Any]:
@@ -167,25 +143,6 @@ def call_time(collectives: Collectives, call: Callable[[], Any], device: torch.d
     return max(collectives.all_gather(statistics.median(once() for _ in range(repeats))))
 
 
-def _link(collectives: Collectives, first: int, second: int, device: torch.device) -> dict[str, Any]:
-    """Send a message between two ranks and back while the others wait; count half of the fastest round trip."""
-    message = torch.zeros(LINK_BYTES // 4, device=wire_device(device, None))
-    times = []
-    if collectives.rank in (first, second):
-        for _ in range(ROUND_TRIPS):
-            started = time.perf_counter()
-            if collectives.rank == first:
-                dist.send(message, dst=second)
-                dist.recv(message, src=second)
-            else:
-                dist.recv(message, src=first)
-                dist.send(message, dst=first)
-            finish(device)
-            times.append((time.perf_counter() - started) / 2)
-    quickest = collectives.all_gather(min(times, default=0.0))
-    return {"link": [first, second], "bytes": LINK_BYTES, "gb_s": LINK_BYTES / quickest[first] / 1e9}
-
-
 def bus_factor(operation: str, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth: bytes on each rank's line for a byte of the whole message.
 
@@ -224,19 +181,6 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     fit = Fit(float(alpha), float(beta / scale), 0.0)
     errors = np.abs(fit.alpha_s + fit.beta_s_per_byte * s - t) / t
     return fit._replace(error=float(np.median(errors)))
-
-
-def slow_links(bandwidths: Mapping[tuple[int, int], float]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return ranks with slow links only, and slow links between other ranks."""
-    if len(bandwidths) < 3:
-        return [], []  # with two ranks there is nothing to compare
-    # One slow rank of three or four makes half of the links slow or more, so the median says little.
-    usual = float(np.quantile(list(bandwidths.values()), 0.75, method="higher"))
-    slow = {pair for pair, bandwidth in bandwidths.items() if bandwidth < SLOW_LINK * usual}
-    ranks = sorted({rank for pair in bandwidths for rank in pair})
-    culprits = [rank for rank in ranks if all(pair in slow for pair in bandwidths if rank in pair)]
-    rest = sorted(pair for pair in slow if not set(pair) & set(culprits))
-    return culprits, rest
 
 
 def message_sizes(max_bytes: int) -> list[int]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
-from lockstep.engine.distributed.staging import finish, to_device
 from lockstep.engine.training_data import training_source, walk
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.world import World
@@ -22,7 +18,7 @@ from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.timing import on_site
 from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Plan
-from lockstep.planning.loader import CLOSE, recommend, worker_counts
+from lockstep.planning.loader import recommend, worker_counts
 
 WARM_UP = 3
 STEPS = 12
@@ -49,7 +45,6 @@ def bench_loader(
         "workers": counts,
         "seconds": seconds,
         "planned_workers": base.plan.loader.num_workers,
-        "pin_memory": step.plan.loader.pin_memory,
     }
     report = BenchReport("loader", subject.name, settings)
     if samples < planned:
@@ -81,25 +76,6 @@ def conclude(report: BenchReport, demand: float | None) -> None:
     report.extra = {"demand_samples_per_s": demand, "recommended": advice._asdict()}
     report.verdict = f"use --num-workers {advice.num_workers}: {advice.reason}"
     report.notes.append(f"the plan takes {planned} for this task" + (", too" * (planned == advice.num_workers)))
-    load_ms, transfer_ms = (measured[advice.num_workers][name] for name in ("load_ms", "transfer_ms"))
-    if transfer_ms is None:
-        return
-    step_ms = report.settings["batch_size"] / demand * 1e3
-    pinned = report.settings["pin_memory"]
-    bottleneck = report.extra["holds_up"] = holds_up(load_ms, transfer_ms, step_ms)
-    times = f"a batch takes {load_ms:.3g} ms to load and {transfer_ms:.3g} ms to the GPU, a step {step_ms:.3g} ms"
-    if bottleneck == "transfer":
-        fix = "smaller types that become floats on the GPU" if pinned else "--set data.pin_memory=true"
-        report.verdict = f"the transfer holds the step up ({times}): {fix}. For loading, {report.verdict}"
-    else:
-        report.notes.append(f"{times}: {'loading' if bottleneck == 'load' else 'neither'} holds the step up")
-
-
-def holds_up(load_ms: float, transfer_ms: float, step_ms: float) -> Literal["load", "transfer", "compute"]:
-    """Return the bottleneck of a step: loading and transfer of a batch both run during the step before."""
-    if load_ms > max(step_ms, transfer_ms):
-        return "load"
-    return "transfer" if transfer_ms >= CLOSE * step_ms else "compute"
 
 
 def measure_loader(rank: TrialRank, step: Case, counts: Sequence[int], seconds: float) -> None:
@@ -111,11 +87,11 @@ def measure_loader(rank: TrialRank, step: Case, counts: Sequence[int], seconds: 
         endless = step.plan.model_copy(update={"epochs": EPOCHS})
         source = training_source(site.task, site.datasets, endless)
         for workers in counts:
-            rank.report(loading_rate(source, endless, workers, seconds, device=site.device, check=rank.check))
+            rank.report(loading_rate(source, endless, workers, seconds, check=rank.check))
 
 
 def loading_rate(
-    source: Source, plan: Plan, workers: int, seconds: float, *, device: torch.device, check: Callable[[], None]
+    source: Source, plan: Plan, workers: int, seconds: float, *, check: Callable[[], None]
 ) -> dict[str, Any]:
     """Load the batches of a single rank for about ``seconds``, after the first batch, which waits for the workers."""
     loader_plan = plan.loader.model_copy(update={"num_workers": workers, "most_workers": 0})
@@ -124,10 +100,9 @@ def loading_rate(
     first = 0.0
     samples = 0
     loaded = 0
-    transfers = list[float]()
     started = now = time.perf_counter()
     with contextlib.closing(loader):
-        for batch, request in zip(loader, next(walks), strict=False):
+        for _, request in zip(loader, next(walks), strict=False):
             check()
             now = time.perf_counter()
             if not first:
@@ -136,25 +111,13 @@ def loading_rate(
                 continue
             samples = samples + request.size
             loaded = loaded + 1
-            if loaded <= 10 and device.type == "cuda":
-                transfers.append(_transfer(batch, device))
             if now - started > seconds:
                 break
-        taken = time.perf_counter() - started - sum(transfers)
+        taken = time.perf_counter() - started
     return {
         "num_workers": workers,
         "samples_per_s": samples / taken if taken > 0 else 0.0,
         "load_ms": taken / max(1, loaded) * 1e3,
-        "transfer_ms": statistics.median(transfers) * 1e3 if transfers else None,
         "first_batch_s": first,
         "batches": loaded,
     }
-
-
-def _transfer(batch: Any, device: torch.device) -> float:
-    """Return the seconds of a batch's transfer to a GPU."""
-    finish(device)
-    started = time.perf_counter()
-    to_device(batch, device)
-    finish(device)
-    return time.perf_counter() - started

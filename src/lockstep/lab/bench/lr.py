@@ -133,18 +133,18 @@ def propose(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     """
     first = min(MEMORY, len(rates) // 4)
     half = max(1, int(len(rates) * WINDOW))
-    indices = range(first + half, len(rates) - half)
-    if not indices:
+    if len(rates) <= first + 2 * half:
         return None
-    lowest = min(range(first, len(rates)), key=smoothed.__getitem__)
+    lowest = first + int(np.argmin(smoothed[first:]))
     # Differences of neighbouring losses. Outliers count: the smoothed loss falls after one, too.
     scatter = float(np.std(np.diff(losses[: lowest + 1]))) / math.sqrt(2) if lowest else math.inf
     if max(smoothed[first : lowest + 1]) - smoothed[lowest] <= (FALL + FALL_OF_FEW / max(1, lowest)) * scatter:
         return None
     logs = np.log(rates)
-    windows = {index: slice(index - half, index + half + 1) for index in indices if index <= max(lowest, indices[0])}
-    slopes = {index: np.polyfit(logs[span], smoothed[span], 1)[0] for index, span in windows.items()}
-    steepest = rates[min(slopes, key=slopes.__getitem__)]
+    last = max(first + half, min(lowest, len(rates) - half - 1))
+    spans = [slice(index - half, index + half + 1) for index in range(first + half, last + 1)]
+    slopes = [np.polyfit(logs[span], smoothed[span], 1)[0] for span in spans]
+    steepest = rates[first + half + int(np.argmin(slopes))]
     tenth = rates[lowest] / 10
     if steepest <= tenth:
         return Proposal(steepest, steepest, tenth, "there the loss falls fastest")

@@ -16,15 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep._compat.torch import reset_compiler
-from lockstep.data.reader import Unreadable
-from lockstep.data.requests import BatchRequest
-from lockstep.engine.distributed.staging import to_device
-from lockstep.engine.loss import check_loss
+from lockstep.engine.diagnostics.mfu import flops_of_sample
 from lockstep.engine.runtime import rank_device
-from lockstep.engine.trained import bare, build_model
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.detect import usable_memory
 from lockstep.hardware.monitor import SystemSource
@@ -34,8 +29,6 @@ from lockstep.lab.bench.timing import Site, Stopwatch, counted_steps, on_site, t
 from lockstep.lab.bench.trials import Case, TrialRank
 from lockstep.planning import Plan
 
-#: Samples whose floating-point operations are counted.
-COUNTED = 8
 #: A rank is slow if its work takes this many times the median of the ranks.
 SLOW = 1.25
 #: This share of the fastest and of the slowest steps is left out of the parts: a hiccup is not the rule.
@@ -52,7 +45,10 @@ def measure_cases(
     rank: TrialRank, first: Case, further_cases: Sequence[Case], memory_limit: int | None, counts_flops: bool
 ) -> None:
     with on_site(rank, first.config, first.plan) as site:
-        flops, note = count_flops(site, first.plan) if counts_flops else (None, "not counted")
+        flops, note = None, "not counted"
+        if counts_flops:
+            source = training_source(site.task, site.datasets, first.plan)
+            flops, note = flops_of_sample(site.task, source, first.plan)
         if memory_limit is not None:
             limit_memory(memory_limit)
         for case in (first, *further_cases):
@@ -190,33 +186,6 @@ def release(device: torch.device) -> None:
     reset_compiler()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def count_flops(site: Site, plan: Plan) -> tuple[float | None, str]:
-    """Count floating-point operations of forward and backward for one sample (or ``None``), with a note on the method.
-
-    Counted by torch.utils.flop_counter: matrix products, convolutions and attention; everything else is zero.
-    """
-    if site.task.lengths() is not None:
-        return None, "the samples differ in length, so no one number holds for all"
-    model = build_model(site.task).to(site.device).train()
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return None, "torch does not count what its recurrent kernels compute"
-    source = training_source(site.task, site.datasets, plan)
-    size = min(COUNTED, plan.batch.batch_size)
-    batch = source.batch(BatchRequest(0, 0, 0, size, window=(0, plan.batch.global_batch)))
-    batch = to_device(batch.stand_in if isinstance(batch, Unreadable) else batch, site.device)
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter:
-            check_loss(site.task.loss(bare(model), batch)).total.backward()
-    except Exception as error:  # whatever the task's operators raise under a dispatch mode
-        return None, f"torch's counter failed: {type(error).__name__}"
-    total = counter.get_total_flops()
-    if not total:
-        return None, "the model has no matrix product, convolution or attention that torch counts"
-    note = f"matrix products, convolutions and attention, counted by torch on {size} samples"
-    return total / size, note
 
 
 def spread(name: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:

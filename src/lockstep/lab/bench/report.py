@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
-
-import numpy as np
+from typing import Any, TextIO
 
 from lockstep.hardware.detect import cpu_name, detect_devices, usable_cores
 from lockstep.launch.process.signals import StopRequest, exit_code
@@ -23,8 +21,6 @@ from lockstep.telemetry.console import print_table, save_figure, say
 #: Called with a line about the current activity.
 Say = Callable[[str], None]
 Row = Mapping[str, Any]
-#: A key of the rows, a key and the format of its value, or a function that makes the text of a row.
-Cell = str | tuple[str, str] | Callable[[Row], str]
 
 
 def machine_facts() -> dict[str, Any]:
@@ -123,259 +119,106 @@ def _markdown(report: BenchReport) -> str:
     return f"# {report.title}\n\n{findings}\n\n{lines}\n\n{about}\n\n`{command}`\n"
 
 
-def plain(value: float) -> str:
-    """Format with four significant digits, without an exponent for large numbers."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def text(value: Any, form: str = "") -> str:
-    """Format a value or a list of values; ``-``: unknown."""
-    if isinstance(value, list | tuple):
-        return " ".join(text(each, form) for each in value) or "-"
-    if value is None:
-        return "-"
-    return plain(value) if isinstance(value, float) and not form else format(value, form)
-
-
-def size(count: float) -> str:
-    """Format bytes in the units of message sizes: 1 KB is 1024."""
-    units = ("B", "KB", "MB", "GB")
-    unit = 0
-    while count >= 1024 and unit < len(units) - 1:
-        count = count / 1024
-        unit = unit + 1
-    return f"{count:.4g} {units[unit]}"
-
-
-def _shares(*parts: str) -> dict[str, Cell]:
-    def share(part: str) -> Cell:
-        return lambda row: text((row.get("shares") or {}).get(part), ".1%")
-
-    return {part: share(part) for part in parts}
-
-
-def _between(key: str) -> Cell:
-    """Format a median with its quartiles."""
-
-    def cell(row: Row) -> str:
-        if row.get(key) is None:
-            return "-"
-        low = row[f"{key}_low"]
-        high = row[f"{key}_high"]
-        return plain(row[key]) + (f" ({plain(low)}..{plain(high)})" if low < high else "")
-
-    return cell
-
-
-def _part(name: str) -> Cell:
-    return lambda row: text(row["parts_ms"][name] / row["step_ms"], ".1%")
-
-
-#: By kind: the headings of the table, and the cells of each column.
-_TABLES: dict[str, dict[str, Cell]] = {
-    "step": {
-        "batch": "batch_size",
-        "precision": "precision",
-        "compile": lambda row: "on" if row.get("compile") else "off",
-        "status": "status",
-        "step ms": _between("step_ms"),
-        "samples/s": "samples_per_s",
-        **_shares("data", "forward", "backward", "communication", "wait", "optimizer", "other"),
-        "memory MB": ("memory_mb", ",.0f"),
-        "TFLOP/s": ("tflops", ".3g"),
-        "of peak": lambda row: "unknown" if row.get("peak_share") is None else text(row["peak_share"], ".1%"),
-    },
-    "scaling": {
-        "devices": "ranks",
-        "strategy": "strategy",
-        "mode": "mode",
-        "status": "status",
-        "global batch": "global_batch",
-        "samples/s": _between("samples_per_s"),
-        "claimed samples/s": ("claimed_samples_per_s", ".4g"),
-        "epoch s": "epoch_s",
-        "speed-up": ("speed_up", ".2f"),
-        "claimed speed-up": ("claimed_speed_up", ".2f"),
-        "efficiency": ("efficiency", ".1%"),
-        "memory MB": ("memory_mb_per_device", ",.0f"),
-        "claimed memory GB": ("claimed_memory_gb", "g"),
-        "utilisation": ("utilisation_per_device", ".0%"),
-        **_shares("data", "compute", "communication", "wait"),
-    },
-    "loader": {
-        "workers": "num_workers",
-        "status": "status",
-        "samples/s": "samples_per_s",
-        "load ms": ("load_ms", ".3g"),
-        "transfer ms": ("transfer_ms", ".3g"),
-        "first batch s": ("first_batch_s", ".2f"),
-        "times the need": ("of_demand", ",.2f"),
-    },
-    "comm": {
-        "operation": "operation",
-        "size": lambda row: size(row["bytes"]),
-        "latency µs": "latency_us",
-        "algorithm GB/s": ("algorithm_gb_s", ".3g"),
-        "bus GB/s": ("bus_gb_s", ".3g"),
-        "status": "status",
-    },
-    "batch-size": {
-        "batch": "batch_size",
-        "status": "status",
-        "memory MB": ("memory_mb", ",.0f"),
-        "samples/s": "samples_per_s",
-    },
-    "forecast": {
-        "GPUs": "gpus",
-        "strategy": "strategy",
-        "step ms": "step_ms",
-        "samples/s": _between("samples_per_s"),
-        "efficiency": lambda r: f"{r['efficiency']:.0%} ({r['efficiency_low']:.0%}..{r['efficiency_high']:.0%})",
-        **{name: _part(name) for name in ("compute", "communication", "straggler", "data")},
-        "sent MB": "sent_mb",
-    },
-    "lr": {"step": "step", "learning rate": ("lr", ".3g"), "loss": ("loss", ".5g"), "smoothed": ("smoothed", ".5g")},
+#: By kind: the keys of the rows that are columns of the table. Names end in their unit.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "step": (
+        *("batch_size", "precision", "compile", "status", "step_ms", "samples_per_s"),
+        *("shares", "memory_mb", "tflops", "peak_share"),
+    ),
+    "scaling": (
+        *("ranks", "strategy", "mode", "status", "global_batch", "samples_per_s", "epoch_s", "speed_up", "efficiency"),
+        *("memory_mb_per_device", "utilisation_per_device", "shares"),
+    ),
+    "loader": ("num_workers", "status", "samples_per_s", "load_ms", "first_batch_s", "of_demand"),
+    "comm": ("operation", "bytes", "latency_us", "algorithm_gb_s", "bus_gb_s", "status"),
+    "batch-size": ("batch_size", "status", "memory_mb", "samples_per_s"),
+    "forecast": (
+        *("gpus", "strategy", "step_ms", "samples_per_s", "efficiency", "parts_ms", "sent_mb", "epoch_s", "run_s"),
+    ),
+    "lr": ("step", "lr", "loss", "smoothed"),
 }
-#: Columns that are left out if no row has a value.
-_CLAIMED = {"claimed samples/s", "claimed speed-up", "claimed memory GB"}
-_OPTIONAL = _CLAIMED | {"wait", "communication", "TFLOP/s", "transfer ms"}
+#: By kind: the key of the horizontal axis, those of the diagrams, and those that distinguish lines.
+_DIAGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "step": ("batch_size", ("step_ms", "samples_per_s"), ("precision", "compile")),
+    "scaling": ("ranks", ("speed_up", "efficiency", "memory_mb", "epoch_s", "utilisation"), ("strategy", "mode")),
+    "loader": ("num_workers", ("samples_per_s",), ()),
+    "comm": ("bytes", ("latency_us", "bus_gb_s"), ("operation",)),
+    "batch-size": ("batch_size", ("memory_mb",), ()),
+    "forecast": ("gpus", ("efficiency", "samples_per_s"), ()),
+    "lr": ("lr", ("smoothed",), ()),
+}
+_LINEAR = {"ranks", "num_workers"}
+_SHARES = {"efficiency", "peak_share", "utilisation_per_device"}
 #: Rows of a learning-rate test that are shown; its report has all.
 _SHOWN = 24
 
 
 def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells."""
+    """Return the headings and cells of a table; a key with parts has a column for each of them."""
     rows = rows[:: max(1, -(-len(rows) // _SHOWN))] if kind == "lr" else rows
-    columns = {heading: [_text_of(cell, row) for row in rows] for heading, cell in _TABLES[kind].items()}
-    for heading in _OPTIONAL & columns.keys():
-        if set(columns[heading]) <= {"-", "0.0%"}:
-            del columns[heading]
+    columns: dict[str, list[str]] = {}
+    for key in _COLUMNS[kind]:
+        parts = dict.fromkeys(part for row in rows if isinstance(row.get(key), dict) for part in row[key])
+        for part in parts:
+            name = part if key == "shares" else f"{part} {key.rpartition('_')[2]}"
+            columns[name] = [_text((row.get(key) or {}).get(part), is_share=key == "shares") for row in rows]
+        if not parts:
+            columns[key.replace("_", " ")] = [_cell(row, key) for row in rows]
     return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
 
-def _text_of(cell: Cell, row: Row) -> str:
-    if callable(cell):
-        return cell(row)
-    key, form = (cell, "") if isinstance(cell, str) else cell
-    return text(row.get(key), form)
+def _cell(row: Row, key: str) -> str:
+    """Format the value of ``key``, with its low and high value where they differ."""
+    low, value, high = (_text(row.get(name), is_share=key in _SHARES) for name in (f"{key}_low", key, f"{key}_high"))
+    return value if low == high else f"{value} ({low}..{high})"
 
 
-class Panel(NamedTuple):
-    """A diagram: lines of ``y`` over ``x``, one for each group of rows alike in ``by``; or the parts of each step."""
-
-    x: str
-    y: str
-    xlabel: str
-    ylabel: str
-    by: tuple[str, ...] = ()
-    #: The logarithmic axes: ``x`` or ``xy``.
-    log: str = ""
-
-
-_PARTS = "parts_ms"
-_SCALED = {
-    "speed_up": "speed-up",
-    "efficiency": "efficiency",
-    "memory_mb": "memory of the fullest device, MB",
-    "epoch_s": "time for an epoch of training, s",
-    "utilisation": "utilisation, mean of the devices",
-}
-_PANELS = {
-    "step": [
-        Panel("", _PARTS, "batch size, precision", "ms a step (mean)", ("batch_size", "precision", "compile")),
-        Panel("batch_size", "samples_per_s", "batch size per device", "samples/s", ("precision", "compile"), "x"),
-    ],
-    "scaling": [Panel("ranks", key, "devices", label, ("strategy", "mode")) for key, label in _SCALED.items()],
-    "loader": [Panel("num_workers", "samples_per_s", "loader workers", "samples/s")],
-    "comm": [
-        Panel("bytes", "latency_us", "message, bytes", "latency, µs", ("operation",), "xy"),
-        Panel("bytes", "bus_gb_s", "message, bytes", "bus bandwidth, GB/s", ("operation",), "x"),
-    ],
-    "batch-size": [
-        Panel("batch_size", "memory_mb", "batch size per device", "memory of the fullest device, MB", (), "x")
-    ],
-    "lr": [Panel("lr", "smoothed", "learning rate", "smoothed loss", (), "x")],
-    "forecast": [
-        Panel("gpus", "efficiency", "GPUs", "efficiency", (), "x"),
-        Panel("", _PARTS, "GPUs", "ms a step", ("gpus",)),
-    ],
-}
+def _text(value: Any, *, is_share: bool) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return " ".join(_text(each, is_share=is_share) for each in value) or "-"
+    if is_share:
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
 
 
 def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
+    """Draw each key of the rows over the horizontal axis, with a line for each group of rows."""
     from matplotlib.figure import Figure
 
-    panels = _PANELS[report.kind]
-    columns = min(len(panels), 3)
-    lines = -(-len(panels) // 3)
+    x, diagrams, keys = _DIAGRAMS[report.kind]
+    rows = _with_one_device(rows) if report.kind == "scaling" else rows
+    columns = min(len(diagrams), 3)
+    lines = -(-len(diagrams) // 3)
     figure = Figure(figsize=(6 * columns, 4.2 * lines), layout="constrained")
-    for number, panel in enumerate(panels, start=1):
+    for number, y in enumerate(diagrams, start=1):
         axis = figure.add_subplot(lines, columns, number)
-        if panel.y == _PARTS:
-            names = [_name(row, panel.by, "\n") for row in rows]
-            bottom = np.zeros(len(rows))
-            for part in rows[0][_PARTS]:
-                heights = np.array([row[_PARTS][part] for row in rows])
-                axis.bar(names, heights, bottom=bottom, label=part)
-                bottom += heights
-        else:
-            _draw_lines(axis, panel, _with_one_device(rows) if report.kind == "scaling" else rows)
-            _draw_marks(axis, panel, report)
-        axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, **{f"{name}scale": "log" for name in panel.log})
-        if "y" not in panel.log and panel.y != "smoothed":
-            axis.set_ylim(bottom=0)
-        if axis.get_legend_handles_labels()[0]:
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.get(y) is not None:
+                groups.setdefault(", ".join(f"{key} {row[key]}" for key in keys), []).append(row)
+        for label, group in groups.items():
+            axis.plot([row[x] for row in group], [row[y] for row in group], "o-", label=label)
+        x_scale = "linear" if x in _LINEAR else "log"
+        axis.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "), xscale=x_scale)
+        if keys and groups:
             axis.legend(fontsize="small")
     devices = ", ".join(report.settings.get("devices", ()))
     figure.suptitle(report.title + (f" ({devices})" if devices else ""))
     return save_figure(figure, file)
 
 
-def _draw_lines(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
-    """Draw a line for each group, without unknown values."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(_name(row, panel.by, ", "), []).append(row)
-    claimed = f"claimed_{panel.y}"
-    for name, group in groups.items():
-        for key, label, style in ((panel.y, name, "o-"), (claimed, f"{name}, claimed", "x--")):
-            if points := [(row[panel.x], row[key]) for row in group if row.get(key) is not None]:
-                axis.plot(*zip(*points, strict=True), style, label=label)
-
-
-def _name(row: Row, by: Sequence[str], between: str) -> str:
-    return between.join(key if row[key] is True else str(row[key]) for key in by if row[key] is not False)
-
-
 def _with_one_device(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of each strategy after the row of one device."""
+    """Return the rows of each strategy after those of one device, with the mean utilisation of the devices."""
+    strategies = dict.fromkeys(row["strategy"] for row in rows if row["ranks"] > 1)
     compared: list[Row] = []
-    for row in rows:
-        if row.get("speed_up"):
+    for strategy in strategies:
+        for row in rows:
             busy = row["utilisation_per_device"]
-            compared.append({**row, "utilisation": None if None in busy else statistics.fmean(busy)})
-    baseline = [row for row in compared if row["ranks"] == 1]
-    strategies = dict.fromkeys(row["strategy"] for row in compared if row["ranks"] > 1)
-    return [
-        {**row, "strategy": strategy}
-        for strategy in strategies
-        for row in (*baseline, *(row for row in compared if row["strategy"] == strategy))
-    ]
-
-
-def _draw_marks(axis: Any, panel: Panel, report: BenchReport) -> None:
-    """Draw reference values: ideal speed-up, demand, proposal, fits, failures."""
-    if panel.y == "speed_up":
-        axis.axline((1, 1), slope=1, color="0.7", linestyle=":", label="ideal")
-    elif demand := report.extra.get("demand_samples_per_s"):
-        axis.axhline(demand, color="C3", label="demand of the step")
-    elif proposal := report.extra.get("proposal"):
-        axis.axvline(proposal["lr"], color="C2", label=f"proposed: {proposal['lr']:.2g}")
-    elif panel.y == "latency_us":
-        for number, fit in enumerate(report.extra.get("fits", {}).values()):
-            sizes = np.array(report.settings["sizes"])
-            axis.plot(sizes, (fit["alpha_s"] + fit["beta_s_per_byte"] * sizes) * 1e6, f"C{number}:")
-    elif report.kind == "batch-size":
-        for row in report.rows:
-            if row["status"] == "out of memory":
-                axis.axvline(row["batch_size"], color="C3", linestyle=":")
+            utilisation = None if None in busy else statistics.fmean(busy)
+            if row["ranks"] == 1 or row["strategy"] == strategy:
+                compared.append({**row, "strategy": strategy, "utilisation": utilisation})
+    return compared

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.config.load import merge
 from lockstep.errors import LockstepError, UsageError, many
 from lockstep.lab.bench.measure import slow_ranks, spread
 from lockstep.lab.bench.report import BenchReport, Say
-from lockstep.lab.bench.step import MUCH_COMMUNICATION, check_steps, measure_all
+from lockstep.lab.bench.step import MUCH_COMMUNICATION, RARER_MESSAGES, check_steps, measure_all
 from lockstep.lab.bench.trials import Case, Subject, new_trials
-from lockstep.launch.session.script import run_script, several_devices
 from lockstep.planning.notes import BUSY_MICRO_BATCHES
-from lockstep.rundir.folder import RunDir
 from lockstep.strategies import auto_strategy, find_strategy
 
 Mode = Literal["weak", "strong"]
@@ -44,13 +39,12 @@ def bench_scaling(
     steps: int = 30,
     warm_up: int = 5,
     repeats: int = 3,
-    claims: bool = False,
     say: Say = lambda line: None,
 ) -> BenchReport:
     """Measure steps of the engine on parts of the chosen devices, ``repeats`` times in turns.
 
     Every rank has one intra-op thread on the CPU unless ``training.threads`` is set, so that two ranks have twice
-    the threads of one. ``claims``: show what guides claim for this task.
+    the threads of one.
     """
     base = subject.base
     devices = list(base.placement.devices)
@@ -93,11 +87,7 @@ def bench_scaling(
             say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {strategy}")
             rows += measure_all(subject, trials, cases)
     report.rows = [*merged(rows, report.notes), *refused]
-    if claims:
-        report.rows = [{**row, **claim_of(subject.name, row["strategy"], row["ranks"])} for row in report.rows]
     conclude(report)
-    if claims and (note := claims_note(subject.name, base.facts.parameters)):
-        report.notes.append(note)
     return report
 
 
@@ -112,74 +102,6 @@ def _case(subject: Subject, label: Mapping[str, Any], settings: Mapping[str, Any
     hardware = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
     changes = {"hardware": hardware, "training": {**sizes, "threads": settings["threads_per_rank"]}}
     return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])
-
-
-def bench_script(
-    path: Path,
-    arguments: Sequence[str],
-    overrides: Mapping[str, Any],
-    *,
-    modes: Sequence[str],
-    steps: int,
-    warm_up: int,
-    repeats: int,
-    say: Say,
-) -> BenchReport:
-    """Run the first steps of a script with a ``lockstep.Session`` on parts of the devices in ``overrides``, in turns.
-
-    Each point is a whole run of the script, with its data, log and checkpoint. One device uses the global batch of the
-    script, and so do all devices with ``strong``.
-    """
-    names = several_devices(overrides, "one device: nothing scales")
-    settings = {"devices": names, "modes": list(modes), "steps": steps, "warm_up": warm_up, "repeats": repeats}
-    report = BenchReport("scaling", path.name, settings)
-    rows: list[dict[str, Any]] = []
-    baseline_batch = 0
-    with report.kept(), tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
-        for repeat, count, mode in itertools.product(range(repeats), device_counts(len(names)), modes):
-            say(f"repeat {repeat + 1} of {repeats}: {many(count, 'device')}, {mode}")
-            changes: dict[str, Any] = {
-                "hardware": {"selected_devices": names[:count]},
-                "training": {"max_steps": warm_up + steps, "threads": 1},
-                "telemetry": {"log_interval": max(1, warm_up), "progress": "silent"},
-                "storage": {"mirror": None},
-                "save_dir": str(Path(folder, f"{repeat}-{count}-{mode}")),
-            }
-            if baseline_batch:
-                changes["training"]["global_batch_size"] = baseline_batch * (count if mode == "weak" else 1)
-            row: dict[str, Any] = {"devices": names[:count], "ranks": count, "strategy": "session", "mode": mode}
-            try:
-                run, _ = run_script(path, arguments, merge(overrides, changes), needs_session=True)
-                row |= _speed_of(run, warm_up)
-            except LockstepError as error:
-                row |= {"status": "failed", "reason": error.what}
-            baseline_batch = baseline_batch or row.get("global_batch", 0)
-            rows.append(row)
-    report.rows = merged(rows, report.notes)
-    conclude(report)
-    return report
-
-
-def _speed_of(run: RunDir, warm_up: int) -> dict[str, Any]:
-    """Return the speed of the steps after ``warm_up``, from the rows of the log."""
-    batch = run.plan()["batch"]
-    rows = run.steps()
-    timed = [
-        (after["samples_seen"] - before["samples_seen"], after["samples_per_s"])
-        for before, after in itertools.pairwise(rows)
-        if after["step"] > warm_up
-    ]
-    if not timed:
-        return {"status": "failed", "reason": "the script ended before the first measured step"}
-    rate = sum(samples for samples, _ in timed) / sum(samples / rate for samples, rate in timed)
-    return {
-        "status": "ok",
-        "global_batch": batch["global_batch"],
-        "accumulate": batch["accumulate"],
-        "samples_per_s": rate,
-        "epoch_s": batch["samples"] / rate,
-        "step_ms": 1e3 * batch["global_batch"] / rate,
-    }
 
 
 def merged(measurements: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
@@ -215,8 +137,6 @@ def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **spread("samples_per_s", [row["samples_per_s"] for row in good]),
         **{name: statistics.median(row[name] for row in good) for name in ("epoch_s", "step_ms")},
     }
-    if "shares" not in good[0]:  # of a script
-        return {**row, "memory_mb": None, "utilisation_per_device": [None]}
 
     def each(name: str) -> Iterator[tuple[Any, ...]]:
         """Return the values of ``name`` in all repeats, for each device or rank."""
@@ -251,76 +171,22 @@ def conclude(report: BenchReport) -> None:
         if row["ranks"] == max_ranks
     ]
     report.verdict = f"{max_ranks} devices, {'; '.join(parts)}" if several else "nothing could be compared"
-    measured = [row for row in several if "shares" in row]  # not of a script
-    inside = {row["strategy"] for row in measured if row["shares"]["communication"] is None}
-    for row in measured:
+    for row in several:
         share = row["shares"]["communication"]
         label = f"{row['ranks']} devices ({row['strategy']}, {row['mode']})"
-        if share is not None and share > MUCH_COMMUNICATION:
-            notes.append(
-                f"communication takes {share:.0%} of a step on {label}, above {MUCH_COMMUNICATION:.0%}: larger "
-                "batches or --grad-accum-steps make it rarer"
-            )
-        if share is not None:
-            notes += [f"rank {rank} is slow on {label}" for rank in slow_ranks(row["busy_ms"])]
-    if inside:
-        notes.append(
-            f"{' and '.join(sorted(inside))}: communication is inside forward and backward, so its share is not known; "
-            "compare the samples/s"
-        )
-    rates = {(row["ranks"], row["mode"], row["strategy"]): row["samples_per_s"] for row in several}
-    notes += [
-        f"on {ranks} devices ({mode}) ddp reaches {rates[ranks, mode, 'ddp'] / rate:.2f} times the samples/s of dp"
-        for (ranks, mode, strategy), rate in rates.items()
-        if (ranks, mode, "ddp") in rates and find_strategy(strategy).scatters
-    ]
+        if share is None:
+            notes.append(f"{label}: communication is inside forward and backward, so its share is not known")
+            continue
+        if share > MUCH_COMMUNICATION:
+            notes.append(f"communication takes {share:.0%} of a step on {label}: {RARER_MESSAGES}")
+        notes += [f"rank {rank} is slow on {label}" for rank in slow_ranks(row["busy_ms"])]
     if any(row["efficiency"] > DOUBTFUL for row in several):
         notes.append(
             f"an efficiency above {DOUBTFUL:.0%} says that something else disturbed the measurement of one device: "
             "repeat it on an idle machine, with more --repeats and --steps"
         )
-    unmeasured = [row for row in report.rows if row["status"] != "ok"]
     notes += dict.fromkeys(
-        f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})" for row in unmeasured
-    )
-
-
-#: What guides to multi-GPU training claim for two of the built-in tasks, by task, strategy and number of GPUs:
-#: samples/s, speed-up, and GB of memory by GPU. They name no method, machine or spread. ``har``: "Performance
-#: Comparison" and "Memory Usage" of a guide to DataParallel and DistributedDataParallel (20 epochs, batch size 32 per
-#: GPU). ``speech``: "Expected Speedup with Multiple GPUs" and "Current Single GPU Performance" of a guide to multi-GPU
-#: training of an LMU recogniser (1.1 s for a batch of 16).
-CLAIMS: dict[tuple[str, str, int], tuple[float | None, float, tuple[float, ...] | None]] = {
-    ("har", "single", 1): (150, 1.0, (5,)),
-    ("har", "dp", 2): (250, 1.7, (8, 5)),
-    ("har", "dp", 4): (450, 3.0, (11, 5, 5, 5)),
-    ("har", "ddp", 2): (300, 2.0, (5, 5)),
-    ("har", "ddp", 4): (600, 4.0, (5, 5, 5, 5)),
-    ("har", "ddp", 8): (1100, 7.3, None),
-    ("speech", "single", 1): (16 / 1.1, 1.0, None),
-    ("speech", "ddp", 2): (None, 1.8, None),
-    ("speech", "ddp", 4): (None, 3.5, None),
-    ("speech", "ddp", 8): (None, 6.5, None),
-}
-#: Parameters of the model that a guide's figures are of.
-PARAMETERS = {"har": 86_200_000, "speech": 7_160_000}
-
-
-def claim_of(task: str, strategy: str, devices: int) -> dict[str, Any]:
-    """Return the columns of claims for a row; empty without a claim."""
-    claim = CLAIMS.get((task, strategy, devices))
-    names = ("samples_per_s", "speed_up", "memory_gb")
-    return {f"claimed_{name}": value for name, value in zip(names, claim or (), strict=False)}
-
-
-def claims_note(task: str, parameters: int) -> str | None:
-    """Return the reason why claims and measured figures are not comparable, or ``None``."""
-    claimed = PARAMETERS.get(task)
-    if claimed is None:
-        return f"nothing is claimed for {task}: the guides speak of {' and '.join(PARAMETERS)}"
-    if 0.9 < parameters / claimed < 1.1:
-        return None
-    return (
-        f"the claims are of a model of {claimed:,} parameters, the measured figures of one of {parameters:,}: "
-        "their rates, speed-ups and memory are not comparable"
+        f"{row['ranks']} devices, {row['strategy']}: {row['status']} ({row['reason']})"
+        for row in report.rows
+        if row["status"] != "ok"
     )

@@ -18,6 +18,7 @@ from lockstep.strategies import find_strategy
 PRECISIONS = ("32", "tf32", "bf16-mixed", "bf16-true", "16-mixed")
 #: Share of a step from which communication is worth a word.
 MUCH_COMMUNICATION = 0.1
+RARER_MESSAGES = "larger batches or --grad-accum-steps make messages rarer"
 
 
 def bench_step(
@@ -71,12 +72,11 @@ def bench_step(
                 cases = [_case(subject, {"batch_size": batch, **label}, settings) for batch in batches]
             except PrecisionError as error:
                 report.rows.append({**label, "batch_size": batches[0], "status": "skipped", "reason": error.what})
-                report.notes.append(f"{precision} was skipped: {error.what}")
                 continue
             say(f"precision {precision}{', compiled' * on}: batch {', '.join(map(str, batches))}")
             rows = measure_all(subject, trials, cases, memory_limit=limit, counts_flops=True)
             report.rows += [_with_speed(row, subject) for row in rows]
-    _conclude(report, max_batch)
+    _conclude(report)
     return report
 
 
@@ -145,34 +145,29 @@ def _with_speed(row: dict[str, Any], subject: Subject) -> dict[str, Any]:
     return {**row, "tflops": rate / 1e12, "peak_share": share, "peak_source": source}
 
 
-def _conclude(report: BenchReport, max_batch: int | None) -> None:
-    measured = [row for row in report.rows if row["status"] == "ok"]
-    failed = [row for row in report.rows if row["status"] not in {"ok", "skipped"}]
-    report.verdict = "nothing could be measured"
-    if measured:
-        best = max(measured, key=lambda row: row["samples_per_s"])
-        shares = best["shares"]
-        strategy = report.settings["strategy"]
-        part, share = max(shares.items(), key=lambda item: item[1])
-        report.verdict = (
-            f"most samples/s: {best['samples_per_s']:,.0f} with batch {best['batch_size']} in precision "
-            f"{best['precision']}{', compiled' * best['compile']}; {part} takes {share:.0%} of that step"
-        )
-        exchange = shares["communication"] + shares["wait"]
-        if find_strategy(strategy).exchanges_inside:
-            report.notes.append(f"{strategy}: most of its communication is inside forward and backward")
-        else:
-            if exchange > MUCH_COMMUNICATION:
-                fix = "larger batches or --grad-accum-steps make them rarer"
-                report.notes.append(f"communication and waiting take {exchange:.0%} of the step: {fix}")
-            report.notes += [
-                f"rank {rank} is slow: its work takes {best['busy_ms'][rank]:.3g} ms a step"
-                for rank in slow_ranks(best["busy_ms"])
-            ]
-        if best["tflops"] is None:
-            report.notes.append(f"FLOP/s are unknown: {best['flops_note']}")
+def _conclude(report: BenchReport) -> None:
     report.notes += [
-        f"batch {row['batch_size']} in {row['precision']}: {row['status']} ({row['reason']})" for row in failed
+        f"batch {row['batch_size']} in {row['precision']}: {row['status']} ({row['reason']})"
+        for row in report.rows
+        if row["status"] != "ok"
     ]
-    if max_batch is not None and measured and not failed and not report.partial:
-        report.notes.append("memory did not run out: larger batches were not asked for, or the data set has no more")
+    measured = [row for row in report.rows if row["status"] == "ok"]
+    report.verdict = "nothing could be measured"
+    if not measured:
+        return
+    best = max(measured, key=lambda row: row["samples_per_s"])
+    shares = best["shares"]
+    strategy = report.settings["strategy"]
+    part, share = max(shares.items(), key=lambda item: item[1])
+    report.verdict = (
+        f"most samples/s: {best['samples_per_s']:,.0f} with batch {best['batch_size']} in precision "
+        f"{best['precision']}{', compiled' * best['compile']}; {part} takes {share:.0%} of that step"
+    )
+    exchange = shares["communication"] + shares["wait"]
+    if find_strategy(strategy).exchanges_inside:
+        report.notes.append(f"{strategy}: most of its communication is inside forward and backward")
+    elif exchange > MUCH_COMMUNICATION:
+        report.notes.append(f"communication and waiting take {exchange:.0%} of the step: {RARER_MESSAGES}")
+    report.notes += [f"rank {rank} is slow" for rank in slow_ranks(best["busy_ms"])]
+    if best["tflops"] is None:
+        report.notes.append(f"FLOP/s are unknown: {best['flops_note']}")

@@ -13,12 +13,9 @@ from lockstep.cli.output import AsJson, deliver, flag, progress, report_folder
 from lockstep.cli.settings import (
     NO_SETTINGS,
     Flags,
-    ScriptArguments,
     Settings,
     TaskName,
-    fork_ranks_from_here,
     numbers,
-    refuse_arguments,
     to_mapping,
 )
 from lockstep.errors import UsageError
@@ -37,7 +34,6 @@ Examples:
   lockstep bench comm --devices cpu,cpu
   lockstep bench scaling har --devices cpu,cpu
   lockstep bench scaling har --devices gpu:0,gpu:1 --strategies ddp,dp
-  lockstep bench scaling script.py --devices cpu,cpu -- --lr 0.1   # a script with a lockstep.Session
   lockstep bench batch-size har --devices gpu:0 --global-batch-size 1024
   lockstep bench lr har --devices cpu
 
@@ -136,32 +132,22 @@ def comm(
 def scaling(
     task: TaskName = None,
     /,
-    *arguments: ScriptArguments,
+    *,
     strategies: Annotated[str, _flag(f"Which to compare: {', '.join(_STRATEGIES)}. Default: ddp.", "NAME,...")] = "ddp",
     weak: Annotated[bool, _flag("Only with the batch of each device held. Default: both.")] = False,
     strong: Annotated[bool, _flag("Only with the global batch held. Default: both.")] = False,
     repeats: Annotated[int, _flag("How often each point is measured, in turns with the others. Default: 3.")] = 3,
-    claims: Annotated[bool, _flag("Show what guides claim for har or speech. Default: off.")] = False,
     steps: Steps = 30,
     warm_up: WarmUp = 5,
     settings: Flags = NO_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
     """Measure 1, 2, ... all of the chosen devices."""
-    refuse_arguments(task, arguments)
-    from lockstep.lab.bench.scaling import Mode, bench_scaling, bench_script
+    from lockstep.lab.bench.scaling import Mode, bench_scaling
 
     modes: tuple[Mode, ...] = ("weak", "strong")
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
-    lengths = {"steps": steps, "warm_up": warm_up, "repeats": repeats}
-    if task is not None and task.endswith(".py"):
-        _, mapping = to_mapping(settings, task)
-        folder = report_folder(mapping, "bench-scaling")
-        del mapping["task"]
-        fork_ranks_from_here(mapping, script=True)
-        report = bench_script(Path(task), arguments, mapping, modes=modes, **lengths, say=progress)
-        return finish(report, folder, as_json)
     subject, done = _asked("scaling", settings, task, as_json)
     names = _names(strategies)
     if not names or not set(names) <= set(_STRATEGIES):
@@ -170,7 +156,11 @@ def scaling(
             why=f"those of several devices are {', '.join(_STRATEGIES)}",
             fix="write for example --strategies ddp,fsdp",
         )
-    return done(bench_scaling(subject, strategies=names, modes=modes, **lengths, claims=claims, say=progress))
+    return done(
+        bench_scaling(
+            subject, strategies=names, modes=modes, steps=steps, warm_up=warm_up, repeats=repeats, say=progress
+        )
+    )
 
 
 @bench.command(sort_key=4)

@@ -6,13 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from lockstep.cli.output import AsJson, answer, flag, progress, report_folder, verb
-from lockstep.cli.settings import (
-    NO_SETTINGS,
-    Flags,
-    TaskName,
-    numbers,
-    to_mapping,
-)
+from lockstep.cli.settings import NO_SETTINGS, Flags, TaskName, numbers, to_mapping
 from lockstep.errors import UsageError
 from lockstep.lab.commands.bench import finish
 
@@ -49,8 +43,7 @@ def memory(
 @verb(
     "[TASK] --gpus N,... [OPTIONS]",
     "Examples:\n  lockstep forecast har --devices gpu:0 --gpus 8,64,512\n"
-    '  lockstep forecast my_task.py:MyTask --gpu "NVIDIA H100 80GB HBM3" --gpus 8,64 --interconnect nvlink,ib400\n'
-    "  lockstep forecast har --devices cpu,cpu --gpus 1,2 --interconnect measured",
+    '  lockstep forecast my_task.py:MyTask --gpu "NVIDIA H100 80GB HBM3" --gpus 8,64 --interconnect nvlink,ib400',
 )
 def forecast(
     task: TaskName = None,
@@ -58,13 +51,12 @@ def forecast(
     *,
     gpus: Annotated[str, flag("Numbers of devices, comma-separated. Default: 8,64,512.", "N,...")] = ("8,64,512"),
     interconnect: Annotated[
-        str,
+        str | None,
         flag(
-            "nvlink or pcie inside nodes, 25gbe or ib400 between them, or measured: between the chosen devices. "
-            "Default: nvlink,ib400.",
+            "nvlink or pcie inside nodes, 25gbe or ib400 between them. Default: nvlink,ib400; between CPUs 25gbe.",
             "NAME,...",
         ),
-    ] = "nvlink,ib400",
+    ] = None,
     gpus_per_node: Annotated[int, flag("Devices of one machine. Default: 8.")] = 8,
     gpu: Annotated[
         str | None,
@@ -84,10 +76,19 @@ def forecast(
     counts = numbers("--gpus", gpus, "8,64,512")
     from lockstep.lab.bench.trials import Subject
     from lockstep.lab.forecast.memory import check_strategy, parse_memory
+    from lockstep.lab.forecast.project import Wish
     from lockstep.lab.forecast.project import forecast as project
-    from lockstep.lab.forecast.scaling import Wish
 
     limit = None if memory is None else parse_memory(memory)
     chosen_strategy = check_strategy(strategy, speed=True)
-    wish = Wish(tuple(counts), interconnect, gpus_per_node, gpu, limit, chosen_strategy, steps, repeats)
+    wish = Wish(
+        gpus=tuple(counts),
+        interconnect=interconnect,
+        per_node=gpus_per_node,
+        gpu=gpu,
+        memory=limit,
+        strategy=chosen_strategy,
+        steps=steps,
+        repeats=repeats,
+    )
     return finish(project(Subject(name, mapping), wish, say=progress), folder, as_json)

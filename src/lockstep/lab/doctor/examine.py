@@ -11,26 +11,21 @@ import shutil
 import socket
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import Store
-
 from lockstep.config import resolve
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.errors import RunError, many
-from lockstep.hardware import parent_death
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
-from lockstep.hardware.world import World, read_world, rendezvous
+from lockstep.hardware.world import World, read_world
 from lockstep.lab.doctor.gpus import check_gpus
 from lockstep.lab.doctor.machine import check_machine
-from lockstep.lab.doctor.ranks import RANKS, TIMEOUT_S, check_meeting, joined, measure, meet
+from lockstep.lab.doctor.ranks import PATIENCE, RANKS, check_meeting, measure, meet
 from lockstep.lab.doctor.report import Check, DoctorReport, Finding, Meeting, merged
 from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.meeting.membership import group
 from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.run_claim import create_folder
 
@@ -111,7 +106,7 @@ def _training_step(placement: Placement, folder: Path, fix: str) -> Finding:
     settings = {
         "save_dir": str(folder / "step"),
         "hardware": {"selected_devices": list(placement.devices)},
-        "distributed": {"timeout_s": TIMEOUT_S},
+        **PATIENCE,
         "telemetry": {"progress": "silent", "tensorboard": "off"},
         "debug": {"fast_dev_run": True},
     }
@@ -136,77 +131,42 @@ def _by_hand(placement: Placement) -> str:
 
 def _as_rank(placement: Placement, world: World, runs_dir: Path, *, quick: bool, say: Say) -> DoctorReport:
     """Check as one of ``world.size`` ranks; rank 0's report is about all of them, those of other ranks are empty."""
-    os.environ.update(rendezvous(os.environ))
-    parent_death.die_with_parent(os.getppid())
     if world.is_main:
         say(f"checking {many(world.nodes, 'node')}, {many(world.size, 'rank')}")
     # Each node's first rank checks it, before any rank has opened its GPU.
     findings = _this_node(placement, world, runs_dir) if world.local_rank == 0 else []
-    try:
-        with joined(world, placement) as store:
-            collectives = Collectives(world, timeout_s=TIMEOUT_S)
-            findings = merged(finding for node in collectives.all_gather(findings) for finding in node)
-            if world.nodes > 1:
-                findings.append(_shared_folder(collectives, runs_dir))
-            meeting = measure(collectives, world, placement) if world.size > 1 and not quick else None
-            folder = Path(collectives.broadcast(f"{tempfile.gettempdir()}/lockstep-doctor-{uuid.uuid4().hex}"))
-    except Exception as error:
-        if not world.is_main:
-            raise RunError(f"rank {world.rank} stopped checking: {error}", fix="see rank 0's report") from error
-        fix = (
-            "see that every rank is there and runs the same command, and that nodes reach each other: "
-            "look for a firewall, and choose the interface (GLOO_SOCKET_IFNAME)"
-        )
-        return DoctorReport(placement.devices, (*findings, RANKS.failed(error, fix)))
-    if not quick:
-        findings += check_meeting(meeting) if meeting else [_alone(placement)]
-        findings += _train_together(placement, world, store, folder)
+    meeting = None
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-", ignore_cleanup_errors=True) as folder:
+        try:
+            with group(world, resolve(PATIENCE), placement.as_dict(), Path(folder)) as team:
+                findings = merged(finding for node in team.collectives.all_gather(findings) for finding in node)
+                if world.size > 1 and not quick:
+                    meeting = measure(team, placement)
+                first_folder = Path(team.collectives.broadcast(folder))
+            if not quick:
+                findings += check_meeting(meeting) if meeting else [_alone(placement)]
+                findings += _train_together(placement, world, first_folder)
+        except Exception as error:
+            if not world.is_main:
+                raise RunError(f"rank {world.rank} stopped checking: {error}", fix="see rank 0's report") from error
+            fix = (
+                "see that every rank is there and runs the same command, and that nodes reach each other: "
+                "look for a firewall, and choose the interface (GLOO_SOCKET_IFNAME)"
+            )
+            findings.append(RANKS.failed(error, fix))
     devices = tuple(rank.device for rank in meeting.ranks) if meeting else placement.devices
     return DoctorReport(devices, tuple(findings) if world.is_main else (), meeting)
 
 
-def _shared_folder(collectives: Collectives, runs_dir: Path) -> Finding:
-    """Check that all nodes see the same folder for runs."""
-    check = Check(
-        "shared run folder",
-        "rank 0 writes the run; without a shared folder the other nodes cannot read it when they resume",
-        "give a folder on shared storage with --runs-dir (train: --save-dir), or resume with the same rank 0",
-    )
-    probe = ""
-    if collectives.is_main:
-        with contextlib.suppress(OSError):
-            ancestors = (runs_dir.absolute(), *runs_dir.absolute().parents)
-            existing = next(folder for folder in ancestors if folder.is_dir())
-            descriptor, probe = tempfile.mkstemp(prefix=".lockstep-doctor-", dir=existing)
-            os.close(descriptor)
-    probe = collectives.broadcast(probe)
-    is_shared = all(collectives.all_gather(bool(probe) and Path(probe).exists()))
-    if probe and collectives.is_main:
-        Path(probe).unlink(missing_ok=True)
-    return check("ok" if is_shared else "warn", f"{'all' if is_shared else 'not all'} nodes see the folder of rank 0")
-
-
-def _train_together(placement: Placement, world: World, store: Store, folder: Path) -> list[Finding]:
-    """Train one step on all ranks; on rank 0, add the errors of the other ranks.
-
-    Each rank writes its error, or an empty text, to ``store``. Each node's first rank removes the folder of the node
-    after all have done so. Rank 0, which may serve the store, ends last.
-    """
-    names = {rank: f"left/{rank}" for rank in range(world.size)}
+def _train_together(placement: Placement, world: World, folder: Path) -> list[Finding]:
+    """Train one step on all ranks, in ``folder`` on each node; return the finding of rank 0 and failures of others."""
     fix = "to see the error: start `lockstep train har --fast-dev-run` in the same way"
-    with StopRequest():  # signals end the training in order
-        try:
-            findings = [_training_step(placement, folder, fix)]
-            store.set(names[world.rank], findings[0].what if findings[0].status == "fail" else "")
-            if world.local_rank == 0:
-                store.wait(list(names.values()), timedelta(seconds=TIMEOUT_S))
-        except RuntimeError:
-            return findings  # a rank was lost, which has failed the step of rank 0 too
-        finally:
-            if world.local_rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-    if world.is_main:
-        errors = {rank: store.get(name).decode() for rank, name in names.items() if rank > 0}
-        fix = "fix this first: the other ranks' errors may follow from it"
-        findings += [STEP("fail", f"rank {rank}: {text}", fix) for rank, text in errors.items() if text]
-    return findings
+    try:
+        finding = _training_step(placement, folder, fix)
+        with group(world, resolve(PATIENCE), placement.as_dict(), folder) as team:  # all ranks have left the training
+            first, *others = team.collectives.all_gather(finding)
+    finally:
+        if world.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    failed = {rank: other for rank, other in enumerate(others, start=1) if other.status == "fail"}
+    return [first, *(replace(other, what=f"rank {rank}: {other.what}") for rank, other in failed.items())]

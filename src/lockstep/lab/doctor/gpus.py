@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,8 +12,6 @@ from lockstep.hardware.nvml import GpuHealth, Nvml
 from lockstep.hardware.resolve import describe, describe_users
 from lockstep.lab.doctor.report import Check, Finding, guarded
 
-#: The oldest torch that Lockstep works with.
-OLDEST_TORCH = (2, 9)
 #: A GPU with less free memory (1e9 bytes) has no room for a context, NCCL's buffers and a small model.
 MIN_FREE_GB = 2.0
 
@@ -24,66 +21,48 @@ def check_gpus(chosen: Sequence[str], detected: Sequence[Device]) -> Iterator[Fi
     gpus = [device for device in detected if device.kind == "gpu" and device.id in chosen]
     nvml = open_nvml()
     with nvml or nullcontext():
-        yield from guarded("devices", lambda: check_devices(detected, chosen))
-        yield from guarded("versions", lambda: check_versions(gather_versions(nvml), detected))
+        yield from guarded("devices", lambda: check_devices(gather_versions(nvml), detected, chosen))
         yield from guarded("GPU memory", lambda: check_memory(gpus))
         if nvml is not None and gpus:
             yield from guarded("GPU health", lambda: check_health(nvml, gpus))
             yield from guarded("peer access", lambda: check_links(nvml, gpus))
 
 
-def check_devices(detected: Sequence[Device], chosen: Sequence[str]) -> Iterator[Finding]:
-    check = Check("devices", "training runs on the devices that are found here and chosen")
-    trouble = [f"{device.id}: {device.note}" for device in detected if device.kind == "cpu" and device.note]
-    if trouble:
-        yield check("warn", "; ".join(trouble), "run `python -c 'import torch'` to see the error")
-    else:
-        here = describe([device for device in detected if device.supported])
-        yield check("ok", f"found {here}; chosen {', '.join(chosen)}")
-
-
-def own_versions() -> dict[str, str]:
-    """Return the versions of ``lockstep``, ``python``, ``torch`` and ``nccl`` (empty without NCCL). Imports torch."""
+def gather_versions(nvml: Nvml | None) -> dict[str, str]:
+    """Return the versions of Lockstep, Python, torch with its build, NCCL and the driver (empty: none)."""
     import torch
     from torch import distributed
 
     from lockstep.rundir.folder import versions
 
     installed = versions()
-    nccl: tuple[int, ...] = torch.cuda.nccl.version() if distributed.is_nccl_available() else ()
-    return {**{name: installed[name] for name in ("lockstep", "python", "torch")}, "nccl": ".".join(map(str, nccl))}
-
-
-def gather_versions(nvml: Nvml | None) -> dict[str, str]:
-    """Return :func:`own_versions`, the ``build`` of torch and the ``driver`` (empty if there is none)."""
-    import torch
-
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
+    nccl: tuple[int, ...] = torch.cuda.nccl.version() if distributed.is_nccl_available() else ()
     newest = nvml.driver_cuda() if nvml else None
     driver = f"{nvml.driver_version()} (up to CUDA {newest[0]}.{newest[1]})" if nvml and newest else ""
-    return {**own_versions(), "build": build, "driver": driver}
+    return {
+        **{name: installed[name] for name in ("lockstep", "python", "torch")},
+        **{"nccl": ".".join(map(str, nccl)), "build": build, "driver": driver},
+    }
 
 
-def check_versions(versions: Mapping[str, str], detected: Sequence[Device]) -> Iterator[Finding]:
-    check = Check("versions", "a torch that does not fit the driver finds no GPU; one without NCCL connects no several")
-    gpus = [device for device in detected if device.kind == "gpu"]
-    unusable = [device for device in gpus if not device.supported]
-    usable = len(gpus) - len(unusable)
-    text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    release = tuple(map(int, re.findall(r"\d+", versions["torch"])[:2]))  # 2.13.0+cpu → (2, 13)
-    builds = "(https://pytorch.org/get-started/locally/)"
-    if release < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        yield check("fail", f"Lockstep needs torch {oldest} ({text})", f"pip install 'torch>={oldest}'")
-    elif unusable:
+def check_devices(versions: Mapping[str, str], detected: Sequence[Device], chosen: Sequence[str]) -> Iterator[Finding]:
+    """Check that torch can use every GPU that is here, and connect them."""
+    check = Check("devices", "a torch that does not fit the driver finds no GPU; one without NCCL connects no several")
+    build = "install the torch build for this driver (https://pytorch.org/get-started/locally/), or a newer driver"
+    unusable = [device for device in detected if device.kind == "gpu" and not device.supported]
+    usable = [device for device in detected if device.supported]
+    software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    trouble = "; ".join(device.note for device in detected if device.kind == "cpu" and device.note)
+    if unusable:
         notes = "; ".join(dict.fromkeys(device.note for device in unusable))
-        fix = f"install the torch build for this driver {builds}, or a newer driver"
-        yield check("fail", f"{describe(unusable)} cannot be used: {notes} ({text})", fix)
-    elif usable > 1 and not versions["nccl"]:
-        fix = f"install a torch build with NCCL {builds}"
-        yield check("fail", f"{usable} GPUs, but torch has no NCCL ({text})", fix)
+        yield check("fail", f"{describe(unusable)} cannot be used: {notes} ({software})", build)
+    elif sum(device.kind == "gpu" for device in usable) > 1 and not versions["nccl"]:
+        yield check("fail", f"several GPUs, but torch has no NCCL ({software})", build)
+    elif trouble:
+        yield check("warn", trouble, "run `python -c 'import torch'` to see the error")
     else:
-        yield check("ok", text)
+        yield check("ok", f"found {describe(usable)}; chosen {', '.join(chosen)} ({software})")
 
 
 def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:

@@ -1,157 +1,76 @@
-"""Checks of several ranks: rendezvous, clocks, all-reduce, and their findings."""
+"""Checks of several ranks: whether they meet, whether their sums are right, and how fast."""
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.runtime import rank_device
 from lockstep.hardware.resolve import Placement
-from lockstep.hardware.world import World
 from lockstep.lab.bench.comm import bus_factor, call_time
-from lockstep.lab.doctor.gpus import own_versions
 from lockstep.lab.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, size_text
 from lockstep.launch.local.worker import Rank
+from lockstep.launch.meeting.membership import Team, group
 
-#: Maximum time that a rank waits for the others.
-TIMEOUT_S = 60.0
+#: Configuration of ranks that meet for a check: how long a rank waits for the others, in seconds.
+PATIENCE = {"distributed": {"timeout_s": 60.0}}
 #: Bytes: the latency; a small bucket; enough to fill the line (DDP sends buckets of 25 MiB).
 SIZES = (4 << 10, 1 << 20, 64 << 20)
-CLOCK_ROUNDS = 8
 RANKS = Check("ranks", "several devices train together only if their processes reach each other")
-#: Beyond it, logs of several nodes cannot be compared, and tickets and certificates may be refused.
-MAX_SKEW_S = 1.0
 #: Minimum bus bandwidth; less means a fault: a GPU pair without peer access, or a network of 1 Gbit/s.
 MIN_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
 #: Gradients of a model with 25 million parameters in float32, such as ResNet-50.
 EXAMPLE_BYTES = 100_000_000
 
 
-@contextmanager
-def joined(world: World, placement: Placement) -> Iterator[Store]:
-    """Open a gloo group of all ranks and destroy it at the end; the store stays usable as long as it is referenced.
-
-    The launcher's store may be used for a second group afterwards (the training's), so this group has a prefix.
-    """
-    timeout = timedelta(seconds=TIMEOUT_S)
-    base, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    store = PrefixStore("lockstep-doctor", base)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    failed = True
-    try:
-        yield store
-        failed = False
-    finally:
-        # NCCL waits for all ranks in it, and after a failure they wait for this one.
-        if not (failed and placement.backend == "nccl"):
-            dist.destroy_process_group()
-
-
 def meet(rank: Rank, placement: Placement) -> Meeting:
     """Measure as one rank that Lockstep's launcher has started."""
-    with joined(rank.world, placement):
-        return measure(Collectives(rank.world, timeout_s=TIMEOUT_S), rank.world, placement)
+    with group(rank.world, resolve(PATIENCE), placement.as_dict(), rank.folder.logs) as team:
+        return measure(team, placement)
 
 
-def measure(collectives: Collectives, world: World, placement: Placement) -> Meeting:
-    """Gather facts, clocks and all-reduces of all ranks. Collective; the result is the same on every rank."""
+def measure(team: Team, placement: Placement) -> Meeting:
+    """Gather facts and all-reduces of all ranks. Collective; the result is the same on every rank."""
+    world = team.world
     device = rank_device(placement.devices, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     name = placement.devices[world.local_rank % len(placement.devices)]
-    clock = _clocks_ahead(collectives)[world.rank]
-    facts = RankFacts(rank=world.rank, host=socket.gethostname(), device=name, versions=own_versions(), clock_s=clock)
-    backend = placement.backend or "gloo"
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_S))
-    sums = tuple(_all_reduce(collectives, group, device, size) for size in SIZES)
-    return Meeting(backend=backend, ranks=tuple(collectives.all_gather(facts)), all_reduce=sums)
+    facts = RankFacts(rank=world.rank, host=socket.gethostname(), device=name)
+    sums = tuple(_all_reduce(team.collectives, device, size) for size in SIZES)
+    return Meeting(
+        backend=placement.backend or "gloo", ranks=tuple(team.collectives.all_gather(facts)), all_reduce=sums
+    )
 
 
-def _clocks_ahead(collectives: Collectives) -> list[tuple[float, float]]:
-    """Return the seconds that each rank's wall clock is ahead of rank 0's, and their uncertainty (±).
-
-    A rank leaves a barrier after all have entered it, which bounds the difference of two clocks on both sides.
-    """
-    passages = []
-    for _ in range(CLOCK_ROUNDS):
-        entered = time.time()
-        collectives.barrier()
-        passages.append((entered, time.time()))
-    ranks = collectives.all_gather(passages)
-    offsets = []
-    for rank in ranks:
-        low = max(entered - left_first for (entered, _), (_, left_first) in zip(rank, ranks[0], strict=True))
-        high = min(left - entered_first for (_, left), (entered_first, _) in zip(rank, ranks[0], strict=True))
-        offsets.append(((low + high) / 2, (high - low) / 2))
-    return offsets
-
-
-def _all_reduce(
-    collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device, size: int
-) -> AllReduce:
+def _all_reduce(collectives: Collectives, device: torch.device, size: int) -> AllReduce:
     # Whole numbers far below 2^24, so float32 sums are exact in any order.
     pattern = torch.arange(size // 4, dtype=torch.float32, device=device) % 251
     tensor = pattern + collectives.rank
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor)
     ranks = collectives.size
     is_correct = torch.equal(tensor, pattern * ranks + ranks * (ranks - 1) / 2)
     wrong = tuple(rank for rank, correct in enumerate(collectives.all_gather(is_correct)) if not correct)
     tensor.zero_()
-    seconds = call_time(collectives, lambda: dist.all_reduce(tensor, group=group), device)
+    seconds = call_time(collectives, lambda: dist.all_reduce(tensor), device)
     bus = bus_factor("all_reduce", ranks) * size / seconds / 1e9
     return AllReduce(bytes=size, seconds=seconds, bus_gb_s=bus, wrong=wrong)
 
 
 def check_meeting(meeting: Meeting) -> Iterator[Finding]:
+    """Yield the findings on ranks that have met; different versions and settings were refused by name before."""
     has_several_hosts = len({rank.host for rank in meeting.ranks}) > 1
     devices = ", ".join(
         f"{rank.rank} on {rank.device}" + (f" of {rank.host}" if has_several_hosts else "") for rank in meeting.ranks
     )
     yield RANKS("ok", f"{len(meeting.ranks)} ranks met over {meeting.backend}: {devices}")
-    if has_several_hosts:
-        yield _check_same_versions(meeting.ranks)
-    yield _check_skew(meeting.ranks)
     yield _check_sums(meeting)
     yield _check_bandwidth(meeting.backend, meeting.all_reduce)
-
-
-def _check_same_versions(ranks: Sequence[RankFacts]) -> Finding:
-    check = Check(
-        "same versions",
-        "different versions compute different numbers, and different versions of NCCL cannot communicate",
-        "install the same constraints.txt on every node",
-    )
-    versions = {
-        name: list(dict.fromkeys(rank.versions[name] or "none" for rank in ranks)) for name in ranks[0].versions
-    }
-    differing = [f"{name} {', '.join(values)}" for name, values in versions.items() if len(values) > 1]
-    if differing:
-        return check("fail", f"the nodes differ: {'; '.join(differing)}")
-    return check("ok", "the same on every node")
-
-
-def _check_skew(ranks: Sequence[RankFacts]) -> Finding:
-    check = Check(
-        "clock skew",
-        "times in logs and run folders of several nodes are compared by their clocks",
-        "let every node keep its time by NTP (chrony, systemd-timesyncd)",
-    )
-    farthest = max(ranks, key=lambda rank: abs(rank.clock_s[0]))
-    ahead, uncertain = farthest.clock_s
-    if abs(ahead) - uncertain > MAX_SKEW_S:
-        direction = "ahead" if ahead > 0 else "behind"
-        return check("warn", f"the clock of {farthest.host} is {abs(ahead):.1f} s {direction} of rank 0's")
-    apart = f"{abs(ahead) * 1e3:.2f} ms apart (±{uncertain * 1e3:.2f} ms)"
-    return check("ok", f"the ranks' clocks are at most {apart}")
 
 
 def _check_sums(meeting: Meeting) -> Finding:

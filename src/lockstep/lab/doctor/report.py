@@ -83,13 +83,11 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 class RankFacts(Frozen):
-    """One rank. ``clock_s``: seconds that its clock is ahead of rank 0's, and their uncertainty (±)."""
+    """One rank and its device."""
 
     rank: int
     host: str
     device: str
-    versions: dict[str, str]
-    clock_s: tuple[float, float] = (0.0, 0.0)
 
 
 class AllReduce(Frozen):
@@ -155,15 +153,7 @@ def print_report(report: DoctorReport, stream: TextIO) -> None:
             node = f" ({finding.node})" if has_several_nodes and finding.node else ""
             say(f"\n{finding.status.upper()} {finding.name}{node}: {finding.what}", stream)
             say(f"  why it matters: {finding.why}\n  fix: {finding.fix}", stream)
-    if report.meeting is not None:
-        say(f"\nall-reduce over {report.meeting.backend} among {len(report.meeting.ranks)} ranks", stream)
-        print_table(("size", "time", "GB/s", "per rank's line"), list(map(_cells, report.meeting.all_reduce)), stream)
     say(f"\n{report.verdict()}", stream)
-
-
-def _cells(row: AllReduce) -> tuple[str, ...]:
-    rate = row.bytes / row.seconds / 1e9
-    return size_text(row.bytes), f"{row.seconds * 1e3:.3f} ms", f"{rate:.2f}", f"{row.bus_gb_s:.2f}"
 
 
 def size_text(size: int) -> str:

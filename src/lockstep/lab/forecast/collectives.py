@@ -26,24 +26,24 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``per_node`` devices a node; ``launch_s``: seconds of every collective before its first message.
+    """Nodes of ``per_node`` devices; ``launch_s``: seconds of every collective before its first message.
 
-    ``alpha_place``, ``beta_place``: which of the three figures counts: 0 good, 1 middle, 2 bad.
+    ``alpha_index``, ``beta_index``: index of the figure that counts: 0 good, 1 middle, 2 bad.
     """
 
     per_node: int
     node: Level
     network: Level
     launch_s: tuple[float, float, float] = (6.6e-6, 8.4e-6, 14e-6)
-    alpha_place: int = 1
-    beta_place: int = 1
+    alpha_index: int = 1
+    beta_index: int = 1
 
     def nodes(self, devices: int) -> int:
         return -(-devices // self.per_node)
 
     def bandwidth(self, devices: int) -> float:
         """Bytes a second that every device can send in a ring over all of them: the slowest link's, shared by none."""
-        index = 2 - self.beta_place
+        index = 2 - self.beta_index
         if self.nodes(devices) == 1:
             return self.node.bandwidth[index]
         # The last node may have fewer devices.
@@ -51,7 +51,7 @@ class Cluster:
         return min(self.node.bandwidth[index], self.network.bandwidth[index] * lines)
 
     def latency(self, hops: int, network_hops: int) -> float:
-        index = self.alpha_place
+        index = self.alpha_index
         return self.launch_s[index] + hops * self.node.alpha_s[index] + network_hops * self.network.alpha_s[index]
 
 
@@ -80,19 +80,6 @@ def all_gather(size: float, devices: int, cluster: Cluster) -> float:
     nodes = cluster.nodes(devices)
     bandwidth = cluster.bandwidth(devices)
     return (devices - 1) / devices * size / bandwidth + cluster.latency(devices - nodes, nodes - 1)
-
-
-def all_reduce_between_nodes(size: float, devices: int, cluster: Cluster) -> float:
-    """A ring between nodes for each device of a node, at the same time.
-
-    Each device has its part of a ``size``-byte message that was scattered inside its node (fsdp.sharding hybrid).
-    """
-    nodes = cluster.nodes(devices)
-    if nodes == 1:
-        return 0.0
-    lines = cluster.per_node if cluster.network.per_device else 1
-    bandwidth = cluster.network.bandwidth[2 - cluster.beta_place] * lines
-    return 2 * (nodes - 1) / nodes * size / bandwidth + cluster.latency(0, 2 * (nodes - 1))
 
 
 #: Latencies: of the order of the constants in NCCL's model (src/graph/tuning.cc). Bandwidths: the share of the line
@@ -127,18 +114,3 @@ def cluster_of(names: str, per_node: int) -> Cluster:
             fix="write for example --interconnect nvlink,ib400 or --interconnect 25gbe",
         )
     return Cluster(per_node, LEVELS[(inside or ["nvlink"])[0]], LEVELS[(between or ["ib400"])[0]])
-
-
-def measured_cluster(alpha_s: float, beta_s_per_byte: float, ranks: int, error: float) -> Cluster:
-    """From t = α + β·bytes of an all-reduce among ``ranks``, as ``bench comm`` fits it: one level for all devices.
-
-    ``error``: relative error of the fit, the range of both figures.
-    """
-    bandwidth = 2 * (ranks - 1) / ranks / max(beta_s_per_byte, 1e-15)
-    hop = alpha_s / (2 * (ranks - 1))
-    low = 1 - min(error, 0.9)
-    high = 1 + error
-    level = Level(
-        "measured", (hop * low, hop, hop * high), (bandwidth * low, bandwidth, bandwidth * high), "bench comm"
-    )
-    return Cluster(ranks, level, level, launch_s=(0.0, 0.0, 0.0))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,12 @@ from lockstep.engine.loss import check_loss
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
-from lockstep.engine.strategies.stages import Answer, as_inputs, ask, inputs_of, stages_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import LockstepError, TaskError, UnsupportedError, many
 from lockstep.hardware.detect import usable_memory
 
-Result = TypeVar("Result")
 Kind = Literal["parameters", "buffers", "gradients", "optimizer", "batch", "activations"]
-#: Kinds that stay from step to step.
-STATE: tuple[Kind, ...] = ("parameters", "buffers", "gradients", "optimizer")
 _CPU = torch.device("cpu")
 
 
@@ -127,10 +123,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(tree))
-
-
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of one device at its fullest, by kind, with a batch of ``batch_size`` samples.
@@ -139,7 +131,6 @@ class Footprint:
         gradients: bytes of each gradient, in the order in which the backward finishes them.
         ready: of each gradient, how many operators of ``backward`` came before it was there.
         blocks: bytes of the parameters of each part that fsdp would shard separately; last, the rest (may be 0).
-        outputs: bytes of the model's outputs for the loss.
         on: ``fake`` or ``real`` tensors.
         forward, backward, optimizer: the work of each part of the step.
     """
@@ -149,7 +140,6 @@ class Footprint:
     gradients: tuple[int, ...]
     ready: Sequence[int]
     blocks: tuple[int, ...]
-    outputs: int
     on: str
     forward: Sequence[Work]
     backward: Sequence[Work]
@@ -183,7 +173,6 @@ def count_step(
     def count(batch: Any, fake: FakeTensorMode | None) -> Footprint:
         ledger = Ledger(block)
         arrived: list[tuple[int, int]] = []
-        outputs: list[int] = []
 
         def keep_gradient(parameter: Tensor) -> None:
             ledger.add(parameter.grad, "gradients")
@@ -201,11 +190,9 @@ def count_step(
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(keep_gradient)
-            model.register_forward_hook(lambda _, __, output: outputs.append(bytes_of(output)))
             precision = Precision(config.hardware.precision, _CPU, 1.0)
             for _ in range(2):
                 arrived.clear()
-                outputs.clear()
                 for parameter in trained:
                     if not keep_gradients:
                         parameter.grad = None
@@ -227,20 +214,13 @@ def count_step(
             gradients=tuple(size for size, _ in arrived),
             ready=tuple(index - forward for _, index in arrived),
             blocks=tuple(_blocks(task, model)),
-            outputs=sum(outputs),
             on="real" if fake is None else "fake",
             forward=ledger.work[:forward],
             backward=ledger.work[forward:backward],
             optimizer=ledger.work[backward:],
         )
 
-    return _counted(task, config, batch, batch_size, count)
-
-
-def _counted(
-    task: Task, config: RunConfig, batch: Any, batch_size: int, count: Callable[[Any, FakeTensorMode | None], Result]
-) -> Result:
-    """Call ``count`` on tensors without memory like those of ``batch``; if that fails, on ``batch``."""
+    # Tensors without memory like those of the batch; if that fails, the batch itself.
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
             like = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
@@ -278,71 +258,6 @@ def _model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:
         model = blueprint(task)
     replace_tensors(model, lambda tensor: torch.empty_like(fake.from_tensor(tensor), device="cpu"))
     return model.train()
-
-
-class StageCount(NamedTuple):
-    """Bytes of one stage with one micro-batch.
-
-    ``state``: by kind, bytes that stay from step to step. ``received``, ``sent``: its inputs and outputs. ``waiting``:
-    activations that wait for the backward; ``peak``: maximum of all activations. ``cost``: the floating-point
-    operations of all its operators, and the bytes that they move.
-    """
-
-    state: Mapping[str, int]
-    received: int
-    sent: int
-    waiting: int
-    peak: int
-    cost: float
-
-
-def count_stages(
-    task: Task, config: RunConfig, batch: Any, batch_size: int, *, devices: int, block: int = 1
-) -> list[StageCount]:
-    """Count each of ``devices`` stages or more on a micro-batch, on the outputs of the stage before it.
-
-    As in training (:mod:`lockstep.engine.strategies.pipeline`), for one micro-batch. Raises as :func:`count_step`.
-    """
-
-    def count(batch: Any, fake: FakeTensorMode | None) -> list[StageCount]:
-        model = _model_of(task, fake)
-        stages = stages_of(task, model, devices)
-        optimizer = task.optimizer(model) or build_optimizer(config.optimizer, model, config.optimizer.lr)
-        precision = Precision(config.hardware.precision, _CPU, 1.0)
-        inputs = inputs_of(task.loss, batch)
-        stage_counts = list[StageCount]()
-        for number, stage in enumerate(stages):
-            trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-            leaves = tuple(t.detach().requires_grad_(number > 0 and t.requires_grad) for t in inputs)
-            ledger = Ledger(block)
-            with ledger:
-                ledger.add(list(stage.parameters()), "parameters")
-                ledger.add(list(stage.buffers()), "buffers")
-                ledger.add(leaves, "batch")
-                for parameter in trained:
-                    parameter.grad = torch.zeros_like(parameter)
-                    ledger.add(parameter.grad, "gradients")
-                ledger.reset()
-                with precision.autocast():
-                    output = stage(*leaves)
-                    inputs = ends = as_inputs(output)
-                    if number == len(stages) - 1:
-                        ends = (ask(task.loss, Answer(lambda: output, training=True), batch).total.float(),)  # noqa: B023
-                waiting = ledger.live["activations"]
-                outputs = [tensor for tensor in ends if tensor.requires_grad]
-                if outputs:
-                    torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
-                peak = ledger.peak["activations"]
-                cost = sum(work.flops + work.moved for work in ledger.work)
-                with ledger.counting("optimizer"):
-                    optimizer.step()
-            state = {str(kind): ledger.live[kind] for kind in STATE}
-            stage_counts.append(StageCount(state, bytes_of(leaves), bytes_of(inputs), waiting, peak, cost))
-            for parameter in trained:  # else the next stage's step would step it again
-                parameter.grad = None
-        return stage_counts
-
-    return _counted(task, config, batch, batch_size, count)
 
 
 def _blocks(task: Task, model: nn.Module) -> Iterator[int]:

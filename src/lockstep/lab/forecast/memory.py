@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, TextIO
 
 import numpy as np
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from lockstep.data.requests import fetch
-from lockstep.engine.strategies.stages import shares
 from lockstep.errors import UnsupportedError, UsageError, many
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import CONTEXT
 from lockstep.lab.bench.trials import Subject
-from lockstep.lab.forecast.footprint import STATE, Footprint, StageCount, bytes_of, count_stages, count_step
+from lockstep.lab.forecast.footprint import Footprint, count_step
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy, strategies
 from lockstep.telemetry.console import print_table, say
@@ -32,8 +32,7 @@ GPUS_PER_NODE = 8
 GPU_LOSS = 0.05
 #: Rounds of the search for the largest batch; each of them counts a step.
 _ROUNDS = 5
-_UNITS = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30}
-_KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "messages", "device")
+_KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "gathered", "device")
 #: Bytes of one device, by kind.
 Kinds = dict[str, float]
 
@@ -61,25 +60,8 @@ def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bo
         *blocks, root = footprint.blocks
         largest = max(blocks, default=0)
         kinds["gathered"] = max(root + 4 * largest, 2 * root + largest)
-    return _with_allowance(kinds, on_gpu)
-
-
-def _with_allowance(kinds: Kinds, on_gpu: bool) -> Kinds:
-    """Add the memory outside tensors on GPUs."""
+    # On GPUs there is memory outside tensors.
     return {**kinds, "device": CONTEXT + GPU_LOSS * total(kinds)} if on_gpu else kinds
-
-
-def _data_parallel_memory(footprint: Footprint, devices: int, *, accumulates: bool) -> tuple[Kinds, Kinds]:
-    """The memory of the first GPU of one process with several, and of each other one (torch.nn.DataParallel's source).
-
-    Each holds a replica of parameters and buffers, its part of the batch, activations, and the gradients of its
-    replica until the backward of all is over. On the first one there are also the optimizer, the batch and the outputs
-    of all, the outputs' gradients, and the sum of all replicas' gradients: with ``accumulates``, twice.
-    """
-    kinds: Kinds = dict(footprint.kinds)
-    gathered = (devices - 1) * kinds["batch"] + 2 * devices * footprint.outputs
-    first = {**kinds, "gradients": (2 + accumulates) * kinds["gradients"], "gathered": gathered}
-    return _with_allowance(first, True), _with_allowance({**kinds, "optimizer": 0.0}, True)
 
 
 def largest_batch(memory_of: Callable[[int], float], limit: float, first: int, max_batch: int) -> int:
@@ -126,14 +108,15 @@ def check_strategy(name: str | None, *, speed: bool = False) -> str | None:
     """Check a strategy's name; ``None`` for ``auto``. ``speed``: refuse one whose speed cannot be predicted."""
     if name in (None, "auto"):
         return None
-    if speed and find_strategy(name).messages is None:
-        predictable = ", ".join(each for each, spec in strategies().items() if spec.messages)
+    spec = find_strategy(name)
+    if speed and spec.messages is None:
+        predictable = ", ".join(name for name, spec in strategies().items() if spec.messages)
         raise UnsupportedError(
             f"no forecast available for strategy {name}",
             why="its communication is not modelled",
             fix=f"name one of {predictable}, leave --strategy out, or measure it with `lockstep bench scaling`",
         )
-    return find_strategy(name).name
+    return spec.name
 
 
 def gigabytes(size: float) -> str:
@@ -143,11 +126,11 @@ def gigabytes(size: float) -> str:
 
 def parse_memory(text: str) -> float:
     """``80GB``, ``24GiB``, ``500MB`` or bytes, as bytes. Raises :class:`UsageError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    factor = _UNITS.get(match[2].upper()) if match else None
-    if not match or factor is None or not float(match[1]) > 0:
-        raise UsageError(f"invalid value for --memory: {text!r}", fix="write for example --memory 80GB or 24GiB")
-    return float(match[1]) * factor
+    with contextlib.suppress(ValidationError):
+        size = TypeAdapter(ByteSize).validate_python(text)
+        if size > 0:
+            return float(size)
+    raise UsageError(f"invalid value for --memory: {text!r}", fix="write for example --memory 80GB or 24GiB")
 
 
 @dataclass
@@ -167,7 +150,6 @@ class Counting:
         self.on_gpu = self.gpus is not None or self.base.placement.accelerator == "gpu"
         self.ranks = self.gpus or len(self.base.placement.devices)
         self.footprint = lru_cache(maxsize=64)(self._footprint)
-        self.stages = lru_cache(maxsize=64)(self._stages)
 
     @property
     def most(self) -> int:
@@ -223,25 +205,9 @@ class Counting:
             block=block,
         )
 
-    def _stages(self, size: int, devices: int) -> list[StageCount]:
-        block = GPU_BLOCK if self.on_gpu else 1
-        return count_stages(self.base.task, self.config, self.batch(size), size, devices=devices, block=block)
-
     def memory(self, strategy: str, ranks: int, size: int) -> Kinds:
-        return max(self.each(strategy, ranks, size).values(), key=total)
-
-    def each(self, strategy: str, ranks: int, size: int) -> dict[str, Kinds]:
-        """Return the memory of each kind of device by name: the strategy's name if all are alike.
-
-        A rank with several micro-batches keeps its gradients between them.
-        """
+        """Return the memory of a device; a rank with several micro-batches keeps its gradients between them."""
         spec = find_strategy(strategy)
-        accumulates = self.shared.accumulate > 1
-        if spec.scatters:
-            pair = _data_parallel_memory(self.footprint(size, True), ranks, accumulates=accumulates)
-            return dict(zip((strategy, f"{strategy}, each other"), pair, strict=True))
-        if spec.state == "staged":
-            return {f"device {number}": each for number, each in enumerate(self.pipeline(ranks, size), start=1)}
         offloaded = False
         holders = ranks
         recompute = self.config.training.activation_checkpointing
@@ -250,42 +216,8 @@ class Counting:
             recompute = recompute or settings.activation_checkpointing
             offloaded = settings.cpu_offload and self.on_gpu
             holders = min(ranks, (self.per_node if settings.sharding == "hybrid" else None) or ranks)
-        footprint = self.footprint(size, not spec.one_process or accumulates, recompute)
-        return {strategy: device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)}
-
-    def pipeline(self, devices: int, size: int) -> list[Kinds]:
-        """Return the memory of each device of a pipeline, with stages cut by the cost of their operators.
-
-        A device has the activations of all micro-batches at once (``gpipe``), or of at most as many as there are
-        devices from it on (``1f1b``). Outputs for the next device and gradients for the previous one are kept until the
-        end of the step. The first and the last device have the micro-batch, too.
-        """
-        stages = self.stages(size, devices)
-        micro_batches = self.micro_batches(size)
-        devices_kinds = list[Kinds]()
-        bounds = shares([stage.cost for stage in stages], devices)
-        for position, (start, stop) in enumerate(pairwise(bounds)):
-            device_stages = stages[start:stop]
-            is_first = position == 0
-            is_last = position == devices - 1
-            gpipe = self.config.pipeline.schedule == "gpipe"
-            at_once = micro_batches if gpipe else min(micro_batches, devices - position)
-            kinds: Kinds = {kind: sum(stage.state[kind] for stage in device_stages) for kind in STATE}
-            kinds["batch"] = bytes_of(self.batch(size)) if is_first or is_last else 0.0
-            waiting = sum(stage.waiting for stage in device_stages)
-            passing = max(stage.peak - stage.waiting for stage in device_stages)
-            kinds["activations"] = at_once * waiting + passing
-            # Each received activation has a gradient of its size.
-            received = 0 if is_first else (at_once + micro_batches) * device_stages[0].received
-            sent = 0 if is_last else (micro_batches - at_once) * device_stages[-1].sent
-            kinds["messages"] = received + sent
-            devices_kinds.append(_with_allowance(kinds, self.on_gpu))
-        return devices_kinds
-
-    def micro_batches(self, size: int) -> int:
-        """Count the micro-batches of a pipeline's step."""
-        configured = self.config.training.global_batch_size
-        return self.config.training.accumulate if configured is None else -(-configured // size)
+        footprint = self.footprint(size, not spec.one_process or self.shared.accumulate > 1, recompute)
+        return device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)
 
 
 def estimate_memory(
@@ -301,7 +233,7 @@ def estimate_memory(
     ranks = counting.ranks
     size = counting.size
     if strategy is not None:
-        _refuse(find_strategy(strategy), counting)
+        _refuse(find_strategy(strategy), base.placement.devices if gpus is None else ())
 
     def need(name: str, size: int) -> float:
         return total(counting.memory(name, ranks, size))
@@ -311,8 +243,6 @@ def estimate_memory(
     automatic = dict.fromkeys(auto_strategy(ranks, fits=fits) for fits in (True, False))
     names = (strategy,) if strategy else tuple(automatic)
     estimates = {name: counting.memory(name, ranks, size) for name in names}
-    for name in names:
-        estimates |= counting.each(name, ranks, size)
     totals = {name: total(kinds) for name, kinds in estimates.items()}
     chosen, reason = (strategy, "as set") if strategy else choose_strategy(totals, ranks, limit)
     largest = {
@@ -333,23 +263,16 @@ def estimate_memory(
     }
 
 
-def _refuse(spec: StrategySpec, counting: Counting) -> None:
-    ranks = counting.ranks
-    per_node = counting.per_node
-    if ranks == 1 and (spec.scatters or spec.state == "staged"):
+def _refuse(spec: StrategySpec, devices: tuple[str, ...]) -> None:
+    """Refuse a strategy whose memory cannot be predicted, or that cannot use ``devices``."""
+    if spec.memory is None and (spec.scatters or spec.state == "staged"):
         raise UnsupportedError(
-            f"strategy {spec.name} needs several devices",
-            why=spec.summary,
-            fix="name them with --devices, or a number of hypothetical GPUs: --gpus 2",
+            f"no prediction available for the memory of strategy {spec.name}",
+            why="its devices have different parts of a step",
+            fix=f"measure it: `lockstep bench batch-size --strategy {spec.name}`",
         )
-    if spec.scatters and per_node is not None and ranks > per_node:
-        raise UnsupportedError(
-            f"strategy {spec.name} cannot use {ranks} GPUs",
-            why=f"it is one process on one machine, which is taken to have {per_node}",
-            fix=f"--gpus {per_node}, or --strategy ddp",
-        )
-    if spec.refuses is not None and counting.gpus is None:
-        spec.refuses(counting.base.placement.devices)
+    if spec.refuses is not None and devices:
+        spec.refuses(devices)
 
 
 def _free(devices: Sequence[str]) -> float | None:
@@ -360,43 +283,27 @@ def _free(devices: Sequence[str]) -> float | None:
 
 
 def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list[str]:
-    config = counting.config
-    on_gpu = counting.on_gpu
+    fsdp = counting.config.fsdp
+    uses_fsdp = any("fsdp" in spec.settings for spec in specs)
     footprint = counting.footprint(size, any(not spec.one_process for spec in specs))
     tensors = "tensors without memory" if footprint.on == "fake" else "real tensors, since the model reads values"
-    notes = [f"two steps of the task's model, loss and optimizer were counted on {tensors}"]
-    if size < counting.shared.batch_size:
-        notes.append(f"there are only {size} samples for a batch of {counting.shared.batch_size}")
-    if counting.base.task.lengths() is not None:
-        notes.append("the batch is the one of the longest samples")
-    if on_gpu:
-        notes.append(
-            "device: an allowance for context, libraries and lost blocks; scratch memory of kernels is not counted"
-        )
-    for spec in specs:
-        if spec.state == "sharded":
-            notes.append(f"{spec.name}: parameters, gradients and optimizer are sharded; gathered: the blocks in use")
-        if "fsdp" in spec.settings and config.fsdp.sharding == "hybrid" and counting.per_node is not None:
-            notes.append(f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed")
-        if "fsdp" in spec.settings and config.fsdp.cpu_offload and on_gpu:
-            notes.append("fsdp.cpu_offload: parameters, gradients and optimizer are in host memory")
-        if spec.scatters:
-            notes.append(
-                f"{spec.name}: the first GPU also has the optimizer, batch and outputs of all with their gradients "
-                "(gathered), and the sum of the gradients: it is the fullest"
-            )
-        if spec.has_buckets:
-            notes.append(f"{spec.name}: the gradients are in its buckets, which take no further memory")
-        if spec.state == "staged":
-            micro_batches = f"{many(counting.micro_batches(size), 'micro-batch')} a step ({config.pipeline.schedule})"
-            notes.append(f"pipeline: the fullest device; {micro_batches}")
-            notes.append("messages: received activations, and sent ones until the end of the step")
-            stages = len(counting.stages(size, counting.ranks))
-            if stages > counting.ranks:
-                notes.append(
-                    f"{stages} stages are cut by the cost of their operators; a training cuts by measured times"
-                )
-    return notes
+    notes = {
+        f"two steps of the task's model, loss and optimizer were counted on {tensors}": True,
+        f"there are only {size} samples for a batch of {counting.shared.batch_size}": size < counting.shared.batch_size,
+        "the batch is the one of the longest samples": counting.base.task.lengths() is not None,
+        "device: an allowance for context, libraries and lost blocks; scratch memory of kernels is not counted": (
+            counting.on_gpu
+        ),
+        "gathered: the blocks in use; the rest of the model is sharded": any(s.state == "sharded" for s in specs),
+        "ddp: the gradients are in its buckets, which take no further memory": any(s.has_buckets for s in specs),
+        f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed": (
+            uses_fsdp and fsdp.sharding == "hybrid" and counting.per_node is not None
+        ),
+        "fsdp.cpu_offload: parameters, gradients and optimizer are in host memory": (
+            uses_fsdp and fsdp.cpu_offload and counting.on_gpu
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def print_memory(estimate: Mapping[str, Any], stream: TextIO) -> None:

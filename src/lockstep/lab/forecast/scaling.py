@@ -6,12 +6,12 @@ Pure, with the buckets in which DistributedDataParallel reduces gradients beside
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from lockstep.lab.forecast.collectives import Cluster, all_gather, all_reduce, all_reduce_between_nodes
+from lockstep.lab.forecast.collectives import Cluster, all_gather, all_reduce
 from lockstep.planning.resolve import FIRST_BUCKET_BYTES
 from lockstep.strategies import find_strategy
 
@@ -21,7 +21,6 @@ COUNT_BYTES = 40
 BLOCKING_BYTES = 4096
 #: torch.nn.parallel.DistributedDataParallel's buckets: 25 MiB, the first 1 MiB so that messages begin early.
 DEFAULT_BUCKET = 25 << 20
-FIRST_BUCKET = FIRST_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Step:
         spread: relative uncertainty of all these times.
         gradients, ready: bytes of each gradient in the order of the backward, and when it is there (share of it).
         blocks: bytes of each block that fsdp shards separately.
-        loader_rate: maximum samples a second of a rank's loader; ``None``: unknown.
     """
 
     batch_size: int
@@ -47,7 +45,6 @@ class Step:
     jitter_s: float = 0.0
     spread: float = 0.0
     blocks: tuple[int, ...] = ()
-    loader_rate: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -60,37 +57,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The request for a forecast: numbers of devices ``gpus``, ``per_node`` of them a node.
-
-    ``interconnect``: as for :func:`~lockstep.lab.forecast.collectives.cluster_of`, or ``measured``, between the chosen
-    devices. ``gpu``: a hypothetical one, whose step is modelled. ``memory``: bytes of each device, to choose the
-    strategy, unless ``strategy`` is ``ddp`` or ``fsdp``. ``steps``, ``repeats``: of each measurement.
-    """
-
-    gpus: tuple[int, ...]
-    interconnect: str = "nvlink,ib400"
-    per_node: int = 8
-    gpu: str | None = None
-    memory: float | None = None
-    strategy: str | None = None
-    steps: int = 30
-    repeats: int = 3
-
-
-@dataclass(frozen=True)
 class Setting:
     """The properties of a run that decide its speed on several devices.
 
     Attributes:
-        overlap: share of the backward during which messages travel beside it: 1 on GPUs; 0 if the ranks'
-            cores carry the messages.
-        contention: how many times longer a device computes because others share its machine, by number of devices.
+        overlap: share of the backward during which messages travel beside it.
         blocking: short messages of each micro-batch that computation waits for: two for every synchronised BatchNorm.
         shrink: size of ddp's gradients and fsdp's gathered parameters as sent, against 32 bits.
-        meeting_s: extra seconds of each message that computation waits for, if ranks share cores.
         joint: ddp's gradients and count travel in one message after the backward.
-        hybrid: fsdp divides the model within each node only.
     """
 
     cluster: Cluster
@@ -99,26 +73,13 @@ class Setting:
     bucket_bytes: int | None = None
     shrink: float = 1.0
     overlap: float = 1.0
-    contention: Mapping[int, float] = field(default_factory=dict)
     blocking: int = 0
-    meeting_s: float = 0.0
     joint: bool = False
-    hybrid: bool = False
 
     @property
     def sharded(self) -> bool:
         """Blocks are gathered and gradients scattered; else gradients are summed by all-reduce."""
         return find_strategy(self.strategy).messages == "gather"
-
-    def holders(self, devices: int) -> int:
-        if not self.sharded:
-            return 1
-        return min(devices, self.cluster.per_node) if self.hybrid else devices
-
-    def slowed(self, devices: int) -> float:
-        """Return the contention of this number of devices, or of the nearest one below."""
-        measured_counts = [count for count in self.contention if count <= devices]
-        return self.contention[max(measured_counts)] if measured_counts else 1.0
 
 
 class Prediction(NamedTuple):
@@ -136,27 +97,22 @@ def predict(step: Step, devices: int, setting: Setting) -> Prediction:
     """Predict the step of ``devices`` devices, each with the batch of one (weak scaling)."""
     parts = _parts(step, devices, setting)
     taken = sum(parts.values())
-    single = sum(_parts(step, 1, replace(setting, contention={})).values())
+    single = sum(_parts(step, 1, setting).values())
     samples = step.batch_size * setting.accumulate * devices
     efficiency = single / taken if taken else 1.0
     return Prediction(devices, taken, samples / taken, efficiency, parts, bytes_sent(step, devices, setting))
 
 
 def _parts(step: Step, devices: int, setting: Setting) -> dict[str, float]:
-    here = step.scaled(setting.slowed(devices))
     k = setting.accumulate
-    compute = k * (here.forward_s + here.backward_s + here.other_s) + here.optimizer_s / setting.holders(devices)
+    updated_share = 1 / devices if setting.sharded else 1.0
+    compute = k * (step.forward_s + step.backward_s + step.other_s) + step.optimizer_s * updated_share
     waiting = 0.0
     if devices > 1:
-        waiting = _fsdp(here, devices, setting) if setting.sharded else _ddp(here, devices, setting)
+        waiting = _fsdp(step, devices, setting) if setting.sharded else _ddp(step, devices, setting)
         waiting += k * setting.blocking * all_reduce(BLOCKING_BYTES, devices, setting.cluster)
-        # Of fsdp each block's two gathers and its scatter; and the last message: ddp's gradients, or fsdp's norm.
-        gathers = 3 * sum(size > 0 for size in step.blocks) if setting.sharded else 0
-        waiting += (k * (gathers + setting.blocking) + 1) * setting.meeting_s
-    straggler = here.jitter_s * math.sqrt(k) * expected_max(devices)
-    load = 0.0 if step.loader_rate is None else k * step.batch_size / step.loader_rate
-    data = max(k * here.data_s, load - compute - waiting - straggler)
-    return {"compute": compute, "communication": waiting, "straggler": straggler, "data": data}
+    straggler = step.jitter_s * math.sqrt(k) * expected_max(devices)
+    return {"compute": compute, "communication": waiting, "straggler": straggler, "data": k * step.data_s}
 
 
 def _ddp(step: Step, devices: int, setting: Setting) -> float:
@@ -188,7 +144,7 @@ def buckets(sizes: Sequence[int], ready: Sequence[float], cap: int | None = None
     filled = 0
     for size, when in zip(sizes, ready, strict=True):
         filled += size
-        limit = cap if cap is not None else DEFAULT_BUCKET if closed else FIRST_BUCKET
+        limit = cap if cap is not None else DEFAULT_BUCKET if closed else FIRST_BUCKET_BYTES
         if filled >= limit:
             closed.append(Bucket(filled, when))
             filled = 0
@@ -215,14 +171,12 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
     """
     *inner, around = step.blocks
     blocks = [size for size in inner if size]
-    holders = setting.holders(devices)
 
     def gather(size: float) -> float:
-        return all_gather(size * setting.shrink, holders, setting.cluster) if size else 0.0
+        return all_gather(size * setting.shrink, devices, setting.cluster) if size else 0.0
 
     def scatter(size: float) -> float:
-        between = all_reduce_between_nodes(size, devices, setting.cluster) if setting.hybrid else 0.0
-        return all_gather(size, holders, setting.cluster) + between if size else 0.0
+        return all_gather(size, devices, setting.cluster) if size else 0.0
 
     first, last = (blocks[0], blocks[-1]) if blocks else (0, 0)
     hidden = sum(map(gather, blocks[1:])), sum(map(gather, blocks[:-1])) + sum(map(scatter, blocks[1:]))
@@ -234,16 +188,10 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
 
 
 def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
-    """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once.
-
-    Hybrid: so inside a node of n devices, and then 2(m-1)/m of a device's part among m nodes.
-    """
+    """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once."""
     ring = (devices - 1) / devices
     if setting.sharded:
-        holders = setting.holders(devices)
-        nodes = setting.cluster.nodes(devices) if setting.hybrid else 1
-        share = (holders - 1) / holders * (2 * setting.shrink + 1) + 2 * (nodes - 1) / nodes / holders
-        return share * sum(step.blocks) * setting.accumulate
+        return ring * (2 * setting.shrink + 1) * sum(step.blocks) * setting.accumulate
     return 2 * ring * (setting.shrink * sum(step.gradients) + COUNT_BYTES * (devices > 1))
 
 
@@ -261,10 +209,9 @@ def with_error_bars(step: Step, devices: int, setting: Setting) -> dict[str, Any
     Each uncertain input is moved to its low and its high separately; the deviations add up in squares.
     """
     expected = predict(step, devices, setting)
-    cases = [predict(case, devices, by) for case, by in _variations(step, setting)]
-    pairs = list(zip(cases[::2], cases[1::2], strict=True))
-    slow, fast = _propagate(expected.samples_per_s, [(bad.samples_per_s, good.samples_per_s) for bad, good in pairs])
-    lowest, highest = _propagate(expected.efficiency, [(bad.efficiency, good.efficiency) for bad, good in pairs])
+    cases = [predict(case, devices, varied) for case, varied in _variations(step, setting)]
+    slow, fast = _propagate(expected.samples_per_s, [case.samples_per_s for case in cases])
+    lowest, highest = _propagate(expected.efficiency, [case.efficiency for case in cases])
     return {
         "gpus": devices,
         "step_ms": expected.step_s * 1e3,
@@ -286,17 +233,17 @@ def _variations(step: Step, setting: Setting) -> Iterator[tuple[Step, Setting]]:
         yield step.scaled(factor), setting
     for factor in (2.0, 0.5):
         yield replace(step, jitter_s=factor * step.jitter_s), setting
-    for figure in (2, 0):
-        yield step, replace(setting, cluster=replace(setting.cluster, beta_place=figure))
-    for figure in (2, 0):
-        yield step, replace(setting, cluster=replace(setting.cluster, alpha_place=figure))
+    for index in (2, 0):
+        yield step, replace(setting, cluster=replace(setting.cluster, beta_index=index))
+    for index in (2, 0):
+        yield step, replace(setting, cluster=replace(setting.cluster, alpha_index=index))
     for share in (0.8, 1.0):  # messages and kernels share a GPU's memory and some of its multiprocessors
         yield step, replace(setting, overlap=share * setting.overlap)
-    for factor in (1.5, 0.5):
-        yield step, replace(setting, meeting_s=factor * setting.meeting_s)
 
 
-def _propagate(expected: float, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _propagate(expected: float, cases: Sequence[float]) -> tuple[float, float]:
+    """Return the low and the high end of the error bar, from pairs of cases that move one input each."""
+    pairs = list(zip(cases[::2], cases[1::2], strict=True))
     low = math.sqrt(sum(max(0.0, expected - min(pair)) ** 2 for pair in pairs))
     high = math.sqrt(sum(max(0.0, max(pair) - expected) ** 2 for pair in pairs))
     return max(0.0, expected - low), expected + high

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 #: Okabe and Ito's palette, distinguishable with colour blindness (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
-#: Maximum number of ranks with a line each.
-MAX_RANKS = 16
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -78,21 +75,12 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     # Evaluations between epochs have a step, but no epoch.
     against = "step" if any(run.evaluations for run in runs) else "epoch"
     loss = lines(steps, "step", "loss", "train") + lines(_evaluated, "step", "val_loss", "validation", dashed=True)
-    busy = _system(runs, "utilisation", host=("CPU", "cpu"), factor=100)
-    used = _system(runs, "memory_gb", host=("host", "memory_gb"))
-    own_time_label = "Time of a step before waiting for other ranks, ms"
     curves: list[tuple[str, str, list[Line], str]] = [
         ("loss", "Loss", sorted(loss, key=lambda line: line.run), "step"),
         *((name, name, lines(_evaluated, against, name), against) for name in _metrics(runs)),
         ("lr", "Learning rate", lines(steps, "step", "lr"), "step"),
         ("throughput", "Throughput, samples/s", lines(steps, "step", "samples_per_s"), "step"),
         ("data_wait", "Share of time waiting for data", lines(steps, "step", "data_wait_share"), "step"),
-        ("memory", "Memory per rank, GB", _of_ranks(runs, "memory_gb"), "step"),
-        ("step_time", "Time of a step, ms", _of_ranks(runs, "step_s", 1e3), "step"),
-        ("own_time", own_time_label, _of_ranks(runs, "own_s", 1e3), "step"),
-        ("utilisation", "Utilisation of devices and CPU, %", busy, "minutes"),
-        ("device_memory", "Memory of devices and host, GB", used, "minutes"),
-        ("power", "Power of devices, W", _system(runs, "power_w"), "minutes"),
     ]
     drawn = [
         _curves(runs, name, title, [line for line in candidates if line.y], x) for name, title, candidates, x in curves
@@ -181,9 +169,9 @@ def _new_figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _points(rows: Iterable[Row], x: str, y: str, factor: float = 1.0) -> tuple[list[float], list[float]]:
+def _points(rows: Iterable[Row], x: str, y: str) -> tuple[list[float], list[float]]:
     pairs = [(row[x], row[y]) for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
-    return [float(a) for a, _ in pairs], [float(b) * factor for _, b in pairs]
+    return [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
 
 
 def _evaluated(run: RunData) -> list[Row]:
@@ -196,60 +184,6 @@ def _metrics(runs: Sequence[RunData]) -> list[str]:
     """Return the names of validation metrics, as in ``metrics.json``, without the loss."""
     names = {name for run in runs for row in _evaluated(run) for name, value in row.items() if _is_number(value)}
     return sorted(name for name in names if name.startswith("val_") and name != "val_loss")
-
-
-def _of_ranks(runs: Sequence[RunData], name: str, factor: float = 1.0) -> list[Line]:
-    """The value ``name`` of each rank over the steps; of many ranks the least, the median and the most."""
-    lines = []
-    for index, run in enumerate(runs):
-        series: dict[str, list[Row]] = {}
-        extremes: dict[str, list[Row]] = {"least": [], "median": [], "most": []}
-        for row in run.ranks:
-            step = row.get("step")
-            values = []
-            for state in row.get("ranks") or ():
-                if isinstance(state.get("rank"), int):
-                    value = state.get(name)
-                    series.setdefault(f"rank {state['rank']}", []).append({"step": step, name: value})
-                    values += [value] if _is_number(value) else []
-            if values:
-                for end, value in zip(extremes, (min(values), statistics.median(values), max(values)), strict=True):
-                    extremes[end].append({"step": step, name: value})
-        if len(series) > MAX_RANKS:
-            series = {f"{end} of {len(series)} ranks": rows for end, rows in extremes.items()}
-        else:
-            series = {label: series[label] for label in sorted(series, key=lambda label: int(label.split()[1]))}
-        lines += [Line(index, label, *_points(rows, "step", name, factor)) for label, rows in series.items()]
-    return lines
-
-
-def _system(
-    runs: Sequence[RunData], name: str, *, host: tuple[str, str] | None = None, factor: float = 1.0
-) -> list[Line]:
-    """``name`` of each device over minutes; ``host``: label and name of the host's value."""
-    lines = []
-    for index, run in enumerate(runs):
-        for node, samples in run.system.items():
-            prefix = f"node {node} " if len(run.system) > 1 else ""
-            rows = [row for row in samples if _is_number(row.get("time"))]
-            series: dict[str, list[Row]] = {}
-            for row in rows:
-                devices = row.get("devices")
-                devices = map(_mapping, devices) if isinstance(devices, list) else ()
-                values = {str(device.get("id")): device.get(name) for device in devices}
-                if host is not None:
-                    values[host[0]] = _mapping(row.get("host")).get(host[1])
-                minutes = (row["time"] - rows[0]["time"]) / 60
-                for label, value in values.items():
-                    series.setdefault(label, []).append({"minutes": minutes, name: value})
-            lines += [
-                Line(index, prefix + label, *_points(of, "minutes", name, factor)) for label, of in series.items()
-            ]
-    return lines
-
-
-def _mapping(value: Any) -> Row:
-    return value if isinstance(value, dict) else {}
 
 
 def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Picture:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.rundir.files import flattened, names_in, read_bytes, read_json, sparse_rows
+from lockstep.rundir.files import flattened, names_in, read_bytes, read_json
 from lockstep.rundir.folder import RunDir, RunRecord
 from lockstep.rundir.summary import Comparison, compare
 
@@ -36,8 +36,6 @@ class RunData:
     epochs: Sequence[Row]
     evaluations: Sequence[Row]
     steps: Sequence[Row]
-    ranks: Sequence[Row]
-    system: Mapping[str, Sequence[Row]]
     tables: Mapping[str, Sequence[Sequence[float]]]
     class_names: Sequence[str]
     drawn: Mapping[str, bytes]
@@ -66,11 +64,6 @@ def read_run(run: RunDir) -> RunData:
         epochs=safely(run.epochs, []),
         evaluations=thinned(safely(run.evaluations, [])),
         steps=thinned(safely(run.steps, [])),
-        ranks=thinned(safely(run.ranks, [])),
-        system={
-            file.stem.removeprefix("system-"): thinned(safely(lambda file=file: sparse_rows(file, MAX_POINTS), []))
-            for file in sorted(run.path.glob("system-*.jsonl"))
-        },
         tables={name: table for name, table in tables.items() if _is_matrix(table)},
         class_names=list(map(str, names)) if isinstance(names, list) else [],
         drawn=safely(lambda: _drawn(run), {}),
