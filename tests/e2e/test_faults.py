@@ -296,8 +296,6 @@ def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) ->
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=gpu_memory", "--batch-size", "16") as run:
         output = run.finish(1)
     assert "rank 1 of 2 failed: torch.OutOfMemoryError: CUDA out of memory" in output
-    for rank in range(2):
-        assert re.search(rf"^  rank {rank}: host: \d\.\d\d GB resident", output, re.MULTILINE)
     assert "the same global batch of 32 as batch size 8 × 2 micro-batches per device" in output
     command = re.search(r"lockstep (resume .*)$", output, re.MULTILINE)
     assert command is not None
@@ -317,8 +315,6 @@ def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -
         output = run.finish(1)
     assert "rank 1 of 2 failed: RuntimeError: [enforce fail" in output
     assert "DefaultCPUAllocator: can't allocate memory" in output
-    assert re.search(r"^  rank 0: host: \d\.\d\d GB resident", output, re.MULTILINE)
-    assert re.search(r"^  rank 1: host: \d\.\d\d GB resident.* limit \d+\.\d\d GB \(ulimit -v\)", output, re.MULTILINE)
     assert "evaluations with 8 samples at a time" in output
     assert f"lockstep resume {run.run.read().id} --set validation.batch_size=8" in output
     assert "training.batch_size" not in output
@@ -328,12 +324,11 @@ def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=memory", devices="cpu") as run:
         output = run.finish(1)
     assert "the run failed: RuntimeError: [enforce fail" in output
-    assert re.search(r"^  rank 0: host: .* \(ulimit -v\)", output, re.MULTILINE)
     assert "the same global batch of 16 as batch size 8 × 2 micro-batches per device: lockstep resume" in output
     assert output.count("error: ") == 1
     record = run.run.read()
     assert record.status == "failed"
-    assert "memory of each rank:" in str(record.error)
+    assert "batch size 8 × 2 micro-batches" in str(record.error)
 
 
 # The run folder.

@@ -1,12 +1,9 @@
-"""Predictions in a file: the same bytes on any ranks, resumed, in several formats."""
+"""Predictions in a file: the same bytes on any ranks, in several formats."""
 
 from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,69 +53,14 @@ def test_a_file_is_the_same_on_one_two_and_three_ranks(run: RunDir, tmp_path: Pa
     assert sorted(tmp_path.iterdir()) == sorted(files), "nothing else is left"
 
 
-def test_an_interrupted_prediction_resumes(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    predict(run, "test", whole)
-    own, asked = engine._rows, list[int]()
+def test_an_interrupted_prediction_leaves_no_file(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(columns: Any, request: Any) -> Any:
+        raise KeyboardInterrupt
 
-    def fails_at_the_fifth(columns: Any, request: Any) -> Any:
-        if len(asked) == 4:
-            raise KeyboardInterrupt
-        asked.append(request.start)
-        return own(columns, request)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "_rows", fails_at_the_fifth)
-        with pytest.raises(KeyboardInterrupt):
-            predict(run, "test", parts)
-    assert not parts.exists()
-    with (tmp_path / "parts.jsonl.partial").open("a") as file:
-        file.write('{"index": 64, "half a li')
-    asked.clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "_rows", lambda columns, request: asked.append(request.start) or own(columns, request))
-        predict(run, "test", parts)
-    assert min(asked) == 64
-    assert parts.read_bytes() == whole.read_bytes()
-
-
-SLOW = """
-import time
-
-from lockstep.recipes.autoencoder.task import AutoencoderTask
-
-
-class Slow(AutoencoderTask):
-    def predict(self, model, batch):
-        time.sleep(0.05)
-        return super().predict(model, batch)
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_killed_prediction_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    settings: dict[str, Any] = {
-        "save_dir": str(tmp_path / "run"),
-        "training": {"max_steps": 1, "threads": 1},
-        "validation": {"batch_size": 4},
-        "telemetry": {"progress": "off", "system_metrics": False},
-    }
-    slow = RunDir(lockstep.train(f"{tmp_path / 'slow.py'}:Slow", settings).run_dir)
-    whole, parts, progress = (tmp_path / name for name in ("whole.csv", "parts.csv", "parts.csv.partial.json"))
-    wanted = [*map(str, ("predict", slow.path, "val", "--out", parts)), "--devices", ",".join(["cpu"] * ranks)]
-    command = subprocess.Popen([sys.executable, "-m", "lockstep", *wanted], cwd=tmp_path)
-    while not progress.is_file():
-        assert command.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
-    command.kill()
-    command.wait()
-    assert not parts.exists()
-    left = json.loads(progress.read_text())["chunks"]
-    predict(slow, "val", parts, devices="cpu,cpu")
-    assert 0 < left < 50
-    predict(slow, "val", whole)
-    assert parts.read_bytes() == whole.read_bytes()
+    monkeypatch.setattr(engine, "_rows", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        predict(run, "test", tmp_path / "rows.jsonl")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parquet(run: RunDir, tmp_path: Path) -> None:

@@ -11,20 +11,17 @@ import contextlib
 import hashlib
 import itertools
 import os
-import resource
 import shutil
 import signal
 import socket
-import sys
 import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import Field
 
 from lockstep.errors import (
@@ -38,7 +35,6 @@ from lockstep.errors import (
     many,
 )
 from lockstep.events import Restarted
-from lockstep.hardware.detect import oom_kills, usable_memory
 from lockstep.launch.failure.causes import expired_s, is_lost_peer
 from lockstep.launch.failure.hang import HangReport
 from lockstep.launch.process.rank_log import MARK, log_file
@@ -47,41 +43,10 @@ from lockstep.rundir.folder import NCCL_DUMP, RunDir, write_json
 from lockstep.rundir.heartbeat import Activity, pulse
 
 LAUNCHER_FILE = "launcher.json"
-#: How often the launcher measures the memory of its processes.
-MEMORY_INTERVAL_S = 1.0
 
 _MAX_BYTES = 4 << 20
 #: Errors whose text is enough, without the place in Lockstep where they were raised.
 _EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
-
-
-class RankMemory(FileContent):
-    """Bytes; 0: not known.
-
-    ``resident``, ``peak_resident``, ``children`` (its loader workers) are the host's, ``limit`` is RLIMIT_AS;
-    ``allocated``, ``reserved``, ``peak`` and ``total`` are the GPU's, by torch's allocator.
-    """
-
-    resident: int = 0
-    peak_resident: int = 0
-    children: int = 0
-    limit: int = 0
-    allocated: int = 0
-    reserved: int = 0
-    peak: int = 0
-    total: int = 0
-
-    def over(self, other: RankMemory) -> RankMemory:
-        """This, and where it knows nothing what ``other`` knows."""
-        return other.model_copy(update={name: value for name, value in self.model_dump().items() if value})
-
-
-class MachineMemory(FileContent):
-    """Bytes that this machine, or its control group, has in all and has free; processes killed for lack of it."""
-
-    total: int = 0
-    free: int = 0
-    kills: int = 0
 
 
 class RankError(FileContent):
@@ -100,7 +65,6 @@ class RankError(FileContent):
     traceback: str = ""
     error: dict[str, str] | None = None
     exit_code: int = 1
-    memory: RankMemory | None = None
     evaluating: bool = False
     last_lines: tuple[str, ...] = ()
     ended_by_launcher: bool = False
@@ -170,7 +134,10 @@ class Restart(FileContent):
 
 
 class LauncherLog(FileContent):
-    """The part of ``launcher.json`` that a report needs. ``doing``: the last activity of each rank."""
+    """The part of ``launcher.json`` that a report needs.
+
+    ``doing``: the last activity of each rank. ``oom_kills``: processes that the kernel killed for lack of memory.
+    """
 
     ranks: int | None = None
     exits: tuple[RankEnd, ...] = ()
@@ -178,8 +145,7 @@ class LauncherLog(FileContent):
     restarts: tuple[Restart, ...] = ()
     hang: HangReport | None = None
     doing: dict[int, Activity] = Field(default_factory=dict)
-    memory: dict[int, RankMemory] = Field(default_factory=dict)
-    machine: MachineMemory = MachineMemory()
+    oom_kills: int = 0
 
 
 # --- what a rank knows about itself ---------------------------------------------------------------
@@ -208,7 +174,6 @@ def describe(rank: int, error: BaseException) -> RankError:
         traceback=folded_traceback(error),
         error=error.as_dict() if isinstance(error, LockstepError) else None,
         exit_code=exit_code_of(error),
-        memory=own_memory(),
         evaluating=pulse.activity.is_evaluation,
     )
 
@@ -218,25 +183,6 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, LockstepError):
         return error.exit_code
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
-def own_memory() -> RankMemory:
-    """This process's memory. Loads nothing: a process that has not used a GPU has no GPU memory."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    known: dict[str, int] = {
-        "resident": int(psutil.Process().memory_info().rss),
-        "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # getrusage(2)
-        "limit": 0 if limit == resource.RLIM_INFINITY else limit,
-    }
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        known |= {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "peak": torch.cuda.max_memory_allocated(),
-            "total": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-        }
-    return RankMemory(**known)
 
 
 def log_traceback(logs: Path, rank: int, error: BaseException) -> None:
@@ -285,38 +231,6 @@ def _library_of(file: str) -> str | None:
         if file.startswith(root + os.sep):
             return Path(file).relative_to(root).parts[0].removesuffix(".py")
     return "Python" if file.startswith("<frozen") else None
-
-
-# --- what the launcher measures -------------------------------------------------------------------
-
-
-class MemoryWatch:
-    """The ranks' memory as the launcher measures it: the newest and the highest. ``pids``: by rank."""
-
-    def __init__(self, pids: Mapping[int, int], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pids = dict(pids)
-        self._clock = clock
-        self._due = clock()
-        self._kills_before = oom_kills()
-        self._free = 0
-        self.ranks: dict[int, RankMemory] = {}
-
-    def look(self, alive: Collection[int]) -> None:
-        """Measure, if it is due."""
-        if self._clock() < self._due:
-            return
-        self._due = self._clock() + MEMORY_INTERVAL_S
-        self._free = usable_memory()[1]
-        for rank in alive:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(self._pids[rank])
-                resident = process.memory_info().rss
-                children = sum(child.memory_info().rss for child in process.children(recursive=True))
-                peak = max(resident, self.ranks[rank].peak_resident if rank in self.ranks else 0)
-                self.ranks[rank] = RankMemory(resident=resident, peak_resident=peak, children=children)
-
-    def machine(self) -> MachineMemory:
-        return MachineMemory(total=usable_memory()[0], free=self._free, kills=oom_kills() - self._kills_before)
 
 
 # --- files ----------------------------------------------------------------------------------------

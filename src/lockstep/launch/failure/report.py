@@ -7,10 +7,10 @@ What is known of a start comes from :mod:`lockstep.launch.failure.records`; what
 from __future__ import annotations
 
 import contextlib
+import shlex
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,22 +22,16 @@ from lockstep.errors import (
     UsageError,
     many,
 )
-from lockstep.hardware.detect import usable_memory
 from lockstep.launch.failure import records
 from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause
-from lockstep.launch.failure.collectives import missing_ranks
 from lockstep.launch.failure.hang import HangReport
-from lockstep.launch.failure.records import MachineMemory, RankError, RankMemory
+from lockstep.launch.failure.records import RankError
 from lockstep.launch.process.rank_log import last_lines, log_file
 from lockstep.launch.process.signals import STOPPED
 from lockstep.planning.batch import BatchPlan
-from lockstep.rundir.folder import RunDir, or_else
+from lockstep.rundir.folder import NCCL_DUMP, RunDir, or_else
 
 _NO_FAILURE = (0, *STOPPED)
-_GB = 1e9
-#: Fields of a rank's memory, by keys of a row of ``ranks.jsonl``.
-_GPU_KEYS = {"allocated": "memory_gb", "reserved": "reserved_gb", "peak": "peak_gb"}
-_HOST_KEYS = {"resident": "memory_gb", "peak_resident": "peak_gb"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class FailureReport:
     """Why a start of all ranks failed.
 
     ``first`` is the rank that failed first, ``None`` when only the launcher did; ``others`` failed after it or because
-    of it.
+    of it. ``nccl_records``: the command that reads the files of NCCL's flight recorder, where there are some.
     """
 
     ranks: int
@@ -54,8 +48,7 @@ class FailureReport:
     cause: Cause | None
     launcher_error: str = ""
     hang: HangReport | None = None
-    memory: str = ""
-    collectives: str = ""
+    nccl_records: str = ""
 
     @property
     def what(self) -> str:
@@ -98,7 +91,8 @@ class FailureReport:
                 blocks.append(textwrap.indent("\n".join(first.last_lines), "  "))
         if self.hang is not None:
             blocks.append(self.hang.table())
-        blocks += filter(None, (self.memory, self.collectives))
+        if self.nccl_records:
+            blocks.append(f"NCCL's flight recorder shows the collectives of each rank: {self.nccl_records}")
         if self.others:
             names = ", ".join(str(rank) for rank in sorted(failure.rank for failure in self.others))
             ranks = "rank" if len(self.others) == 1 else "ranks"
@@ -152,27 +146,31 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         for rank, error in failures.items()
         if error.type or error.exit_code not in _NO_FAILURE
     ]
-    collectives = missing_ranks(run_dir.logs)
+    nccl_records = _nccl_records(run_dir)
     if launcher.hang is not None and all(rank.is_collateral for rank in ranks):
         hang = launcher.hang
         number = launcher.ranks or len(launcher.exits)
-        return FailureReport(number, None, (), hang.cause, hang.headline, hang, collectives=collectives)
+        return FailureReport(number, None, (), hang.cause, hang.headline, hang, nccl_records)
     if not launcher.error and all(rank.ended_by_launcher for rank in ranks):
         return None
     ranks.sort(key=lambda rank: (rank.is_collateral, rank.blames_another, rank.time, rank.rank))
     first = None
-    memory = ""
     if not ranks or (launcher.error and ranks[0].is_collateral):
         cause = find_cause(launcher.error)
     else:
         first = ranks[0]
         text = f"{first.type}: {first.message}" if first.type else "\n".join(first.last_lines)
-        oom_killed = first.signal == "SIGKILL" and launcher.machine.kills
+        oom_killed = first.signal == "SIGKILL" and launcher.oom_kills
         cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
-        cause, memory = _with_memory(cause, run_dir, launcher.memory, launcher.machine, failures, first.evaluating)
+        cause = _with_less_memory(cause, run_dir, evaluating=first.evaluating)
     others = tuple(rank for rank in ranks if rank is not first)
     number = launcher.ranks or len(ranks)
-    return FailureReport(number, first, others, cause, launcher.error, memory=memory, collectives=collectives)
+    return FailureReport(number, first, others, cause, launcher.error, nccl_records=nccl_records)
+
+
+def _nccl_records(run_dir: RunDir) -> str:
+    names = any(run_dir.logs.glob(f"{NCCL_DUMP}*"))
+    return f"torchfrtrace --prefix {NCCL_DUMP} {shlex.quote(str(run_dir.logs))}" if names else ""
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
@@ -184,11 +182,8 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
         return None
     records.log_traceback(run_dir.logs, 0, error)
     own = records.describe(0, error)
-    total, free = usable_memory()
-    machine = MachineMemory(total=total, free=free)
     cause = find_cause(f"{own.type}: {own.message}")
-    cause, memory = _with_memory(cause, run_dir, {}, machine, {0: own}, own.evaluating)
-    report = FailureReport(1, own, (), cause, memory=memory)
+    report = FailureReport(1, own, (), _with_less_memory(cause, run_dir, evaluating=own.evaluating))
     _keep(run_dir, report.format())
     return report
 
@@ -227,75 +222,24 @@ def task_failure(error: Exception) -> LockstepError | None:
     return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
 
 
-# --- memory: what each rank used when one ran out of it, and how to need less -----------------------
+# --- how to need less memory ----------------------------------------------------------------------
 
 
-def _with_memory(
-    cause: Cause | None,
-    run_dir: RunDir,
-    measured: Mapping[int, RankMemory],
-    machine: MachineMemory,
-    errors: Mapping[int, RankError],
-    evaluating: bool,
-) -> tuple[Cause | None, str]:
-    """For a cause that is lack of memory: with what needs less of it, and a table of each rank's memory.
-
-    What is known of a rank comes from the rank, the launcher or the run's rows, in this order.
-    """
+def _with_less_memory(cause: Cause | None, run_dir: RunDir, *, evaluating: bool) -> Cause | None:
+    """Add the command that resumes the run with less memory to a cause that is lack of it."""
     if cause is None or not cause.is_memory:
-        return cause, ""
-    plan: Any = or_else(run_dir.plan, {})
-    known: dict[int, RankMemory] = {}
-    with contextlib.suppress(LockstepError, LookupError, TypeError):
-        known = memory_in_rows(run_dir.ranks(), plan["placement"]["accelerator"] == "gpu")
-    own = {rank: error.memory for rank, error in errors.items() if error.memory is not None}
-    for rank, memory in (*measured.items(), *own.items()):
-        known[rank] = memory.over(known.get(rank, RankMemory()))
-    smaller = ""
+        return cause
     with contextlib.suppress(LockstepError, ValidationError, LookupError, TypeError, ValueError):
-        batch = BatchPlan.model_validate(plan["batch"])
+        plan = run_dir.plan()
         run = run_dir.read().id
         if plan["task"].get("sets_batch_size"):
             smaller = f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
+        elif evaluating:
+            smaller = _evaluation_advice(int(plan["eval_batch_size"]), run)
         else:
-            smaller = _evaluation_advice(int(plan["eval_batch_size"]), run) if evaluating else advice(batch, run)
-    return cause._replace(smaller=smaller), memory_table(known, machine)
-
-
-def memory_in_rows(rows: Collection[Mapping[str, Any]], on_gpu: bool) -> dict[int, RankMemory]:
-    """The memory of each rank in the newest row of ``ranks.jsonl``."""
-    keys = _GPU_KEYS if on_gpu else _HOST_KEYS
-    return {
-        int(state.get("rank", 0)): RankMemory(**{name: int((state.get(key) or 0) * _GB) for name, key in keys.items()})
-        for state in (list(rows)[-1].get("ranks", ()) if rows else ())
-    }
-
-
-def memory_table(ranks: Mapping[int, RankMemory], machine: MachineMemory) -> str:
-    """A line for each rank and one for the machine."""
-    lines = ["memory of each rank:"]
-    lines += [f"  rank {rank}: {_memory_line(memory)}" for rank, memory in sorted(ranks.items())]
-    if machine.total:
-        lines.append(f"  this machine: {_gb(machine.total)}, {_gb(machine.free)} of it free when last measured")
-    return "\n".join(lines)
-
-
-def _memory_line(memory: RankMemory) -> str:
-    parts = []
-    if memory.peak or memory.allocated:
-        gpu = f"GPU: {_gb(memory.allocated)} allocated, {_gb(memory.reserved)} reserved, {_gb(memory.peak)} at most"
-        unused = 1 - memory.allocated / memory.reserved if memory.reserved else 0.0
-        fragmented = f" (fragmented: {unused:.0%} of what is reserved is not allocated)" if unused > 0.1 else ""
-        parts.append(gpu + (f", of {_gb(memory.total)}" if memory.total else "") + fragmented)
-    if memory.resident:
-        host = f"host: {_gb(memory.resident)} resident, {_gb(max(memory.resident, memory.peak_resident))} at most"
-        host += f", {_gb(memory.children)} in its workers" if memory.children else ""
-        parts.append(host + (f", limit {_gb(memory.limit)} (ulimit -v)" if memory.limit else ""))
-    return "; ".join(parts) or "not known"
-
-
-def _gb(value: int) -> str:
-    return f"{value / _GB:.2f} GB"
+            smaller = advice(BatchPlan.model_validate(plan["batch"]), run)
+        return cause._replace(smaller=smaller)
+    return cause
 
 
 def advice(batch: BatchPlan, run: str) -> str:

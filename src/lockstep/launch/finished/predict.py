@@ -1,20 +1,15 @@
-"""``lockstep predict``: the predictions of a checkpoint for a data set, in a file, in the order of the data.
-
-Rows are collected as JSON lines in ``OUT.partial``; ``OUT.partial.json`` has their origin and the number of complete
-ones, so that an interrupted prediction resumes after them.
-"""
+"""``lockstep predict``: the predictions of a checkpoint for a data set, in a file, in the order of the data."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.engine.measure import opened
 from lockstep.engine.predict import Row, predictions
@@ -25,10 +20,9 @@ from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedE
 from lockstep.launch.finished.evaluation import SPLITS, compute, evaluation_on, source_of
 from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.run_claim import task_again
-from lockstep.rundir.files import plain, read_json, read_jsonl, write_json
+from lockstep.rundir.files import plain, read_jsonl
 from lockstep.rundir.folder import RunDir
 
-Format = Literal["csv", "jsonl", "parquet"]
 #: Rows that are converted at a time.
 _ROWS = 10_000
 
@@ -69,7 +63,7 @@ def predict(
         raise DataError(f"there is no {request.data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
     assert out is not None or source is None or isinstance(source, Path), "a data set has no name for a file"
     out = (out or run.path / f"predictions-{split if source is None else source.stem}.csv").resolve()
-    kind = _format_of(out)
+    _check_format(out)
     built = task_again(run, run.config(), task)
     runner_of(built).check_prediction(run.path)
     step = find_step(run, request.checkpoint)
@@ -80,10 +74,11 @@ def predict(
         threads = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
         plan = plan.model_copy(update={"decisions": {**plan.decisions, "threads": threads}})
         evaluation = replace(evaluation, plan=plan)
-    rows = compute(_write, evaluation, built)["rows"]
-    _convert(_partial(out), out, kind)
-    for part in (_partial(out), _progress(out)):
-        part.unlink(missing_ok=True)
+    try:
+        rows = compute(_write, evaluation, built)["rows"]
+        _partial(out).replace(out)
+    finally:
+        _partial(out).unlink(missing_ok=True)
     return {"run": run.read().id, "data": str(request.data), "step": step, "rows": rows, "out": str(out)}
 
 
@@ -100,95 +95,46 @@ def frame_of(run: RunDir, request: PredictionRequest, task: Task | type[Task] | 
         return pandas.DataFrame(read_jsonl(file, max_bytes=file.stat().st_size + 1))
 
 
-def _format_of(out: Path) -> Format:
-    kind = out.suffix.lstrip(".")
-    if kind not in ("csv", "jsonl", "parquet"):
+def _check_format(out: Path) -> None:
+    if out.suffix not in _WRITERS:
         raise ConfigError(f"{out.name} is not a format of predictions", fix="end it in .csv, .jsonl or .parquet")
-    if kind == "parquet":
+    if out.suffix == ".parquet":
         _arrow()
     if not out.parent.is_dir():
         raise RunFolderError(f"there is no folder {out.parent}", fix="make it, or choose another --out")
-    return kind  # type: ignore[return-value]
 
 
 def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _progress(out: Path) -> Path:
-    return out.with_name(out.name + ".partial.json")
-
-
 def _write(reopened: Reopened) -> dict[str, Any]:
-    """Write the missing rows to ``OUT.partial``, on rank 0. Collective."""
+    """Write the rows to ``OUT.partial``, on rank 0. Collective."""
     evaluation = reopened.wanted
-    collectives = reopened.collectives
     out = evaluation.out
     assert out is not None
     subject = opened(reopened, reopened.task.prediction_data)
-    samples = len(subject.dataset)
-    key = {
-        "run": evaluation.run.read().id,
-        "step": evaluation.step,
-        "split": evaluation.split,
-        "data": str(evaluation.data),
-        "with_loss": evaluation.with_loss,
-        "samples": samples,
-        "batch_size": evaluation.plan.eval_batch_size,
-    }
-    done, length = collectives.broadcast(_resumed(out, key) if collectives.is_main else (0, 0))
     chunks = predictions(
         subject.evaluator,
         reopened.task,
         subject.model,
         subject.dataset,
-        first=done,
+        first=0,
         with_loss=evaluation.with_loss,
     )
-    if not collectives.is_main:
-        for _ in chunks:
+    rows = (row for chunk in chunks for part in chunk for row in part)
+    if reopened.collectives.is_main:
+        _WRITERS[out.suffix](rows, _partial(out))
+    else:
+        for _ in rows:
             pass
-        return {"rows": samples}
-    with _partial(out).open("r+b" if done else "wb") as file:
-        file.truncate(length)
-        file.seek(length)
-        for chunk in chunks:
-            for rows in chunk:
-                file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-            done += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-            write_json(_progress(out), {"key": key, "chunks": done, "bytes": file.tell()})
-    return {"rows": samples}
+    return {"rows": len(subject.dataset)}
 
 
-def _resumed(out: Path, key: dict[str, Any]) -> tuple[int, int]:
-    """Chunks and bytes that an interrupted prediction of the same has left."""
-    try:
-        state = read_json(_progress(out))
-        same = state["key"] == key and _partial(out).stat().st_size >= state["bytes"]
-        return (int(state["chunks"]), int(state["bytes"])) if same else (0, 0)
-    except (OSError, RunFolderError, ValueError, KeyError, TypeError):
-        return 0, 0
-
-
-def _convert(source: Path, out: Path, kind: Format) -> None:
-    building = out.with_name(out.name + ".new")
-    with source.open(encoding="utf-8") as file:
-        if kind == "jsonl":
-            _write_jsonl(file, building)
-        else:
-            rows: Iterator[Row] = map(json.loads, file)
-            (_write_csv if kind == "csv" else _write_parquet)(rows, building)
-    building.replace(out)
-
-
-def _write_jsonl(lines: Iterable[str], out: Path) -> None:
-    """Numbers that are not finite become null: JSON has none."""
+def _write_jsonl(rows: Iterator[Row], out: Path) -> None:
+    """Write a line for each row. Numbers that are not finite become null: JSON has none."""
     with out.open("w", encoding="utf-8") as file:
-        for line in lines:
-            is_json = "NaN" not in line and "Infinity" not in line
-            file.write(line if is_json else json.dumps(plain(json.loads(line))) + "\n")
+        file.writelines(json.dumps(plain(row)) + "\n" for row in rows)
 
 
 def _write_csv(rows: Iterator[Row], out: Path) -> None:
@@ -208,6 +154,9 @@ def _write_parquet(rows: Iterator[Row], out: Path) -> None:
         writer.write_table(first)
         while more := list(islice(rows, _ROWS)):
             writer.write_table(arrow.Table.from_pylist(more, schema=first.schema))
+
+
+_WRITERS = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}
 
 
 def _arrow() -> tuple[Any, Any]:

@@ -37,10 +37,11 @@ import psutil
 from lockstep.config import LaunchConfig
 from lockstep.errors import LockstepError, RankFailed, StorageError, UsageError
 from lockstep.hardware import parent_death
+from lockstep.hardware.detect import oom_kills
 from lockstep.hardware.world import STORE_FD
 from lockstep.launch.failure import records
 from lockstep.launch.failure.hang import HangReport, HangWatch
-from lockstep.launch.failure.records import MemoryWatch, RankEnd
+from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
 from lockstep.launch.local.fork_server import Forked, fork
@@ -76,7 +77,6 @@ class Supervisor:
     watch: HangWatch | None = None
     #: Time-out in seconds of the collective call in which the failed ranks waited for others; ``None``: other reasons.
     waited_s: Callable[[], float | None] = lambda: None
-    memory: MemoryWatch | None = None
     phase: Phase = field(default="running", init=False)
     exits: dict[int, RankEnd] = field(default_factory=dict, init=False)
     forced: bool = field(default=False, init=False)
@@ -139,8 +139,6 @@ class Supervisor:
             # The ranks have agreed on a stop that one of them was asked for directly.
             self._begin("stopping", now + self.stop_grace_s)
         elif self.hang is None:
-            if self.memory is not None:
-                self.memory.look(self.alive)
             self.hang = self.watch.look(self.alive) if self.watch is not None else None
             if self.hang is not None:
                 # They wait for each other, or are stopped: none would handle a milder signal.
@@ -246,6 +244,7 @@ class Launch:
     board: PulseBoard
     parent_pid: int = field(default_factory=os.getppid)
     started_at: float = field(default_factory=time.time)
+    oom_kills_before: int = field(default_factory=oom_kills)
     starts: int = 0
     supervisor: Supervisor | None = None
     error: str = ""
@@ -277,7 +276,6 @@ class Launch:
             processes,
             self.stop_requested,
             settings.stop_grace_s,
-            memory=MemoryWatch(pids),
             watch=HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s),
             waited_s=partial(records.waited_s, logs),
         )
@@ -310,7 +308,6 @@ class Launch:
     def write(self, exit_code: int | None = None) -> None:
         """Keep ``launcher.json`` up to date; a full disk must not end the ranks."""
         supervisor = self.supervisor or Supervisor({}, self.stop_requested, 0.0)
-        memory = supervisor.memory
         activities = [int(sign.activity) for sign in self.board.read()]
         content: dict[str, Any] = {
             "pid": os.getpid(),
@@ -322,8 +319,7 @@ class Launch:
             "pids": supervisor.pids,
             "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
             "hang": supervisor.hang.model_dump() if supervisor.hang else None,
-            "memory": {rank: usage.model_dump() for rank, usage in memory.ranks.items()} if memory else {},
-            "machine": memory.machine().model_dump() if memory else {},
+            "oom_kills": oom_kills() - self.oom_kills_before,
             "doing": dict(zip(supervisor.pids, activities, strict=False)),
             "restarts": self.restarts,
             "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
