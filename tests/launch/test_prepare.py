@@ -61,8 +61,6 @@ def test_an_edited_config_is_named_at_resume_and_accepted_only_where_it_is_asked
     assert "--set optimizer.lr=0.02" in caught.value.fix and "--set training.seed" not in caught.value.fix
     run.config_file.write_text(written.replace("lr: 0.01", "lr: 0.02"))
     assert changed_config(run, {"optimizer": {"lr": 0.02}}).optimizer.lr == 0.02
-    (run.attempts / "1" / "config.yaml").unlink()  # as in the folder of an earlier version
-    assert changed_config(run, {}).optimizer.lr == 0.02
 
 
 def test_a_resume_takes_a_moved_task_and_refuses_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

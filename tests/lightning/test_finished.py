@@ -16,8 +16,7 @@ from lockstep.errors import RankFailed
 from lockstep.lightning.cli import LockstepCLI, run
 from lockstep.rundir.folder import RunDir
 from tests.lightning.test_cli import write_config
-from tests.lightning.trainings import Breaking, make_trainer
-from tests.rundir.runs import make_run
+from tests.lightning.trainings import Breaking
 from tests.studio.serving import studio
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -61,24 +60,6 @@ def test_a_failed_fit_is_resumed_then_evaluated_and_exported(
     (tmp_path / "state" / "lockstep" / "known-tasks").write_text("\n".join(entries))
     assert main(["evaluate", "runs/out", "--split", "val"]) == 2
     assert "task.cli" in capsys.readouterr().err
-
-
-def test_an_older_fit_names_the_command_that_trains_it_on(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_run(tmp_path / "out")
-    folder.update(status="stopped")
-    trainer = make_trainer(tmp_path, [], max_epochs=1)
-    trainer.fit(Breaking())
-    trainer.save_checkpoint(folder.checkpoints / "epoch=0-step=4.ckpt")
-    config.rename(folder.cli_config_file)
-    for command in ("resume", "evaluate", "export"):
-        assert main([command, "./out", *(["--out", "exported"] if command == "export" else [])]) == 2
-        error = capsys.readouterr().err
-    trains_on = error.split("new run: lockstep ")[1].split(";")[0]
-    assert main(trains_on.split()) == 0
-    [after] = (tmp_path / "runs").iterdir()
-    assert [(row["epoch"], row["step"]) for row in RunDir.open(after).epochs()] == [(2, 8)]
 
 
 class OwnCLI(LockstepCLI):

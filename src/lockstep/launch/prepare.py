@@ -56,8 +56,8 @@ def settle(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> tuple[Task, RunConfig]:
     """The task as an object and the complete configuration: general defaults < the task's < what was given."""
-    given = overrides_of(config)
-    task_section = given.get("task") or {}
+    overrides = overrides_of(config)
+    task_section = overrides.get("task") or {}
     if not isinstance(task_section, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {task_section!r}", fix="write `task: {name: har}`")
     settings = {key: value for key, value in task_section.items() if key not in RESERVED}
@@ -78,12 +78,12 @@ def settle(
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": whole_name(name), **section_of(built)}
-    whole = resolve(nested(kind.defaults), {**given, "task": section})
+    whole = resolve(nested(kind.defaults), {**overrides, "task": section})
     if whole.data.data_dir is not None:
         data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
         whole = whole.model_copy(update={"data": data})
     named.add(code_in({"task": section, "optimizer": {"name": whole.optimizer.name}}))
-    whole = runner_of(built).complete(given, whole)
+    whole = runner_of(built).complete(overrides, whole)
     built._lockstep_data = data_settings(whole)
     return built, whole
 
@@ -95,9 +95,9 @@ def native_settings(
 
     The batch size per device is that of the module's training loader.
     """
-    given = overrides_of(config)
+    overrides = overrides_of(config)
     built, whole = settle(task, config)
-    return runner_of(built).native_settings(given, whole)
+    return runner_of(built).native_settings(overrides, whole)
 
 
 def prepare(

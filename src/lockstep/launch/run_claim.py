@@ -23,7 +23,7 @@ from lockstep.config import RunConfig, dump, one_micro_batch, resolve
 from lockstep.engine.resume import restoring
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
-from lockstep.errors import ConfigError, RunFolderError, UnsupportedError, printable
+from lockstep.errors import ConfigError, RunFolderError, printable
 from lockstep.launch.engines.record import is_own_job
 from lockstep.launch.prepare import settle
 from lockstep.planning import OrderPlan, Plan, ResumePoint
@@ -187,21 +187,20 @@ def changed_config(
     """
     record = run.read()
     edited = run.config()
-    recorded = (run.attempts / str(record.attempt) / run.config_file.name).exists()  # not by earlier versions
-    old = run.config(record.attempt) if recorded else edited
-    kept = {key: value for key, value in changes.items() if key != "save_dir"}
-    if isinstance(kept.get("task"), Mapping):
-        task = dict(kept["task"])
+    old = run.config(record.attempt) if record.attempt else edited
+    changed = {key: value for key, value in changes.items() if key != "save_dir"}
+    if isinstance(changed.get("task"), Mapping):
+        task = dict(changed["task"])
         if "name" in task:
             task["name"] = whole_name(str(task["name"]))
         for key, value in task.items():  # a path was recorded as an absolute one
             if isinstance(value, str | Path) and str(Path(value).absolute()) == old.task.settings.get(key):
                 task[key] = old.task.settings[key]
-        kept["task"] = task
+        changed["task"] = task
     new = resolve(
-        old.model_dump(mode="json"), kept, {} if devices is None else {"hardware": {"selected_devices": devices}}
+        old.model_dump(mode="json"), changed, {} if devices is None else {"hardware": {"selected_devices": devices}}
     )
-    new = one_micro_batch(kept, new)
+    new = one_micro_batch(changed, new)
     require_named(run, new.model_dump(mode="json"), changes, task_is_given=task_is_given)
     note_named(changes)
     fixed = {
@@ -261,16 +260,6 @@ def task_again(
     if task is not None:
         return task_of_run(settle(task, None)[0], config, as_given=True)
     name = config.task.name
-    if run.cli_config_file.exists():
-        files = [file for file in run.checkpoints.glob("*.ckpt") if file.exists()]
-        newest = max(files, key=lambda file: file.stat().st_mtime, default=run.checkpoints / "last.ckpt")
-        given = shlex.join(["--config", str(run.cli_config_file), "--ckpt_path", str(newest)])
-        raise UnsupportedError(
-            f"run {run.read().id} was made by `lockstep lightning fit` of an earlier version",
-            why="its checkpoints are files of Lightning's, which `load_from_checkpoint` reads",
-            fix=f"train on in a new run: lockstep lightning fit {given}; or evaluate it with "
-            "`lockstep lightning validate`",
-        )
     if (run.path / SCRIPT).exists():
         raise RunFolderError(
             f"the model of run {run.read().id} is made by the loop in {name}",
@@ -324,15 +313,28 @@ def resume_point(
             return None
         plan = plan_of(run_dir)
         start = run_dir.config().debug.start_position
-        where: dict[str, Any] = {"step": 0, "epoch": 0, "position": start, "samples_seen": 0}
-        where |= {"global_batch": plan.batch.global_batch, "order": plan.order}
-        return ResumePoint(**where, hold=hold)
+        return ResumePoint(
+            step=0,
+            epoch=0,
+            position=start,
+            samples_seen=0,
+            global_batch=plan.batch.global_batch,
+            order=plan.order,
+            hold=hold,
+        )
     manifest = store.manifest(step)
     with restoring(store.path_of(step)):
-        where = {name: manifest[name] for name in ("epoch", "position", "samples_seen", "global_batch")}
-        where |= {"fingerprint": manifest.get("fingerprint")}
-        order = OrderPlan.model_validate(manifest.get("order", {}))
-        return ResumePoint(step=step, order=order, **where, hold=hold, accept_data=accept_data)
+        return ResumePoint(
+            step=step,
+            epoch=manifest["epoch"],
+            position=manifest["position"],
+            samples_seen=manifest["samples_seen"],
+            global_batch=manifest["global_batch"],
+            order=OrderPlan.model_validate(manifest.get("order", {})),
+            fingerprint=manifest.get("fingerprint"),
+            hold=hold,
+            accept_data=accept_data,
+        )
 
 
 def plan_of(run_dir: RunDir) -> Plan:

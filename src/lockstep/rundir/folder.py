@@ -268,8 +268,6 @@ class RunDir:
 
     run_file = _In("run.json")
     config_file = _In("config.yaml")
-    #: Of LightningCLI; only its runs have one.
-    cli_config_file = _In("cli_config.yaml")
     heartbeat_file = _In("heartbeat.json")
     metrics_file = _In("metrics.json")
     steps_file = _In("steps.jsonl")

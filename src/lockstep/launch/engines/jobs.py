@@ -47,9 +47,9 @@ def job_of_settings(
     run_folder = absolute(config.save_dir or config.runs_dir / new_run_id())
     # The engine starts the ranks, which learn from it how many nodes there are.
     of_ranks = {key: value for key, value in settings.get("launch", {}).items() if key not in ("nodes", "rdzv")}
-    given = {**settings, "launch": of_ranks}
+    rank_settings = {**settings, "launch": of_ranks}
     job = Job(
-        command=training_command(config.task.name, given),
+        command=training_command(config.task.name, rank_settings),
         run_folder=run_folder,
         nodes=nodes,
         ranks_per_node=_ranks_per_node(config, gpus_per_node),

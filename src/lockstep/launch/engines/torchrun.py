@@ -162,7 +162,7 @@ def run_agent(rank: Rank, agent: Agent) -> None:
     thread = threading.Thread(target=_run_ranks, args=(agent, errors), name="lockstep-agent", daemon=True)
     with signals.held_back():
         thread.start()
-    asked: set[int] = set()
+    signalled: set[int] = set()
     # Torch waits for ever for another program that listens there.
     deadline = time.monotonic() + 2 * agent.rendezvous.join_timeout_s + AGENT_GRACE_S
     while thread.is_alive():
@@ -174,11 +174,11 @@ def run_agent(rank: Rank, agent: Agent) -> None:
             break
         if rank.stop.requested is not None and thread.is_alive():
             running = psutil.Process().children()
-            if not running and not asked:
+            if not running and not signalled:
                 raise signals.Stopped(signals.exit_code(rank.stop.requested))
             for process in running:
-                if process.pid not in asked:
-                    asked.add(process.pid)
+                if process.pid not in signalled:
+                    signalled.add(process.pid)
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(signal.SIGTERM)
     for error in errors:
@@ -242,8 +242,8 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
     except RendezvousConnectionError:
         errors.append(_no_answer(meeting))
     except RendezvousError:
-        what = f"the job has ended: no node can join it any more at {meeting.address}"
-        errors.append(_failure(folder, {}, what))
+        message = f"the job has ended: no node can join it any more at {meeting.address}"
+        errors.append(_failure(folder, {}, message))
     except Exception as error:  # torch's: no caller would receive it
         errors.append(RunError(f"the agent of {socket.gethostname()} failed: {type(error).__name__}: {error}"))
 

@@ -165,8 +165,8 @@ def is_lost_peer(type_name: str, message: str) -> bool:
 
 def expired_s(message: str) -> float | None:
     """The time-out of a collective call in the error of a rank that waited for another one; ``None``: another error."""
-    found = re.search(r"Timed out waiting (\d+)ms", message)
-    return int(found[1]) / 1000 if found else None
+    match = re.search(r"Timed out waiting (\d+)ms", message)
+    return int(match[1]) / 1000 if match else None
 
 
 def find_cause(text: str, signal_name: str | None = None) -> Cause | None:

@@ -61,8 +61,8 @@ class Standstill(FileContent):
         return f"{self.rank} on {self.node}" if self.node else f"{self.rank}"
 
 
-def standstill(rank: int, sign: Sign, stack: Stack, **known: Any) -> Standstill:
-    """From a rank's newest sign and the stack of its main thread; ``known``: the other fields."""
+def standstill(rank: int, sign: Sign, stack: Stack, **fields: Any) -> Standstill:
+    """From a rank's newest sign and the stack of its main thread; ``fields``: the other fields."""
     training = own_part(stack)
     return Standstill(
         rank=rank,
@@ -75,7 +75,7 @@ def standstill(rank: int, sign: Sign, stack: Stack, **known: Any) -> Standstill:
         in_framework=bool(stack) and stack[0].is_framework,
         in_user_code=any(not frame.is_library for frame in training),
         stack=tuple(map(str, training)),
-        **known,
+        **fields,
     )
 
 
@@ -116,10 +116,10 @@ class HangReport(FileContent):
         who = f"rank {first.name} has" if len(behind) == 1 else f"ranks {', '.join(r.name for r in behind)} have"
         if first.state == "stopped":
             return f"{who} sent no heartbeat for {silent}, in {first.doing}"
-        where = first.workers[0] if first.workers else first.place
+        location = first.workers[0] if first.workers else first.place
         if self.setting != HANG_TIMEOUT:
             silent = f"the {self.timeout_s:g} s of {self.setting}"
-        return f"{who} made no progress for {silent}, in {first.doing}{where and f': {where}'}"
+        return f"{who} made no progress for {silent}, in {first.doing}{location and f': {location}'}"
 
     @property
     def cause(self) -> Cause:
@@ -158,8 +158,8 @@ class HangReport(FileContent):
         lines = []
         for rank in self.ranks:
             state = "" if rank.state == "running" else f" ({rank.state})"
-            where = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
-            lines.append(f"  rank {rank.name}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {where}")
+            location = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
+            lines.append(f"  rank {rank.name}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {location}")
             lines += [f"    {worker}" for worker in rank.workers]
         behind = self.behind
         for rank in (*behind, *(other for other in self.ranks if other not in behind)):
@@ -188,13 +188,13 @@ class Silence:
     def __init__(self, pid: int, now: float) -> None:
         self._pid = pid
         self._since = now
-        self._seen: object = None
+        self._progress: object = None
 
     def update(self, sign: Sign, now: float) -> float:
         """Take the process's newest sign; seconds without progress."""
-        seen = sign.beats, saving_progress(self._pid, sign.writer) if sign.activity is Activity.SAVING else None
-        if seen != self._seen:
-            self._seen = seen
+        progress = sign.beats, saving_progress(self._pid, sign.writer) if sign.activity is Activity.SAVING else None
+        if progress != self._progress:
+            self._progress = progress
             self._since = now
         return now - self._since
 

@@ -200,10 +200,11 @@ def folded_traceback(error: BaseException) -> str:
         frames = list(described.stack)
         lines = ["Traceback (most recent call last):\n"] if frames else []
         for library, group in itertools.groupby(frames[:-1], lambda frame: _library_of(frame.filename)):
-            own = list(group)
-            lines += (
-                traceback.format_list(own) if library is None else [f"  … {many(len(own), 'frame')} of {library}\n"]
-            )
+            group_frames = list(group)
+            if library is None:
+                lines += traceback.format_list(group_frames)
+            else:
+                lines.append(f"  … {many(len(group_frames), 'frame')} of {library}\n")
         ends = list(described.format_exception_only())
         if not parts and isinstance(error, LockstepError):
             # A report ends with why and fix.
@@ -224,9 +225,9 @@ def involves_user_code(error: BaseException) -> bool:
 
 def _library_of(file: str) -> str | None:
     """The package that a source file belongs to; ``None`` for code of the user's."""
-    own = Path(__file__).parents[2]
-    if Path(file).is_relative_to(own):
-        return own.name
+    package = Path(__file__).parents[2]
+    if Path(file).is_relative_to(package):
+        return package.name
     for root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")):
         if file.startswith(root + os.sep):
             return Path(file).relative_to(root).parts[0].removesuffix(".py")
@@ -245,14 +246,14 @@ def clear(logs: Path) -> None:
 
 def read_launcher(run_dir: RunDir) -> LauncherLog:
     """What the launcher wrote about the latest start; empty where nothing can be read."""
-    found = (LauncherLog.read(path, _MAX_BYTES) for path in _find(run_dir.logs, LAUNCHER_FILE))
-    return next(filter(None, found), LauncherLog())
+    logs_read = (LauncherLog.read(path, _MAX_BYTES) for path in _find(run_dir.logs, LAUNCHER_FILE))
+    return next(filter(None, logs_read), LauncherLog())
 
 
 def read_errors(logs: Path) -> dict[int, RankError]:
     """The failures that ranks recorded, by rank."""
-    found = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
-    return {error.rank: error for error in found if error is not None}
+    errors = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
+    return {error.rank: error for error in errors if error is not None}
 
 
 def waited_s(logs: Path) -> float | None:
@@ -305,9 +306,9 @@ def _spare(logs: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{name}"
 
 
-def _is_own(place: Path) -> bool:
+def _is_own(folder: Path) -> bool:
     """Whether it exists and belongs to this user: the temporary folder is open to all users."""
     try:
-        return place.lstat().st_uid == os.getuid() and place.is_dir() and not place.is_symlink()
+        return folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
     except OSError:
         return False

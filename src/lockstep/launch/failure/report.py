@@ -163,9 +163,9 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         oom_killed = first.signal == "SIGKILL" and launcher.oom_kills
         cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
         cause = _with_less_memory(cause, run_dir, evaluating=first.evaluating)
-    others = tuple(rank for rank in ranks if rank is not first)
+    later_failures = tuple(rank for rank in ranks if rank is not first)
     number = launcher.ranks or len(ranks)
-    return FailureReport(number, first, others, cause, launcher.error, nccl_records=nccl_records)
+    return FailureReport(number, first, later_failures, cause, launcher.error, nccl_records=nccl_records)
 
 
 def _nccl_records(run_dir: RunDir) -> str:
@@ -181,9 +181,9 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
     if isinstance(error, LockstepError):
         return None
     records.log_traceback(run_dir.logs, 0, error)
-    own = records.describe(0, error)
-    cause = find_cause(f"{own.type}: {own.message}")
-    report = FailureReport(1, own, (), _with_less_memory(cause, run_dir, evaluating=own.evaluating))
+    failure = records.describe(0, error)
+    cause = find_cause(f"{failure.type}: {failure.message}")
+    report = FailureReport(1, failure, (), _with_less_memory(cause, run_dir, evaluating=failure.evaluating))
     _keep(run_dir, report.format())
     return report
 
@@ -212,14 +212,14 @@ def _keep(run_dir: RunDir, error: str) -> None:
 
 def task_failure(error: Exception) -> LockstepError | None:
     """The report of an error before there was a run, in the user's code or at a limit of the system; else ``None``."""
-    own = records.describe(0, error)
-    what = f"{own.type}: {own.message}"
-    cause = find_cause(what)
+    failure = records.describe(0, error)
+    message = f"{failure.type}: {failure.message}"
+    cause = find_cause(message)
     if records.involves_user_code(error):
-        what += f"\n{textwrap.indent(own.traceback.rstrip(), '  ')}"
+        message += f"\n{textwrap.indent(failure.traceback.rstrip(), '  ')}"
     elif cause is None or cause.key not in ("memory", "threads"):
         return None
-    return RunError(what, why=cause.title if cause else "", fix=cause.advice if cause else "")
+    return RunError(message, why=cause.title if cause else "", fix=cause.advice if cause else "")
 
 
 # --- how to need less memory ----------------------------------------------------------------------

@@ -124,12 +124,12 @@ class Watchdog(threading.Thread):
         store = self._store.clone()
         answers = dict[int, hang.Standstill]()
         until = time.monotonic() + _OTHERS_S
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
         with contextlib.suppress(RuntimeError, ValidationError):
             store.set(_ASKED, "")
-            while time.monotonic() < until and not all(rank in answers and answers[rank].stack for rank in others):
+            while time.monotonic() < until and not all(rank in answers and answers[rank].stack for rank in peers):
                 time.sleep(_LEAST_INTERVAL_S)
-                for rank in (rank for rank in others if store.check([_key(rank)])):
+                for rank in (rank for rank in peers if store.check([_key(rank)])):
                     answers[rank] = _Heartbeat.model_validate_json(store.get(_key(rank))).at
         if not answers:
             return None
@@ -140,13 +140,13 @@ class Watchdog(threading.Thread):
         if pause > self.interval_s + hang.OWN_PAUSE_S:  # this process had been stopped, or its machine
             self._silence.pause(pause)
         self._checked_at = now
-        own = self._own_heartbeat(now)
+        heartbeat = self._own_heartbeat(now)
         if self._store is not None:
-            self._store.set(_key(self._world.rank), own.model_dump_json())
-        if own.at.silent_s < self._timeout_s / 2:
+            self._store.set(_key(self._world.rank), heartbeat.model_dump_json())
+        if heartbeat.at.silent_s < self._timeout_s / 2:
             self._received = {}
             return None
-        ranks = {**self._others(now), self._world.rank: own}
+        ranks = {**self._others(now), self._world.rank: heartbeat}
         moving = [beat for beat in ranks.values() if beat.at.silent_s < self._timeout_s or beat.untimed]
         if len(ranks) < self._world.size or moving:  # some have not begun
             return None
@@ -162,19 +162,18 @@ class Watchdog(threading.Thread):
             self._workers = self._ask_workers() if hang.waits_for_data(sign, stack) else ()
         self._sent += 1
         node = self._host if self._world.nodes > 1 else ""
-        known = {"silent_s": silent_s, "workers": self._workers or (), "node": node}
-        at = hang.standstill(self._world.rank, sign, stack, **known)
+        at = hang.standstill(self._world.rank, sign, stack, silent_s=silent_s, workers=self._workers or (), node=node)
         limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
         untimed = self._timeout_s < limit_s and silent_s < limit_s
         return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
         """The last heartbeat of each other rank that has begun, with the time since it was received."""
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        if self._store is None or not others or not self._store.check([_key(rank) for rank in others]):
+        peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        if self._store is None or not peers or not self._store.check([_key(rank) for rank in peers]):
             return {}
-        found = {}
-        for rank, text in zip(others, self._store.multi_get([_key(rank) for rank in others]), strict=True):
+        heartbeats = {}
+        for rank, text in zip(peers, self._store.multi_get([_key(rank) for rank in peers]), strict=True):
             with contextlib.suppress(ValidationError):
                 beat = _Heartbeat.model_validate_json(text)
                 if self._received.get(rank, (0, now))[0] != beat.number:
@@ -184,8 +183,8 @@ class Watchdog(threading.Thread):
                 if state == "running" and age > max(hang.OWN_PAUSE_S, 3 * self.interval_s):
                     state = "unresponsive" if beat.host == self._host else "stopped"
                 at = beat.at.model_copy(update={"silent_s": beat.at.silent_s + age, "state": state})
-                found[rank] = beat.model_copy(update={"at": at})
-        return found
+                heartbeats[rank] = beat.model_copy(update={"at": at})
+        return heartbeats
 
 
 @contextmanager

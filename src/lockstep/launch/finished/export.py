@@ -73,9 +73,9 @@ def export(
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
-        tensors, others = by_file(snapshot.model)
+        tensors, extra_states = by_file(snapshot.model)
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, building / "weights.safetensors")
-        for name, state in others.items():
+        for name, state in extra_states.items():
             torch.save(state, building / f"{name}.pt")  # extra_state.pt
         trained = build_model(built)
         restore_weights(built, trained, snapshot, run.path)  # raises where the checkpoint is of another model

@@ -91,19 +91,19 @@ def asked_gpu() -> bool:
     return torch.cuda.is_initialized() or in_bad_fork()
 
 
-def fork(main: Callable[[], int], *, name: str, kept: Collection[int] = ()) -> Forked:
+def fork(main: Callable[[], int], *, name: str, open_files: Collection[int] = ()) -> Forked:
     """Call ``main``, which returns the exit code, in a child process that leads a session, as a new interpreter would.
 
     Call it with the stop signals blocked; the child unblocks them once it handles them. ``name``: of the process in
-    ``ps -o comm``, 15 characters. ``kept``: the files that stay open in the child, besides the standard ones.
+    ``ps -o comm``, 15 characters. ``open_files``: the files that stay open in the child, besides the standard ones.
     """
     flush()
     gc.freeze()  # a collection in the child would copy the pages that it shares
     pid = os.fork()
-    return Forked(pid) if pid else _be_child(main, name, kept)
+    return Forked(pid) if pid else _be_child(main, name, open_files)
 
 
-def _be_child(main: Callable[[], int], name: str, kept: Collection[int]) -> NoReturn:
+def _be_child(main: Callable[[], int], name: str, open_files: Collection[int]) -> NoReturn:
     code = 1
     try:
         os.setsid()
@@ -112,7 +112,7 @@ def _be_child(main: Callable[[], int], name: str, kept: Collection[int]) -> NoRe
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-            if fd > 2 and fd not in kept:
+            if fd > 2 and fd not in open_files:
                 with contextlib.suppress(OSError):  # that of the listing is closed
                     os.close(fd)
         logging.root.handlers.clear()
@@ -195,7 +195,7 @@ class ForkServer:
         with held_back():
             control, other = _pair()
             with other:
-                process = fork(lambda: serve(other), name="lockstep-forks", kept=(other.fileno(),))
+                process = fork(lambda: serve(other), name="lockstep-forks", open_files=(other.fileno(),))
             return cls(control, process, os.environ)
 
     def serves(self, environ: Mapping[str, str]) -> bool:
@@ -290,7 +290,7 @@ def serve(control: socket.socket) -> int:
 
 def _fork_launcher(function: str, fds: list[int], launchers: dict[Forked, socket.socket]) -> None:
     answers = socket.socket(fileno=fds.pop())
-    child = fork(lambda: _be_launcher(fds, function), name=LAUNCHER, kept=fds)
+    child = fork(lambda: _be_launcher(fds, function), name=LAUNCHER, open_files=fds)
     for fd in fds:
         os.close(fd)
     launchers[child] = answers

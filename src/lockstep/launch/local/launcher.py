@@ -420,8 +420,8 @@ def start_ranks(launch: Launch, group: Mapping[str, str], server: int) -> dict[i
         environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank)}
         if rank == 0:
             environ[STORE_FD] = str(server)
-        kept = (server,) if rank == 0 else ()
-        processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}", kept=kept)
+        open_files = (server,) if rank == 0 else ()
+        processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}", open_files=open_files)
     return processes
 
 

@@ -95,8 +95,8 @@ class Team:
             error = caught
         except Exception as caught:  # the other ranks must not wait for this one
             traceback.print_exc()
-            what = f"{type(caught).__name__}: {caught}"
-            error = RunError(what, why="the traceback is above, or in the rank's log")
+            message = f"{type(caught).__name__}: {caught}"
+            error = RunError(message, why="the traceback is above, or in the rank's log")
         self.end_if(self.collectives.all_gather(error))
         return result
 
@@ -112,12 +112,12 @@ class Team:
                     fix=error.fix,
                 )
 
-    def refuse_different(self, values: Mapping[int, str], what: str, *, why: str, fix: str) -> None:
+    def refuse_different(self, values: Mapping[int, str], difference: str, *, why: str, fix: str) -> None:
         """End every rank if ``values``, by rank, are not the same; every rank has the same ``values``."""
         nodes = {value: self.node_of(rank) for rank, value in sorted(values.items(), reverse=True)}
         if len(nodes) > 1:
             listed = ", ".join(f"{value} on {node}" for value, node in nodes.items())
-            self.end_if([ConfigError(f"the nodes {what}: {listed}", why=why, fix=fix)])
+            self.end_if([ConfigError(f"the nodes {difference}: {listed}", why=why, fix=fix)])
 
 
 def _prints(world: World) -> bool:
@@ -223,11 +223,11 @@ def _open_store(world: World, timeout_s: float) -> Store:
 def compared_settings(config: RunConfig) -> dict[str, str]:
     """Settings by dotted key, as JSON, that must be the same on all nodes."""
     flat = flattened(config.model_dump(mode="json"))
-    place, _, attribute = config.task.name.rpartition(":")
-    if place.endswith(".py"):  # the file's path may differ, its content must not
-        flat["task.name"] = f"{Path(place).name}:{attribute}"
+    file, _, attribute = config.task.name.rpartition(":")
+    if file.endswith(".py"):  # the file's path may differ, its content must not
+        flat["task.name"] = f"{Path(file).name}:{attribute}"
         with contextlib.suppress(OSError):
-            flat["task.name"] += f" (sha256 {hashlib.sha256(Path(place).read_bytes()).hexdigest()[:12]})"
+            flat["task.name"] += f" (sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]})"
     return {key: json.dumps(value) for key, value in flat.items() if key not in OWN_SETTINGS}
 
 
@@ -257,9 +257,9 @@ def _refuse_differences(members: Sequence[Member], *, prints: bool) -> None:
         keys = sorted({*first.compared, *member.compared})
         pairs = {key: [other.compared.get(key, "not there") for other in (first, member)] for key in keys}
         differing = [
-            f"{key} is {one} on {first.host}, {other} on {member.host}"
-            for key, (one, other) in pairs.items()
-            if one != other
+            f"{key} is {first_value} on {first.host}, {other} on {member.host}"
+            for key, (first_value, other) in pairs.items()
+            if first_value != other
         ]
         raise ConfigError(
             f"rank {member.rank} on node {member.host} would train something else than rank 0 on node {first.host}",

@@ -95,7 +95,7 @@ class Start:
     restarted: Restarted | None = None
 
 
-class Found(NamedTuple):
+class NodeRun(NamedTuple):
     """A run that a node has found. ``step``: the last one that it had finished."""
 
     run_id: str
@@ -134,8 +134,8 @@ def prepare_together(
 
     ``claim`` gets the claim on a run that is resumed.
     """
-    run, run_id, found = _agree(team, config, request.resume, request.previous)
-    if not found:
+    run, run_id, node_runs = _agree(team, config, request.resume, request.previous)
+    if not node_runs:
         return begin_attempt(team, run, task, config, request, new_id=run_id)
     whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.world.is_main)
     shared = team.collectives.broadcast(whole)
@@ -145,7 +145,7 @@ def prepare_together(
     task = run_claim.task_of_run(task, config, as_given=request.as_given)
     team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
     start = begin_attempt(team, run, task, config, request)
-    restarted = _restarted(found, config.launch.max_restarts, start)
+    restarted = _restarted(node_runs, config.launch.max_restarts, start)
     return replace(start, restarted=restarted if team.world.is_main else None)
 
 
@@ -184,13 +184,13 @@ def begin_attempt(
     return Start(run, task, config, planned.datasets, planned.plan, planned.attempt, planned.step)
 
 
-def _restarted(found: Sequence[Found], allowed: int, start: Start) -> Restarted | None:
+def _restarted(node_runs: Sequence[NodeRun], allowed: int, start: Start) -> Restarted | None:
     """The event of a restart, after which ``start`` resumes; ``None``: the ranks start for the first time."""
-    previous = [node.previous for node in found if node.previous is not None]
+    previous = [node.previous for node in node_runs if node.previous is not None]
     if not previous:
         return None
     reason = next(filter(None, (node.reason for node in previous)), "a node was lost, or joined")
-    lost_steps = max(0, max(node.step for node in found) - start.step)
+    lost_steps = max(0, max(node.step for node in node_runs) - start.step)
     number = max(1, *(node.restarts for node in previous))
     return Restarted(number, allowed, start.attempt, start.step, lost_steps, reason)
 
@@ -207,39 +207,39 @@ def agreed_folder(
 
     ``create`` makes the folder of a new run with this id.
     """
-    run, run_id, found = _agree(team, config, resume)
+    run, run_id, node_runs = _agree(team, config, resume)
     is_main = team.me.rank == 0
-    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=bool(found) and is_main)
-    team.together(lambda: create(config, run_id), here=is_main and not found)
-    return run, bool(found)
+    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=bool(node_runs) and is_main)
+    team.together(lambda: create(config, run_id), here=is_main and not node_runs)
+    return run, bool(node_runs)
 
 
 def _agree(
     team: Team, config: RunConfig, resume: bool, previous: PreviousStart | None = None
-) -> tuple[RunDir, str, list[Found]]:
+) -> tuple[RunDir, str, list[NodeRun]]:
     """Find the run to resume, or name a new one; its folder, its id, and the runs that the nodes found. Collective.
 
     Raises :class:`UsageError`: the nodes found different runs, one that is still running, or see different folders.
     """
     is_first_start = not any(team.collectives.all_gather(previous is not None))
 
-    def look() -> Found | None:
+    def look() -> NodeRun | None:
         run = run_claim.existing_run(config, resume) if is_first_start else previous and RunDir.open(Path(previous.run))
         if run is None:
             return None
         beat = run.progress()
-        return Found(run.read().id, beat.step if beat else 0, previous)
+        return NodeRun(run.read().id, beat.step if beat else 0, previous)
 
     everywhere = team.collectives.all_gather(team.together(look, here=team.is_lead))
-    found = {rank: node for rank, node in enumerate(everywhere) if node is not None}
+    runs_by_rank = {rank: node for rank, node in enumerate(everywhere) if node is not None}
     team.refuse_different(
-        {rank: node.run_id for rank, node in found.items()},
+        {rank: node.run_id for rank, node in runs_by_rank.items()},
         "have different runs",
         why="the ranks can resume only one",
         fix="name a --save-dir on storage that all nodes share",
     )
     new_id = team.collectives.broadcast(new_run_id(config.save_dir))
-    run_id = next((node.run_id for node in found.values()), new_id)
+    run_id = next((node.run_id for node in runs_by_rank.values()), new_id)
     path = absolute(config.save_dir or config.runs_dir / run_id)
     for rank, sharing in enumerate(team.collectives.all_gather(lowest_sharing(team, path))):
         if sharing != 0:
@@ -249,7 +249,7 @@ def _agree(
                 fix="name a --save-dir on storage that all nodes share",
             )
             team.end_if([*[None] * rank, error])
-    return RunDir(path), run_id, list(found.values())
+    return RunDir(path), run_id, list(runs_by_rank.values())
 
 
 def lowest_sharing(team: Team, path: Path) -> int:

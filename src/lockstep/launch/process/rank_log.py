@@ -129,17 +129,17 @@ def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
     before, mark, after = text.rpartition(f"{MARK}rank ")
     if mark and f"{MARK}process " not in after:
         text = before
-    _, mark, own = text.rpartition(f"{MARK}process ")
-    lines = own.split("\n")[1:] if mark else text.split("\n")
+    _, mark, output = text.rpartition(f"{MARK}process ")
+    lines = output.split("\n")[1:] if mark else text.split("\n")
     drawn = (line.rstrip().rsplit("\r", 1)[-1] for line in lines)  # a progress bar redraws its line
-    found = [line for line in drawn if line]
-    crash = next((place for place, line in enumerate(found) if line.startswith("Fatal Python error")), None)
+    printed = [line for line in drawn if line]
+    crash = next((row for row, line in enumerate(printed) if line.startswith("Fatal Python error")), None)
     if crash is None:
-        return tuple(found[-count:])
-    threads = [place for place, line in enumerate(found) if place > crash and line.startswith(("Thread", "Current"))]
-    current = [place for place in threads if found[place].startswith("Current")] or threads[-1:]
-    words = found[max(0, crash + 1 - count // 2) : crash + 1]
-    return (*words, *(found[current[0] :][: count - len(words)] if current else ()))
+        return tuple(printed[-count:])
+    threads = [row for row, line in enumerate(printed) if row > crash and line.startswith(("Thread", "Current"))]
+    current = [row for row in threads if printed[row].startswith("Current")] or threads[-1:]
+    words = printed[max(0, crash + 1 - count // 2) : crash + 1]
+    return (*words, *(printed[current[0] :][: count - len(words)] if current else ()))
 
 
 # --- stacks ----------------------------------------------------------------------------------------
@@ -200,16 +200,16 @@ def ask_stacks(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Sta
                 log.write(f"{MARK}rank {rank} {title}\n")
             starts[rank] = log_file(logs, rank).stat().st_size
             os.kill(pid, SIGNAL)
-    asked = delivered = time.monotonic()
-    found: dict[int, Stack] = {}
-    while len(found) < len(starts) and time.monotonic() < delivered + WAIT_S:
+    requested_at = delivered_at = time.monotonic()
+    stacks_by_rank: dict[int, Stack] = {}
+    while len(stacks_by_rank) < len(starts) and time.monotonic() < delivered_at + WAIT_S:
         time.sleep(0.1)  # also for what comes after the first lines
-        pending = any(_has_signal(pids[rank], "ShdPnd:") for rank in starts.keys() - found)
-        if pending and delivered < asked + _DELIVERY_S:
-            delivered = time.monotonic()
+        pending = any(_has_signal(pids[rank], "ShdPnd:") for rank in starts.keys() - stacks_by_rank)
+        if pending and delivered_at < requested_at + _DELIVERY_S:
+            delivered_at = time.monotonic()
         stacks = {rank: parse_stack(_read(log_file(logs, rank), start)) for rank, start in starts.items()}
-        found = {rank: stack for rank, stack in stacks.items() if stack}
-    return found
+        stacks_by_rank = {rank: stack for rank, stack in stacks.items() if stack}
+    return stacks_by_rank
 
 
 def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
@@ -218,17 +218,17 @@ def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
     Workers are forked, so they have the rank's answer to :data:`SIGNAL`, and write to the rank's log; one after the
     other, as long as they answer.
     """
-    found: list[str] = []
-    begun = time.monotonic()
+    descriptions: list[str] = []
+    started_at = time.monotonic()
     for worker in _workers(pid):
-        if time.monotonic() > begun + WAIT_S:  # the caller has to check the ranks, too
+        if time.monotonic() > started_at + WAIT_S:  # the caller has to check the ranks, too
             break
         with contextlib.suppress(psutil.Error):
             title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
             stack = ask_stacks({rank: worker.pid}, logs, title).get(rank, ())
-            where = f"is at {place_of(stack)}" if stack else f"does not answer; its state: {worker.status()}"
-            found.append(f"its loader's worker {worker.pid} {where}")
-    return tuple(found)
+            position = f"is at {place_of(stack)}" if stack else f"does not answer; its state: {worker.status()}"
+            descriptions.append(f"its loader's worker {worker.pid} {position}")
+    return tuple(descriptions)
 
 
 def _workers(pid: int) -> list[psutil.Process]:
@@ -257,15 +257,15 @@ def _read(log: Path, start: int) -> str:
 
 def parse_stack(text: str) -> Stack:
     """The frames of the thread that the signal came to, as ``faulthandler`` wrote them; () while incomplete."""
-    _, found, own = text.rpartition("Current thread ")
-    if not found or not own.endswith("\n"):
+    _, mark, thread = text.rpartition("Current thread ")
+    if not mark or not thread.endswith("\n"):
         return ()
     frames = []
-    for line in own.splitlines()[1:]:
+    for line in thread.splitlines()[1:]:
         frame = _FRAME.match(line)
         if frame is None:
             break
-        file, function = (_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text) for text in frame.group(1, 3))
+        file, function = (_ESCAPED.sub(lambda match: chr(int(match[0][2:], 16)), text) for text in frame.group(1, 3))
         frames.append(Frame(file, int(frame["line"]), function))
     return tuple(frames)
 

@@ -73,7 +73,7 @@ def begin_attempt(
     plan, number, *_ = plan_together(
         joined.team,
         run,
-        PlanRequest(task, config, joined.placement, datasets, is_resume=joined.found),
+        PlanRequest(task, config, joined.placement, datasets, is_resume=joined.is_resume),
         partial(record_attempt, run, config),
         partial(of_session, schedule=prepared.schedule()),
     )

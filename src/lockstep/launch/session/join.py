@@ -69,7 +69,7 @@ class Started:
     """
 
     rank: Rank
-    given: Mapping[str, Any]
+    settings: Mapping[str, Any]
     resumes: bool
     has_session: bool = False
     on_session: Callable[[], None] = lambda: None
@@ -79,16 +79,16 @@ class Started:
 started: list[Started] = []
 
 
-def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings ``given`` in a script, overridden by those that its ranks were started with.
+def with_settings_of_launch(script_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``script_settings``, overridden by those that its ranks were started with.
 
     Raises :class:`ConfigError`: one of the script is for the launcher, which has started without it.
     """
     if not started:
-        return dict(given)
-    chosen = started[0].given
+        return dict(script_settings)
+    chosen = started[0].settings
     defaults = RunConfig().launch.model_dump()
-    for key, value in given.get("launch", {}).items():
+    for key, value in script_settings.get("launch", {}).items():
         if key not in chosen.get("launch", {}) and value != defaults.get(key, value):
             raise ConfigError(
                 f"launch.{key} = {value} has no effect in lockstep.Session(...)",
@@ -96,19 +96,19 @@ def with_settings_of_launch(given: Mapping[str, Any]) -> dict[str, Any]:
                 fix=f"give it where the ranks are started: lockstep run script.py --set launch.{key}={value}, or "
                 f"Session.launch(function, config={{'launch.{key}': {value!r}}})",
             )
-    return merge(given, chosen)
+    return merge(script_settings, chosen)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank of a session before its plan is made. ``found``: the run has been trained before, and is resumed."""
+    """A rank of a session before its plan is made. ``is_resume``: the run has been trained before."""
 
     run_dir: RunDir
     world: World
     placement: Placement
     team: Team
     stop: StopRequest
-    found: bool
+    is_resume: bool
 
     @property
     def collectives(self) -> Any:

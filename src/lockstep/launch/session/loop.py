@@ -43,17 +43,17 @@ _UNUSED = {
 class Loop:
     """Behind :class:`lockstep.Session`, which says what its methods do.
 
-    ``given`` are the settings that differ from the defaults; ``ending`` is closed at the end of the session. What
+    ``overrides`` are the settings that differ from the defaults; ``ending`` is closed at the end of the session. What
     trains (``training``) is there once the first loop over batches has begun: from its data the plan is made.
     """
 
     def __init__(
-        self, joined: Joined, config: RunConfig, given: Mapping[str, Any], device: torch.device, ending: ExitStack
+        self, joined: Joined, config: RunConfig, overrides: Mapping[str, Any], device: torch.device, ending: ExitStack
     ) -> None:
         self.joined = joined
         self.config = config
         self.device = device
-        self._given = given
+        self._overrides = overrides
         self._ending = ending
         self.prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
         self.resumed = Resumed(joined)
@@ -116,17 +116,17 @@ class Loop:
     def _begin(self) -> None:
         """Restore what the run has saved, if it is resumed. Collective."""
         self.prepared.check()
-        self.resumed.begin(self.prepared.container(), found=self.joined.found, init_from=self.config.init_from)
+        self.resumed.begin(self.prepared.container(), found=self.joined.is_resume, init_from=self.config.init_from)
 
     # Epochs.
 
     def epochs(self, number: int | None) -> Iterator[int]:
-        given = self._given.get("training", {}).get("epochs")
-        self._epochs = number if given is None and number is not None else self.config.training.epochs
+        epochs_setting = self._overrides.get("training", {}).get("epochs")
+        self._epochs = number if epochs_setting is None and number is not None else self.config.training.epochs
         self._begin()
         if self._left is not None:
             self._end_epoch(self._left)
-        self._over = self._is_over() if self.joined.found else ""
+        self._over = self._is_over() if self.joined.is_resume else ""
         if self._over:
             self._leave(self._over)
         return self._walk_epochs(0 if self._over else self._epochs)
@@ -292,13 +292,15 @@ class Loop:
         self._begin()
         joined = self.joined
         optimizer = next(iter(self.prepared.optimizers.values()))
-        has_size = "batch_size" in self._given.get("training", {})
+        has_size = "batch_size" in self._overrides.get("training", {})
         # A warm-up is at 0 now.
         rates = (float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
         lr = next(filter(None, rates), 0.0)
         config = sized(self.config, has_batch_size=has_size, ranks=joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
-        unused = [f"{part}.{key}" for part, keys in _UNUSED.items() for key in keys & self._given.get(part, {}).keys()]
+        unused = [
+            f"{part}.{key}" for part, keys in _UNUSED.items() for key in keys & self._overrides.get(part, {}).keys()
+        ]
         if unused:
             joined.note(
                 "unused",
@@ -371,7 +373,7 @@ class Loop:
     def _evaluation_batch_size(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
         training = self.config.training
-        if training.global_batch_size is None or "batch_size" in self._given.get("training", {}):
+        if training.global_batch_size is None or "batch_size" in self._overrides.get("training", {}):
             return training.batch_size
         parts = max((request[2] or 1 for _, request in self._feeds.values()), default=training.accumulate)
         return -(-training.global_batch_size // parts)
@@ -383,7 +385,7 @@ class Loop:
         training = self.training
         if training is None:
             run = self.joined.run_dir
-            is_changed = not self.joined.found or ((error or self._over) and run.read().status != "completed")
+            is_changed = not self.joined.is_resume or ((error or self._over) and run.read().status != "completed")
             if self.joined.world.is_main and is_changed:
                 run.update(status="failed" if error else "completed", error=error and str(error))
             return

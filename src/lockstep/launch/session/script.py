@@ -25,9 +25,14 @@ from lockstep.rundir.origin import Script, require_script_named, script_of
 
 
 def run_script(
-    path: Path, arguments: Sequence[str], given: Mapping[str, Any], *, resume: bool = False, needs_session: bool = False
+    path: Path,
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    needs_session: bool = False,
 ) -> tuple[RunDir, int]:
-    """Run a script on every device that ``given`` names, a process for each; the run and the exit code.
+    """Run a script on every device that ``settings`` names, a process for each; the run and the exit code.
 
     ``needs_session``: refuse a script without one at its first step, and print its output to standard error.
     Raises :class:`LockstepError`: there is no such script, a setting is wrong, the folder cannot be used, or a rank
@@ -35,16 +40,16 @@ def run_script(
     """
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
-    script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), given)
+    script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), settings)
     run, code, _ = _start(
-        _run_script, script[:3], given, path.name, script=script, resume=resume, needs_session=needs_session
+        _run_script, script[:3], settings, path.name, script=script, resume=resume, needs_session=needs_session
     )
     return run, code
 
 
-def several_devices(given: Mapping[str, Any], consequence: str) -> list[str]:
-    """The devices that ``given`` names. Raises :class:`ConfigError`: fewer than two; ``consequence`` is its text."""
-    devices = given.get("hardware", {}).get("selected_devices") or ()
+def several_devices(settings: Mapping[str, Any], consequence: str) -> list[str]:
+    """The devices that ``settings`` names. Raises :class:`ConfigError`: fewer than two; ``consequence`` is its text."""
+    devices = settings.get("hardware", {}).get("selected_devices") or ()
     names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else list(devices)
     if len(names) < 2:
         reason = f"the devices are {', '.join(names) or 'not given'}"
@@ -59,16 +64,16 @@ def resume_session(run: RunDir, overrides: Mapping[str, Any], devices: str | Non
         return None
     require_script_named(run, script, overrides)
     changes = merge(overrides, {} if devices is None else {"hardware": {"selected_devices": devices}})
-    given = merge(merge(script.given, changes), {"save_dir": str(run.path)})
+    settings = merge(merge(script.given, changes), {"save_dir": str(run.path)})
     with contextlib.chdir(script.folder):
-        return run_script(Path(script.path), script.arguments, given, resume=True)[1]
+        return run_script(Path(script.path), script.arguments, settings, resume=True)[1]
 
 
 def call_on_ranks(
-    function: Callable[..., Any], arguments: Sequence[Any], given: Mapping[str, Any], resume: bool
+    function: Callable[..., Any], arguments: Sequence[Any], settings: Mapping[str, Any], resume: bool
 ) -> Any:
     """See :meth:`lockstep.Session.launch`."""
-    _, code, results = _start(function, arguments, given, getattr(function, "__name__", "function"), resume=resume)
+    _, code, results = _start(function, arguments, settings, getattr(function, "__name__", "function"), resume=resume)
     if code:
         raise RanksStopped(code)
     return results[0]
@@ -77,7 +82,7 @@ def call_on_ranks(
 def _start(
     function: Callable[..., Any],
     arguments: Sequence[Any],
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     name: str,
     *,
     script: Script | None = None,
@@ -85,8 +90,8 @@ def _start(
     needs_session: bool = False,
 ) -> tuple[RunDir, int, list[Any]]:
     """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and their results."""
-    given = merge({"task": {"name": name}}, given)
-    config = resolve(given)
+    settings = merge({"task": {"name": name}}, settings)
+    config = resolve(settings)
     for key in ("max_restarts", "nodes", "rdzv"):
         if getattr(config.launch, key) != type(config.launch).model_fields[key].default:
             raise ConfigError(
@@ -113,7 +118,7 @@ def _start(
                 _as_rank,
                 function,
                 tuple(arguments),
-                dict(given),
+                dict(settings),
                 is_resume,
                 needs_session,
                 folder=run,
@@ -150,7 +155,7 @@ def _as_rank(
     rank: Rank,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    given: dict[str, Any],
+    settings: dict[str, Any],
     is_resume: bool,
     needs_session: bool,
 ) -> Any:
@@ -180,7 +185,7 @@ def _as_rank(
             )
 
     watch = register_optimizer_step_pre_hook(at_first_step)  # removed by a session: it would slow down every step
-    started[:] = [Started(rank, given, is_resume, on_session=watch.remove)]
+    started[:] = [Started(rank, settings, is_resume, on_session=watch.remove)]
     try:
         result = function(*arguments)
     except Stopped:
