@@ -22,7 +22,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (14, 1, 1.5, 32, 11, 2.3, 6),
+    "all": (14, 1, 1.5, 32, 7, 1.5, 5),
     "_compat": (0, 2, 0, 0, 6, 0, 0),
     "audit": (0, 0, 0.6, 1, 0, 0, 0),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
@@ -33,7 +33,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "events.py": (0, 0, 0, 0, 0, 0, 0),
     "hardware": (0, 0, 0, 0, 0, 3, 0),
     "lab": (6, 1, 0.5, 7, 6, 2, 0),
-    "launch": (2, 1, 0.6, 3, 26, 8, 10),
+    "launch": (2, 1, 0.6, 3, 2, 2, 2),
     "lightning": (3, 1, 5, 1, 12, 0, 5),
     "planning": (1, 0, 0, 1, 0, 0, 0),
     "readers": (0, 2, 0, 0, 0, 0, 0),

@@ -1,4 +1,4 @@
-"""Starting and resuming runs: what the command line and the library call."""
+"""Starting and resuming runs, for the command line and the library."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]
 def settle(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> tuple[Task, RunConfig]:
-    """The task as an object and the complete configuration: general defaults < the task's < what was given."""
+    """The task as an object and the complete configuration: general defaults < the task's < those of ``config``."""
     overrides = overrides_of(config)
     task_section = overrides.get("task") or {}
     if not isinstance(task_section, Mapping):
@@ -91,7 +91,7 @@ def settle(
 def native_settings(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
-    """``config`` with which Lockstep's own loop trains a ``LightningModule``; unchanged for another task.
+    """``config`` with which Lockstep's loop trains a ``LightningModule``; unchanged for another task.
 
     The batch size per device is that of the module's training loader.
     """

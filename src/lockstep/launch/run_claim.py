@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or that of an unfinished run; where it resumes, and what may change then."""
+"""The folder of a run: a new one, or that of an unfinished run; the position to resume from, and permitted changes."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def changed_config(
 
 
 def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """``new``: ``old`` with what the user asks for."""
+    """``new``: ``old`` with the changes of the user."""
     keys = [key for key in {**old, **edited} if edited.get(key) != old.get(key) == new.get(key)]
     settable = [key for key in keys if not key.startswith(("task.", "training.seed", "training.lanes"))]
     if keys:
@@ -285,7 +285,7 @@ def task_again(
 
 
 def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -> Task:
-    """The task with the run's own settings: made again from its class, or the caller's object if it has them."""
+    """The task with the run's settings: made again from its class, or the caller's object if it has them."""
     if not as_given or isinstance(task, type):
         refuse_unrecorded(config.task.model_dump())
         task = make_task(task if isinstance(task, type) else type(task), config.task.settings)

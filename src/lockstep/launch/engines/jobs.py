@@ -194,7 +194,7 @@ def stop(handle: JobHandle, timeout_s: float) -> str:
         raise RunFolderError(
             f"{_name(handle)}, which {RunDir(handle.run_folder).job_file} names, was not submitted from here",
             why="a run folder from elsewhere could name any job",
-            fix="end it where it was submitted, or with the engine's command",
+            fix="end it on the machine that submitted it, or with the engine's command",
         )
     engine = find_engine(handle.engine).make()
     run = RunDir(handle.run_folder)

@@ -94,7 +94,7 @@ def train_as_node_rank(rank: worker.Rank) -> int:
         start = prepare_together(team, load_task(folder, config), config, request, ending)
         runs.append(start.run)
         if world.is_main:
-            start.run.update(command=folder.read().command)  # what the user typed, not what started this process
+            start.run.update(command=folder.read().command)  # the user's command, not that of this process
             records.clear(start.run.logs)
             records.write(start.run.logs / records.LAUNCHER_FILE, {"ranks": world.size})
         if world.local_rank == 0:

@@ -1,6 +1,6 @@
 """Engine ``ray``: Ray Train places the ranks, starts them again after a failure, and changes their number.
 
-Each of Ray's workers starts its rank as a process, as torchrun does, and waits for its end. So a rank has its own main
+Each of Ray's workers starts its rank as a process, as torchrun does, and waits for its end. So a rank has a main
 thread, signals and group of processes, and nothing in it depends on Ray. The command that submitted the job supervises
 it: the job ends with this command.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.errors import RankFailed, RunError, UnsupportedError, UsageError, many
+from lockstep.errors import RankFailed, RunError, UsageError, many
 from lockstep.launch.engines.spec import AttachedEngine, EngineOption, EngineSpec, Job
 from lockstep.launch.failure.causes import find_cause
 from lockstep.launch.process.signals import exit_code
@@ -41,13 +41,6 @@ _OUTPUT_INTERVAL_S = 0.2
 
 class Ray(AttachedEngine):
     """A Ray cluster, as a driver on one of its machines sees it."""
-
-    def manifest(self, job: Job) -> str:
-        raise UnsupportedError(
-            "--print has nothing to print",
-            why="a job of Ray is submitted by the command itself",
-            fix="leave --print out; `ray job submit -- lockstep train … --on ray` runs the command on the cluster",
-        )
 
     def check(self, job: Job) -> None:
         """Refuse resources that are no numbers, and a machine without Ray."""

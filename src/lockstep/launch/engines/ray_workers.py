@@ -1,4 +1,4 @@
-"""What runs in Ray's own processes: each worker starts its rank, the controller has ranks saved before it ends them.
+"""Code in Ray's processes: each worker starts its rank, the controller has ranks saved before it ends them.
 
 Imports Ray; :mod:`lockstep.launch.engines.ray` is its only user.
 """
@@ -39,7 +39,7 @@ class RankEnded(Exception):
 
     Attributes:
         exit_code: of its process, negative for a signal.
-        traceback: the traceback that it printed; empty where it was killed.
+        traceback: the traceback that it printed; empty if it was killed.
     """
 
     def __init__(self, exit_code: int, traceback: str) -> None:

@@ -42,7 +42,7 @@ def was_submitted_here(handle: JobHandle) -> bool:
 
 
 def handle_of(run: RunDir) -> JobHandle | None:
-    """The job that the run was submitted as; ``None`` where it was not."""
+    """The job that the run was submitted as; ``None``: it was not submitted."""
     record = JobRecord.read(run.job_file, max_bytes=4096)
     return None if record is None else JobHandle(engine=record.engine, id=record.id, run_folder=run.path)
 

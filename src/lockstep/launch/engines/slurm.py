@@ -1,4 +1,4 @@
-"""Engine ``slurm``: a batch script, submitted with SLURM's own commands.
+"""Engine ``slurm``: a batch script, submitted with SLURM's commands.
 
 The script can be kept, edited and submitted again; on the run folder of an unfinished run it resumes from the latest
 checkpoint. The meaning of its lines: ``man sbatch``, ``man srun``.

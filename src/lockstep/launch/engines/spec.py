@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.errors import ConfigError, LockstepError, UnsupportedError, UsageError
 
 #: Modules of this package; each has a ``SPEC``.
 BUILT_IN = ("torchrun", "slurm", "ray", "k8s")
@@ -126,11 +126,18 @@ class Engine(Protocol):
         """Ask for a checkpoint and the end of the job, or take it out of the queue; does not wait for the end."""
 
     def logs(self, handle: JobHandle) -> Iterator[str]:
-        """The job's output. Each piece is what is new since the piece before; it may be empty."""
+        """The job's output. Each piece is new since the piece before; it may be empty."""
 
 
 class AttachedEngine:
     """Base of engines whose job ends with its command: :meth:`Engine.submit` returns the exit code, not a handle."""
+
+    def manifest(self, job: Job) -> str:
+        raise UnsupportedError(
+            "--print has nothing to print",
+            why="no script or document is submitted: the command itself runs the job",
+            fix="leave --print out; docs/clusters.md has the commands of each engine",
+        )
 
     def status(self, handle: JobHandle) -> JobStatus:
         raise NotImplementedError("the job ends with its command")
@@ -139,7 +146,7 @@ class AttachedEngine:
         raise NotImplementedError("the job ends with its command")
 
     def logs(self, handle: JobHandle) -> Iterator[str]:
-        raise NotImplementedError("the ranks print to the terminal of their command")
+        raise NotImplementedError("the job ends with its command")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +161,7 @@ class EngineOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is, as properties that other modules ask for.
+    """Properties of an engine that other modules ask for.
 
     Attributes:
         name: the value of ``--on``. ``summary``: for its help.

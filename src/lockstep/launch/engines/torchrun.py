@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from lockstep.config import LaunchConfig, RunConfig
-from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, UnsupportedError, many
+from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, many
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
 from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
@@ -97,13 +97,6 @@ class Rendezvous:
 
 class Torchrun(AttachedEngine):
     """torch's elastic agents, one on each node; each is a process of this node's command."""
-
-    def manifest(self, job: Job) -> str:
-        raise UnsupportedError(
-            "--print has nothing to print",
-            why="the ranks of --nodes are started from each machine's terminal",
-            fix="see docs/clusters.md for the command of torchrun",
-        )
 
     def check(self, job: Job) -> None:
         """Refuse an address where no agents can meet."""

@@ -85,7 +85,7 @@ _BY_TEXT = {
     r"Trying to backward through the graph a second time": Cause(
         "second-backward",
         "the backward pass ran already: Task.loss called backward(), or kept a tensor of the step before",
-        "remove backward() from the task, which Lockstep calls, and detach() what is kept between steps",
+        "remove backward() from the task, which Lockstep calls, and detach() tensors that are kept between steps",
     ),
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver"
     r"|Expected all tensors to be on the same device": Cause(

@@ -141,7 +141,7 @@ class HangReport(FileContent):
         elif first and not first.stack:
             title = "its process does not answer: native code keeps the interpreter, or the kernel blocks it"
             fix = "fix or avoid that call"
-            check = "`py-spy dump --native --pid` shows where it is"
+            check = "`py-spy dump --native --pid` shows its calls"
         elif first and not first.in_framework:
             title = "it is blocked there; the other ranks are waiting for it"
             fix = "fix that line"
@@ -315,7 +315,7 @@ def saving_progress(pid: int, writer: int) -> tuple[int, float]:
 
 
 def _bytes_moved(thread: Path) -> int:
-    """What a thread has read and written; see proc_pid_io(5)."""
+    """Bytes that a thread has read and written; see proc_pid_io(5)."""
     with contextlib.suppress(OSError, KeyError):  # it has ended, or this kernel does not count
         counters = dict(line.split(": ") for line in (thread / "io").read_text().splitlines())
         return int(counters["rchar"]) + int(counters["wchar"])

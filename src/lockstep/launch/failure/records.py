@@ -1,7 +1,7 @@
-"""What a start of all ranks records in the run's ``logs/``; :mod:`lockstep.launch.failure.report` reads it.
+"""Records of a start of all ranks in the run's ``logs/``; :mod:`lockstep.launch.failure.report` reads it.
 
-A rank that fails writes its own error (``rank-<r>.error.json``); the launcher writes how each process ended
-(``launcher.json``), since one that is killed writes nothing; what a rank printed last is in its log. Where the run
+A rank that fails writes its error (``rank-<r>.error.json``); the launcher writes how each process ended
+(``launcher.json``), since one that is killed writes nothing; a rank's last output is in its log. Where the run
 folder cannot be written (full, read-only, removed), both go to a spare place, which the next launch empties.
 """
 
@@ -45,12 +45,12 @@ from lockstep.rundir.heartbeat import Activity, pulse
 LAUNCHER_FILE = "launcher.json"
 
 _MAX_BYTES = 4 << 20
-#: Errors whose text is enough, without the place in Lockstep where they were raised.
+#: Errors whose text is enough, without a traceback.
 _EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
 
 
 class RankError(FileContent):
-    """How one rank failed: ``rank-<r>.error.json``, or what the launcher knows of a rank that has left none.
+    """How one rank failed: ``rank-<r>.error.json``, or the launcher's knowledge of a rank that has left none.
 
     ``time``: the earliest that is possible, in seconds since the epoch. ``error``: a Lockstep error as
     :meth:`lockstep.errors.LockstepError.as_dict`. ``exit_code`` is negative for a signal. ``last_lines``: of its log.
@@ -86,7 +86,7 @@ class RankError(FileContent):
 
     @property
     def is_collateral(self) -> bool:
-        """Whether this is what the failure of another rank looks like from here."""
+        """Whether the failure of another rank has this effect."""
         if self.type:
             return is_lost_peer(self.type, self.message)
         return self.ended_by_launcher or (self.signal == "SIGABRT" and is_lost_peer("", "\n".join(self.last_lines)))
@@ -148,7 +148,7 @@ class LauncherLog(FileContent):
     oom_kills: int = 0
 
 
-# --- what a rank knows about itself ---------------------------------------------------------------
+# --- in a rank -----------------------------------------------------------------------------------
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -245,7 +245,7 @@ def clear(logs: Path) -> None:
 
 
 def read_launcher(run_dir: RunDir) -> LauncherLog:
-    """What the launcher wrote about the latest start; empty where nothing can be read."""
+    """Read the launcher's record of the latest start; empty if it cannot be read."""
     logs_read = (LauncherLog.read(path, _MAX_BYTES) for path in _find(run_dir.logs, LAUNCHER_FILE))
     return next(filter(None, logs_read), LauncherLog())
 
@@ -295,7 +295,7 @@ def _find(logs: Path, pattern: str) -> list[Path]:
 
 
 def clear_spare(logs: Path) -> None:
-    """Remove what was written to the spare place."""
+    """Remove the files in the spare place."""
     if _is_own(_spare(logs)):
         shutil.rmtree(_spare(logs), ignore_errors=True)
 

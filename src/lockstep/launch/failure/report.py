@@ -1,6 +1,6 @@
 """The report of a failed attempt: which rank failed first, why, and how to fix it.
 
-What is known of a start comes from :mod:`lockstep.launch.failure.records`; what usual causes look like, from
+The records of a start come from :mod:`lockstep.launch.failure.records`, the usual causes from
 :mod:`lockstep.launch.failure.causes`.
 """
 
@@ -103,7 +103,7 @@ class FailureReport:
     def as_error(self) -> LockstepError:
         """The report as an exception, whose text is the whole report.
 
-        A usage error of a rank is raised as what it was, with its exit code.
+        A usage error of a rank is raised again, with its exit code.
         """
         if self.first and self.first.is_usage_error and self.first.error:
             return error_of(self.first.error)

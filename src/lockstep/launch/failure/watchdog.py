@@ -1,7 +1,7 @@
 """Hangs where no launcher sees all ranks: under ``torchrun``, ``srun`` and on several nodes every rank checks itself.
 
 A thread of each rank sends heartbeats with the rank's activity to the others, over the store. A rank that has made no
-progress for half the time-out reads those of the others. When no rank makes progress, each writes what it knows to its
+progress for half the time-out reads those of the others. When no rank makes progress, each writes a report to its
 log, one prints the report (or each records it for its launcher), and the processes end. A rank whose collective call
 has expired asks the others for their stacks in the same way, and reports the one that it has waited for.
 
@@ -50,7 +50,7 @@ _ASKED = "lockstep/watchdog/asked"
 
 
 class _Heartbeat(FileContent):
-    """What a rank sends to the others. ``number`` grows with each; ``untimed``: its activity may take longer.
+    """Message of a rank to the others. ``number`` grows with each; ``untimed``: its activity may take longer.
 
     ``host``, ``pid``: its process, whose state can be read on that host.
     """
@@ -65,8 +65,8 @@ class _Heartbeat(FileContent):
 class Watchdog(threading.Thread):
     """Checks this process's progress. Use :func:`watched`.
 
-    ``store``: of the ranks, if there are several; used over a separate connection. ``hung``: called once, with what is
-    known of every rank, and whether this rank is the one to print it. ``workers``: returns where its loader's are.
+    ``store``: of the ranks, if there are several; used over a separate connection. ``hung``: called once, with the
+    report on all ranks, and whether this rank is to print it. ``workers``: returns where its loader's are.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ def _key(rank: int) -> str:
 
 
 def main_stack() -> Stack:
-    """Where this process's main thread is in Python, innermost call first."""
+    """The Python stack of this process's main thread, innermost call first."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = traceback.walk_stack(main) if main is not None else ()
     return tuple(Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in calls)
@@ -240,7 +240,7 @@ def watched(
 ) -> Iterator[None]:
     """Inside, this process ends with exit code 1 when no rank has made progress for ``timeout_s``.
 
-    So it does where a collective call has expired, and another rank answers where it is.
+    It also ends when a collective call has expired and another rank reports its position.
     It and its loader workers write their stacks to the rank's log on request. The run's folder gets the stacks, too,
     and rank 0 records the failure in it. ``launcher``: where a launcher reads of failures, which it prints.
     """

@@ -134,7 +134,7 @@ def _write_pretrained(model: nn.Module, task: Task, folder: Path) -> None:
 
 
 def _listed(state: Any) -> Any:
-    """Tensors as lists: what the task learned about its data (mean, deviation, classes), for people without torch."""
+    """Convert tensors to lists, such as mean, deviation and classes of the data, for people without torch."""
     if isinstance(state, dict):
         return {key: _listed(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -145,7 +145,7 @@ def _write_program(model: nn.Module, inputs: Inputs, folder: Path) -> None:
     args, kwargs = inputs
 
     def plain(_model: nn.Module, _args: Any, output: Any) -> Any:
-        """A program that returned a library's own type (transformers' ModelOutput) would need that library."""
+        """A program that returned a type of a library (transformers' ModelOutput) would need that library."""
         if not isinstance(output, dict) or type(output) is dict:
             return None
         return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}

@@ -40,7 +40,7 @@ from lockstep.launch.process.signals import STOP_SIGNALS, held_back
 
 #: Variables that count when a process starts; a server serves launches with the same ones.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
-#: Of these, what each launcher and rank sets for itself.
+#: Those of them that each launcher and rank sets for itself.
 _LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: The process name of a launcher.
 LAUNCHER = "lockstep-launch"
@@ -254,7 +254,7 @@ def server_for(environ: Mapping[str, str]) -> ForkServer:
 
 
 def fork_server_here() -> None:
-    """Make the fork server of this process a fork of it: what is imported by now is not imported again.
+    """Make the fork server of this process a fork of it: modules that are imported by now are not imported again.
 
     Only for a process with one thread that has computed nothing with torch, such as the command line's.
     """

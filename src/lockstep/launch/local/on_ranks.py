@@ -68,7 +68,7 @@ def run_on_ranks(
     Raises:
         LockstepError: a rank failed; which one and why. RanksStopped: a stop was requested.
     """
-    import cloudpickle  # by reference where a function can be imported, by value where it lives in a script
+    import cloudpickle  # by reference where a function can be imported, by value if it is in a script
 
     file = folder.path / _CALL_FILE
     file.write_bytes(cloudpickle.dumps((function, arguments)))

@@ -1,4 +1,4 @@
-"""The ranks of several processes meet: which ranks, on which nodes, and whether their settings are the same.
+"""Rendezvous: exchange ranks, nodes and settings, and refuse differences.
 
 Over the store of the process group, before there is a group: so that a difference is reported by name, instead of as a
 time-out of ranks that wait for different things.
@@ -59,7 +59,7 @@ class Member:
 
 
 class Team:
-    """All ranks of a start, by node, and what they do together. ``leads``: the first rank of each node.
+    """All ranks of a start, by node, and their collective calls. ``leads``: the first rank of each node.
 
     ``store``: where several ranks have met, for a group of another backend and for heartbeats.
     """
@@ -121,7 +121,7 @@ class Team:
 
 
 def _prints(world: World) -> bool:
-    """Lockstep's own launcher prints each error once, from any rank; elsewhere every rank prints."""
+    """Whether this rank prints errors: the launcher of Lockstep prints each once, from any rank."""
     return world.local_rank == 0 or world.launcher in {"lockstep", "--nodes"}
 
 
@@ -193,7 +193,7 @@ def _address() -> str:
 
 @contextmanager
 def _said(world: World, timeout_s: float) -> Iterator[None]:
-    """Says that this process waits for others, where it has to for longer than ranks take to start."""
+    """Print that this process waits for others, once it waits longer than ranks take to start."""
     text = f"rank {world.rank} waits at {_address()} for all {world.size} ranks, up to {timeout_s:g} s. "
     timer = threading.Timer(WAITS_S, warn, [text + "To train without others, unset RANK and WORLD_SIZE"])
     timer.daemon = True

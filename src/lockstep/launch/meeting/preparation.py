@@ -278,7 +278,7 @@ def lowest_sharing(team: Team, path: Path) -> int:
             with contextlib.suppress(OSError):
                 probes[team.me.rank].unlink()
     of_node = lowest[next(lead for lead in team.leads if team.members[lead].node_rank == team.me.node_rank)]
-    assert of_node is not None, "the first rank of a node sees its own file"
+    assert of_node is not None, "the first rank of a node sees its file"
     return of_node
 
 

@@ -1,1 +1,1 @@
-"""What every process of a launch has: its environment, signals and log."""
+"""Environment, signals and log of every process of a launch."""

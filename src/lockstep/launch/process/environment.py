@@ -44,13 +44,13 @@ def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]
     from lockstep.hardware.network import GLOO_INTERFACE
     from lockstep.hardware.world import RANK_VARIABLES
 
-    # What an outer launcher set for the caller does not apply to the caller's ranks.
+    # Variables that an outer launcher set for the caller do not apply to the caller's ranks.
     outer = {*RANK_VARIABLES, LAUNCHER_PID, *(key for key in base if key.startswith("TORCHELASTIC_"))}
     environ = {key: value for key, value in base.items() if key not in outer}
     path = [os.path.abspath(entry or os.curdir) for entry in caller_path if isinstance(entry, str)]
     environ |= {LAUNCHER: "1", LAUNCH_ID: launch_id, SYS_PATH: json.dumps(path)}
-    # PYTHONPATH stands before Python's own folders, so it gets what was before them; it has no form for a folder with
-    # a colon, of which ranks learn from SYS_PATH.
+    # PYTHONPATH stands before the folders of Python, so it gets the entries before them; it has no form for a folder
+    # with a colon, which ranks read from SYS_PATH.
     first = [entry for entry in takewhile(str(Path(os.__file__).parent).__ne__, path) if os.pathsep not in entry]
     first += filter(None, base.get("PYTHONPATH", "").split(os.pathsep))
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))

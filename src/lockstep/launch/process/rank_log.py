@@ -1,4 +1,4 @@
-"""A rank's log, ``logs/rank-<r>.log``: what the rank prints, and on request where in Python its threads are.
+"""A rank's log, ``logs/rank-<r>.log``: its output and, on request, the stacks of its threads.
 
 ``faulthandler`` writes the stacks when a signal comes, which works in native code too, and while another thread has
 the interpreter.
@@ -44,7 +44,7 @@ _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _LOADERS = tuple(str(Path(_PACKAGE, name)) for name in ("data/loader.py", "lightning/dataloaders.py"))
 _COLLECTIVES = str(Path(_PACKAGE, "engine", "distributed"))
 _START = f"{_PACKAGE}{os.sep}launch{os.sep}"
-#: Names that torch's own decorators have in a stack.
+#: Names of torch's decorators in a stack.
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_fn"})
 
 
@@ -54,7 +54,7 @@ def log_file(logs: Path, rank: int) -> Path:
 
 @contextmanager
 def rank_output(logs: Path, rank: int) -> Iterator[None]:
-    """Send what this rank prints to its log, below the file descriptors, so native code's output too.
+    """Send this rank's output to its log, below the file descriptors: that of native code too.
 
     Rank 0 keeps its terminal; its log gets a copy of Python's warnings and log records. All is as before on leaving.
     """
@@ -111,14 +111,14 @@ def _copied_to(log: TextIO) -> Iterator[None]:
 
 
 def flush() -> None:
-    """Write out what this process's standard streams hold back."""
+    """Flush this process's standard streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """The last lines that a rank wrote since it began; Lockstep's own, its traceback included, left out.
+    """The last lines that a rank wrote since it began, without those of Lockstep, its traceback among them.
 
     Of a crash in native code, the words before it and the innermost Python calls.
     """

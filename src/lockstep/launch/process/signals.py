@@ -31,7 +31,7 @@ STOPPED = (exit_code(signal.SIGINT), exit_code(signal.SIGTERM))
 
 
 class Stopped(SystemExit):
-    """Ends what a rank runs, which has stopped in good order; ``code`` is the exit code of the process."""
+    """Ends the function of a rank that has stopped in good order; ``code`` is the exit code of the process."""
 
 
 class StopRequest:
@@ -41,8 +41,8 @@ class StopRequest:
     ignored, as of a shell's background job, stays so.
 
     A context manager; outside the main thread, where Python allows no handlers, only :meth:`request` asks for a stop.
-    One may be installed inside another: what the outer one had received counts for the inner one, and the other way
-    round once the inner one is restored.
+    One may be installed inside another: a signal that the outer one had received counts for the inner one, and
+    the other way round once the inner one is restored.
     """
 
     #: The handled signals, and the SIGINT that raises.
@@ -164,15 +164,15 @@ class CommandInterrupt(StopRequest):
 
 @functools.cache
 def _end_forks_at_sigterm() -> None:
-    """Let SIGTERM end what is forked, such as a task's ``multiprocessing.Pool``, which is ended so and waited for."""
+    """Let SIGTERM end forks, such as those of a task's ``multiprocessing.Pool``, which ends them so and waits."""
     masks = threading.local()  # one that is sent at once waits
     ending = (signal.SIGTERM, signal.SIGHUP)
 
     def before() -> None:
-        masks.own = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+        masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
 
     def after() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.own)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.previous)
 
     def after_in_child() -> None:
         for signum in ending:

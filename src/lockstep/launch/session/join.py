@@ -185,7 +185,7 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
         if value not in (default, *(_STRATEGIES if name == "strategy" else ())):
             raise UnsupportedError(
                 f"{key} = {value} is not for a session",
-                why="it is for the loop of a lockstep.Task, and the script has its own",
+                why="it is for the loop of a lockstep.Task, and the script has another one",
                 fix=f"{instead}, or train a lockstep.Task",
             )
 

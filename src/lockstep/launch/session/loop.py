@@ -1,4 +1,4 @@
-"""A session's loop on one rank: what is prepared, where the loop is, and how its run begins and ends."""
+"""A session's loop on one rank: prepared models, the position of the loop, begin and end of its run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.planning.loader import sized
 from lockstep.rundir.heartbeat import Activity, pulse
 
 _SPLITS = ("train_", "val_", "test_")
-#: Beside the parts of a step, what is seeded before an epoch and after a loop over batches.
+#: Parts besides those of a step: draws before an epoch, and after a loop over batches.
 _EPOCH, _AFTER = -1, -2
 #: Settings that a loop has no use for, by section.
 _UNUSED = {
@@ -100,8 +100,8 @@ class Loop:
     def look(self, call: str, tensor: Tensor, first: int) -> Callable[[], None]:
         """A function that reports the positions of the other ranks while ``call`` waits.
 
-        Type and shape, from the dimension ``first`` on, are compared now, but not in steps that take what the first
-        steps took.
+        Type and shape, from the dimension ``first`` on, are compared now, but not in steps that repeat the first
+        ones.
         """
         training = self.training
         ranks = self.ranks
@@ -114,7 +114,7 @@ class Loop:
         return report
 
     def _begin(self) -> None:
-        """Restore what the run has saved, if it is resumed. Collective."""
+        """Restore the saved state of a resumed run. Collective."""
         self.prepared.check()
         self.resumed.begin(self.prepared.container(), found=self.joined.is_resume, init_from=self.config.init_from)
 
@@ -175,7 +175,7 @@ class Loop:
         self.is_done = True
 
     def _draws(self, number: int, part: int) -> None:
-        """Seed what the loop draws outside of the bodies over batches, alike on all ranks."""
+        """Seed the draws of the loop outside of the bodies over batches, alike on all ranks."""
         if self.training is None:
             SeededDraws(self.config.training.seed, [self.device])(number, part)
         else:
