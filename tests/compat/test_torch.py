@@ -206,11 +206,6 @@ def test_loader_workers() -> None:
     compat.child_handler_set(was_set)
 
 
-def test_memory_of_a_gpu_is_recorded_only_on_one() -> None:
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        assert callable(getattr(torch.cuda.memory, name))
-
-
 def in_ranks(rank: int, size: int) -> tuple[list[float], bool, list[float]]:
     model = nn.Linear(1, 2, bias=False)
     with torch.no_grad():

@@ -387,14 +387,3 @@ def pinned(batch: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)
-
-
-def record_memory(max_entries: int | None) -> None:
-    """Record up to ``max_entries`` allocations of the GPU; ``None`` stops."""
-    enabled: Any = None if max_entries is None else "all"
-    torch.cuda.memory._record_memory_history(enabled, max_entries=max_entries or sys.maxsize)
-
-
-def dump_memory(path: str) -> None:
-    """Write what :func:`record_memory` has recorded, for https://docs.pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(path)

@@ -30,9 +30,11 @@ REMOVED = {
     "telemetry.upload_every_epochs": "leave it out; storage.mirror copies each checkpoint when it is complete",
     "telemetry.csv": "leave it out; pandas.DataFrame(lockstep.Run(RUN).steps).to_csv(FILE) writes one",
     "telemetry.forecast": "leave it out; compare the forecast with samples_per_s of `lockstep show`",
+    "telemetry.memory_snapshot": "call torch.cuda.memory._record_memory_history() and _dump_snapshot() in the task",
     "telemetry.monitor": "use telemetry.system_metrics",
     "training.engine": "leave it out; `lockstep lightning fit` trains a LightningModule",
     "pipeline.in_process": "leave it out: a pipeline has one process per device",
+    "optimizer.layer_decay": "return parameter groups with their rates from Task.optimizer()",
     "training.cuda_graphs": "use training.compile=true with training.compile_mode=reduce-overhead",
 }
 

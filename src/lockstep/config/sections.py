@@ -78,7 +78,7 @@ def _strategy_schema(schema: dict[str, Any]) -> None:
 
 
 #: Optimizers by name; others are named by their class.
-OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adafactor", "lion")
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 
 
 def _optimizer(value: str) -> str:
@@ -226,8 +226,7 @@ class TrainingConfig(Section):
 class OptimizerConfig(Section):
     name: Annotated[str, AfterValidator(_optimizer)] = setting(
         "adamw",
-        f"{', '.join(OPTIMIZERS)}, or any class as package.module:Class; muon: for matrices of hidden layers, adamw "
-        "for all else. A task may define another",
+        f"{', '.join(OPTIMIZERS)}, or any class as package.module:Class. A task may define another",
         json_schema_extra={"enum": list(OPTIMIZERS)},
     )
     lr: float = setting(1e-3, "learning rate per optimizer step; used unchanged unless lr_scaling is set", gt=0)
@@ -237,12 +236,9 @@ class OptimizerConfig(Section):
     weight_decay_on: Literal["all", "matrices"] = setting(
         "all", "matrices: norms and biases (less than two dimensions) have no weight decay"
     )
-    layer_decay: float = setting(
-        1.0, "factor of the rate from a block (Task.blocks) to the one before it; fine-tuning: 0.65 to 0.9", gt=0, le=1
-    )
-    betas: tuple[Beta, Beta] = setting((0.9, 0.999), "adam, adamw, lion, and muon's adamw", of="adam adamw muon lion")
-    eps: float = setting(1e-8, "adam, adamw, and muon's adamw", of="adam adamw muon", gt=0)
-    momentum: float = setting(0.9, "sgd and muon", of="sgd muon", ge=0, lt=1)
+    betas: tuple[Beta, Beta] = setting((0.9, 0.999), "adam and adamw", of="adam adamw")
+    eps: float = setting(1e-8, "adam and adamw", of="adam adamw", gt=0)
+    momentum: float = setting(0.9, "sgd", of="sgd", ge=0, lt=1)
     nesterov: bool = setting(False, "sgd", of="sgd")
     options: dict[str, Any] = setting({}, "further arguments of the optimizer's class, by name")
     lr_scaling: Literal["none", "linear", "sqrt"] = setting(
@@ -393,7 +389,6 @@ class TelemetryConfig(Section):
     mlflow_experiment: str = setting("lockstep", "the MLflow experiment", min_length=1)
     profile: str | None = setting(None, "A:B records steps A to B with torch's profiler, in profile/; unset: off")
     profile_ranks: Annotated[tuple[int, ...], BeforeValidator(_listed)] = setting((0,), "ranks that profile records")
-    memory_snapshot: bool = setting(False, "on a GPU, write the allocations to profile/ when memory runs out")
     record_samples: bool = setting(False, "record the sample indices of every step (for audits and tests)")
 
     @field_validator("profile", mode="before")

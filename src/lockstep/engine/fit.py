@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.checkpoint.writer import Steady
 from lockstep.data.requests import Source, Window
 from lockstep.data.stream import Stream
-from lockstep.engine.diagnostics.profiler import memory_snapshot, profiled
+from lockstep.engine.diagnostics.profiler import profiled
 from lockstep.engine.diagnostics.step_trace import Trace
 from lockstep.engine.parts import Parts
 from lockstep.engine.resume import load_best
@@ -161,11 +161,10 @@ class TaskTraining(Training):
         self._task._lockstep_context.is_training = True
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
-        settings = rank.config.telemetry
-        with contextlib.closing(loader), memory_snapshot(rank) if settings.memory_snapshot else nullcontext():
+        with contextlib.closing(loader):
             windows = self._begin_windows(walk(rank.plan, rank.world, **start))
             steps = training_steps(self._parts, windows, batches, lambda: log.requests(state.step + 1))
-            with profiled(rank, steps, state.step) if settings.profile else nullcontext(steps) as watched:
+            with profiled(rank, steps, state.step) if rank.config.telemetry.profile else nullcontext(steps) as watched:
                 for step in watched:
                     log.step(step.window.size, batches.waited_s())
                     self._end_window(step)

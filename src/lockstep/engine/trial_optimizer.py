@@ -18,9 +18,9 @@ from lockstep.engine.trained import bare, build_model
 def check_configured_optimizer(task: Task, config: RunConfig) -> None:
     """Raise a rank's error if the configured optimizer cannot be made for the task's model."""
     settings = config.optimizer
-    if settings.name not in ("adamw", "adam", "sgd") or settings.options or settings.layer_decay < 1:
+    if settings.name not in ("adamw", "adam", "sgd") or settings.options:
         with compiler_not_imported():
-            build_optimizer(settings, blueprint(task), settings.lr, task)
+            build_optimizer(settings, blueprint(task), settings.lr)
 
 
 def optimizer_facts(task: Task, model: nn.Module, untried: Task) -> tuple[float | None, bool]:

@@ -14,7 +14,7 @@ from lockstep.planning.decision import decide
 from lockstep.planning.notes import changed_keys, refuse, unused
 
 #: Decisions about parts of Lockstep's loop that Lightning's Trainer replaces.
-_UNUSED = ("warmup", "channels_last", "data_device", "one_message", "weight_decay", "layer_decay")
+_UNUSED = ("warmup", "channels_last", "data_device", "one_message", "weight_decay")
 _BY_MODULE = {
     "lr": "the module's configure_optimizers() sets it",
     "schedule": "the module's configure_optimizers() sets it",

@@ -50,7 +50,6 @@ TITLES = {
     "averaging": "averaged weights",
     "channels_last": "layout of convolutions",
     "data_device": "training data",
-    "layer_decay": "rates by depth",
     "lr": "learning rate",
     "matmul_precision": "float32 products",
     "one_message": "gradients",

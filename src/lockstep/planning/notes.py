@@ -175,7 +175,7 @@ def _check_divided(config: RunConfig, placement: Placement, facts: TaskFacts) ->
     spec = placement.spec
     is_sharded = spec.state == "sharded"
     offloads_on_cpu = "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu"
-    needs_matrices = is_sharded and optimizer in ("muon", "adafactor") and facts.optimizer_lr is None
+    needs_matrices = is_sharded and optimizer == "adafactor" and facts.optimizer_lr is None
     blocks = "blocks are compiled one by one, as their parameters are gathered between them"
     refused = {
         "training.compile": (training.compile and not is_sharded, "its stages are called one by one, not as the model"),

@@ -120,7 +120,7 @@ def make_plan(
         order_decision,
         *course.decisions,
         _parameters(facts),
-        *_rates_and_decay(inputs),
+        *_weight_decay(inputs),
         *_compiled(inputs, batch),
         *_averaging(inputs, course.schedule.total_steps),
         _reproducibility(inputs),
@@ -334,27 +334,18 @@ def _parameters(facts: TaskFacts) -> Decision:
     )
 
 
-def _rates_and_decay(inputs: PlanInputs) -> list[Decision]:
-    """Decide which parameters the configured optimizer decays, and learning rates by depth."""
+def _weight_decay(inputs: PlanInputs) -> list[Decision]:
+    """Decide which parameters the configured optimizer decays."""
     config = inputs.config.optimizer
-    if inputs.facts.optimizer_lr is not None:
+    if inputs.facts.optimizer_lr is not None or not config.weight_decay:
         return []
-    decisions = []
-    if config.weight_decay:
-        vectors = f"{inputs.facts.vectors:,} of norms and biases"
-        decay = decide(
-            "weight_decay",
-            (config.weight_decay_on == "all", config.weight_decay, f"on all parameters, the {vectors} included"),
-            (True, config.weight_decay, f"optimizer.weight_decay_on is matrices: the {vectors} have none"),
-        )
-        decisions.append(decay)
-    if config.layer_decay != 1:
-        reason = (
-            f"each block has {config.layer_decay:g} of the rate of the next block; the rate shown is that of the "
-            "output layer"
-        )
-        decisions.append(decide("layer_decay", (True, config.layer_decay, reason)))
-    return decisions
+    vectors = f"{inputs.facts.vectors:,} of norms and biases"
+    decay = decide(
+        "weight_decay",
+        (config.weight_decay_on == "all", config.weight_decay, f"on all parameters, the {vectors} included"),
+        (True, config.weight_decay, f"optimizer.weight_decay_on is matrices: the {vectors} have none"),
+    )
+    return [decay]
 
 
 def _compiled(inputs: PlanInputs, batch: BatchPlan) -> list[Decision]:
@@ -400,7 +391,7 @@ def _reproducibility(inputs: PlanInputs) -> Decision:
 
 def moments_of(optimizer: OptimizerConfig) -> int:
     """Count the numbers of optimizer state for each parameter."""
-    return {"sgd": int(optimizer.momentum > 0), "lion": 1, "adafactor": 0}.get(optimizer.name, 2)
+    return {"sgd": int(optimizer.momentum > 0), "adafactor": 0}.get(optimizer.name, 2)
 
 
 def choose_form(setting: str, strategy: StrategySpec, parameters: int, optimizer: OptimizerConfig) -> Decision:

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import lockstep
-from lockstep import Loss
 from lockstep.config import resolve
-from lockstep.errors import ConfigError, RunError
-from lockstep.events import Note
-from tests.attempts import attempt
+from lockstep.errors import ConfigError
 from tests.e2e.test_train import train as train_by_command
 from tests.toys import Toy
 
@@ -88,22 +83,3 @@ def test_what_is_no_range_of_steps_is_refused(value: object) -> None:
 def test_ranks_are_numbers_or_a_list_of_them() -> None:
     found = [resolve({"telemetry": {"profile_ranks": ranks}}).telemetry.profile_ranks for ranks in ("0,2", 1, [0, 1])]
     assert found == [(0, 2), (1,), (0, 1)]
-
-
-def test_a_memory_snapshot_on_a_cpu_has_no_effect_and_says_so(tmp_path: Path) -> None:
-    _, events = attempt(Toy, tmp_path, training={"max_steps": 1}, telemetry={"memory_snapshot": True})
-    assert [event.level for event in events if isinstance(event, Note) and "memory_snapshot" in event.text] == ["info"]
-    assert not (tmp_path / "profile").exists()
-
-
-class Greedy(Toy):
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        torch.empty(1 << 50, device=batch[0].device)
-        return super().loss(model, batch)
-
-
-@pytest.mark.gpu
-def test_a_memory_snapshot_when_the_gpu_is_full(tmp_path: Path) -> None:
-    with pytest.raises((torch.cuda.OutOfMemoryError, RunError)):
-        lockstep.train(Greedy, save_dir=tmp_path / "run", devices="gpu:0", telemetry={"memory_snapshot": True})
-    assert (tmp_path / "run" / "profile" / "rank-0-memory.pickle").stat().st_size > 0

@@ -1,4 +1,4 @@
-"""``--profile A:B``: some steps under torch's profiler, and what filled a GPU's memory when it ran out."""
+"""``--profile A:B``: some steps under torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep._compat.torch import dump_memory, record_memory
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.rank_context import RankContext
 from lockstep.errors import StorageError, many
@@ -22,8 +21,6 @@ from lockstep.rundir.heartbeat import Activity, pulse
 
 #: Operators in the table for people; the JSON has all of them.
 TABLE_ROWS = 40
-#: Allocations and releases that a memory snapshot looks back on.
-_HISTORY = 100_000
 T = TypeVar("T")
 
 
@@ -133,27 +130,3 @@ def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
         }
         for event in sorted(averages, key=lambda event: -getattr(event, order))
     ]
-
-
-@contextmanager
-def memory_snapshot(rank: RankContext) -> Iterator[None]:
-    """For ``telemetry.memory_snapshot``: write ``rank-<r>-memory.pickle`` when the GPU's memory runs out inside.
-
-    For https://docs.pytorch.org/memory_viz. The error is raised again.
-    """
-    if rank.device.type != "cuda":
-        rank.note("profile", "telemetry.memory_snapshot has no effect: it records the memory of GPUs.")
-        yield
-        return
-    record_memory(_HISTORY)
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError:
-        try:
-            rank.run_dir.profile.mkdir(exist_ok=True)
-            dump_memory(str(rank.run_dir.profile / f"rank-{rank.world.rank}-memory.pickle"))
-        except OSError as error:  # the error that ended the run is reported anyway
-            rank.note("profile", f"The memory snapshot could not be written: {error}")
-        raise
-    finally:
-        record_memory(None)

@@ -1,22 +1,18 @@
-"""The configured optimizer of a model: torch's, Lion, any class by its path, and Muon with AdamW beside it."""
+"""The configured optimizer of a model: one of torch's, or any class by its path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from lockstep._compat.torch import has_scheduler, take_step
+from lockstep._compat.torch import has_scheduler
 from lockstep.config import OptimizerConfig
 from lockstep.config.sections import OPTIMIZERS
-from lockstep.engine.partition import blocks_of
-from lockstep.engine.task import Task
-from lockstep.engine.trained import bare
 from lockstep.errors import ConfigError, TaskError, UnsupportedError, many
 
 
@@ -96,7 +92,7 @@ def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> No
         )
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: Task | None = None) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
     """The configured optimizer over all parameters, fused where torch has a fused kernel.
 
     Frozen ones have no gradient, and are left alone until they are unfrozen.
@@ -104,11 +100,6 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: 
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
     fused = fused and not sparse_layers(model)
-    rates: dict[int, float] = {}
-    if task is not None and config.layer_decay < 1:
-        rates = _rates(config.layer_decay, model, blocks_of(task, bare(model)))
-    if config.name == "muon":
-        return _muon(config, model, parameters, lr, rates, fused=fused)
     if config.name == "sgd":
         # A parameter that is divided among ranks is a DTensor, for which torch has no such kernel.
         fused = fused and not any(hasattr(p, "device_mesh") for p in parameters)
@@ -118,14 +109,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, task: 
     if not names:
         taken = signature(make).parameters
         settings = {name: value for name, value in settings.items() if name in taken or "kwargs" in taken}
-    return _made(config, make, _grouped(config, parameters, lr, rates), settings, model)
-
-
-def _made(
-    config: OptimizerConfig, make: Callable[..., Optimizer], groups: Any, settings: dict[str, Any], model: nn.Module
-) -> Optimizer:
     try:
-        made = make(groups, **{**settings, **config.options})
+        made = make(_grouped(config, parameters), **{**settings, **config.options})
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"the optimizer {config.name} cannot be made with these settings",
@@ -137,38 +122,13 @@ def _made(
     return made
 
 
-def _rates(decay: float, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, float]:
-    """The factor of the learning rate of each parameter, by its ``id``: 1 at the output, ``decay`` one block before.
-
-    Parameters before the first block are one block deeper than it, others outside are at the output.
-    """
-    block_depths = {id(p): depth for depth, block in enumerate(blocks, start=1) for p in block.parameters()}
-    depths: dict[int, int] = {}
-    for parameter in model.parameters():
-        outside = len(blocks) + 1 if block_depths.keys() & depths.keys() else 0
-        depths[id(parameter)] = block_depths.get(id(parameter), outside)
-    last = max(depths.values(), default=0)
-    if last == min(depths.values(), default=0):
-        raise ConfigError(
-            f"optimizer.layer_decay={decay:g} needs a model of several blocks",
-            fix="return the blocks from Task.blocks(model), or remove the setting",
-        )
-    return {key: decay ** (last - depth) for key, depth in depths.items()}
-
-
-def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter], lr: float, rates: dict[int, float]) -> Any:
-    """``parameters``, in groups by their rate and by whether they have weight decay; those of the output first."""
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        vector = config.weight_decay_on != "all" and parameter.dim() < 2
-        groups.setdefault((rates.get(id(parameter), 1.0), vector), []).append(parameter)
-    if len(groups) < 2 and not rates:
+def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter]) -> Any:
+    """``parameters``, in two groups where only matrices have weight decay."""
+    vectors = [] if config.weight_decay_on == "all" else [p for p in parameters if p.dim() < 2]
+    matrices = [p for p in parameters if config.weight_decay_on == "all" or p.dim() >= 2]
+    if not vectors or not matrices:
         return parameters
-    param_groups = []
-    for rate, vector in sorted(groups, key=lambda key: (-key[0], key[1])):
-        overrides = ({"lr": lr * rate} if rates else {}) | ({"weight_decay": 0.0} if vector else {})
-        param_groups.append({"params": groups[rate, vector], **overrides})
-    return param_groups
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def _find(path: str) -> type[Optimizer]:
@@ -184,99 +144,10 @@ def _find(path: str) -> type[Optimizer]:
     return kind
 
 
-class Lion(Optimizer):
-    """Sign of an interpolated momentum, with decoupled weight decay.
-
-    Algorithm 2 of Chen et al. 2023, https://arxiv.org/abs/2302.06675. Its rate is 3 to 10 times lower than AdamW's.
-    """
-
-    def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                momentum: Tensor = state["exp_avg"]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(torch.lerp(parameter.grad, momentum, beta1).sign_(), alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - beta2)
-
-
-class Several(Optimizer):
-    """Optimizers for different parameters as one: its groups and its state are theirs."""
-
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        self._parts: Sequence[Optimizer] = ()
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._parts = parts
-        self._share()
-
-    def _share(self) -> None:
-        start = 0
-        for part in self._parts:
-            stop = start + len(part.param_groups)
-            part.param_groups = self.param_groups[start:stop]
-            part.state = self.state
-            start = stop
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one that is added later is the last optimizer's."""
-        if self._parts:
-            self._parts[-1].add_param_group(param_group)
-        super().add_param_group(param_group)
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self._parts:
-            take_step(part)
-
-
 #: Optimizers by name, and the settings that each takes besides the learning rate and the weight decay.
 _KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "adamw": (AdamW, ("betas", "eps", "fused")),
     "adam": (Adam, ("betas", "eps", "fused")),
     "sgd": (SGD, ("momentum", "nesterov", "fused")),
-    "lion": (Lion, ("betas",)),
     "adafactor": (Adafactor, ()),
 }
-
-
-def _muon(
-    config: OptimizerConfig,
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    lr: float,
-    rates: dict[int, float],
-    *,
-    fused: bool,
-) -> Optimizer:
-    """Torch's Muon for the matrices of hidden layers, AdamW for embeddings, the output layer, norms and biases.
-
-    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; its updates are scaled to those of AdamW (Liu et al.
-    2025, https://arxiv.org/abs/2502.16982), so that one rate serves both.
-    """
-    layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.Linear))]
-    outer = {id(m.weight) for m in layers if isinstance(m, nn.Embedding) or m is layers[-1]}
-    hidden = [p for p in parameters if p.dim() == 2 and id(p) not in outer]
-    chosen = set(map(id, hidden))
-    outer_groups = _grouped(config, [p for p in parameters if id(p) not in chosen], lr, rates)
-    parts = list[Optimizer]()
-    decay = config.weight_decay
-    if hidden:
-        settings = {"lr": lr, "weight_decay": decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        parts.append(_made(config, torch.optim.Muon, _grouped(config, hidden, lr, rates), settings, model))
-    if outer_groups:
-        parts.append(AdamW(outer_groups, lr, config.betas, config.eps, decay, fused=fused))
-    return parts[0] if len(parts) == 1 else Several(parts)

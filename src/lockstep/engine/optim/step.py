@@ -215,7 +215,7 @@ def build_update(
     with compiler_not_imported():
         optimizer = task.optimizer(bare(model))
         if optimizer is None:
-            optimizer = optimizers.build_optimizer(config.optimizer, model, plan.schedule.base_lr, task)
+            optimizer = optimizers.build_optimizer(config.optimizer, model, plan.schedule.base_lr)
     optimizers.check_optimizer(optimizer, model)
     optimizers.check_sparse(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
     if type(task).scheduler is not Task.scheduler:
