@@ -42,6 +42,7 @@ from tests.e2e.test_drill import FAST, drill, kill_in_training
 from tests.e2e.test_train import TOY, finish, start
 from tests.fakes import RecordingSink
 from tests.gloo import run_ranks
+from tests.updates import update_for_model
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(600)
@@ -171,7 +172,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         offset=0,
     )
     optimizer = build_optimizer(OptimizerConfig(name=case.optimizer, lr=0.05), model, 0.05)  # type: ignore[arg-type]
-    update = Update(model, optimizer, schedule, precision, case.max_norm, sharded)
+    update = update_for_model(model, optimizer, schedule, precision, case.max_norm, sharded)
     replica = Replica(task, model, precision, CPU, 0, rank)
     strategy = Strategy(replica) if sharded is None else FsdpStrategy(replica, sharded)
     if isinstance(task, Watched):

@@ -14,7 +14,6 @@ from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.hardware.world import World
@@ -22,6 +21,7 @@ from lockstep.planning import BatchPlan
 from lockstep.planning.schedule import resolve_schedule
 from tests.dist.test_fsdp import Deep, Weighted, undivided
 from tests.gloo import run_ranks
+from tests.updates import update_for_model
 
 CPU = torch.device("cpu")
 HALVES = ("bf16-mixed", "16-mixed")
@@ -43,7 +43,7 @@ def train(rank: int, ranks: int, precision: str) -> tuple[list[float], list[Tens
         SchedulerConfig(name="constant", warmup_steps=0), lr=0.01, total_steps=16, steps_per_epoch=8, offset=0
     )
     scaling = Precision(precision, CPU, 2.0**-4)
-    update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, scaling, 1.0, sharded)
+    update = update_for_model(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, scaling, 1.0, sharded)
     strategy: Any = Strategy(Replica(task, model, scaling, CPU, 0))
     if sharded is not None:
         strategy = sharded.strategy(task, scaling)

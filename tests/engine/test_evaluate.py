@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score, ConfusionMatrix, MulticlassAccuracy
 
 from lockstep import ArrayDataset, Loss, Task
@@ -83,12 +83,12 @@ CASES = [(5, 1), (5, 2), (5, 32), (37, 4), (64, 4)]
 
 
 def everything(rank: int, ranks: int) -> tuple[Any, ...]:
-    return sizes(rank, ranks, CASES), merged(rank, ranks), of_own_types(rank, ranks)
+    return sizes(rank, ranks, CASES), of_own_types(rank, ranks)
 
 
 @pytest.fixture(scope="module")
 def of_three() -> tuple[tuple[Any, ...], ...]:
-    """What each of three ranks finds: of the metrics, of merged states, of rows of any type."""
+    """What each of three ranks finds: of the metrics, and of rows of any type."""
     return tuple(zip(*run_ranks(everything, 3), strict=True))
 
 
@@ -98,73 +98,6 @@ def test_metrics_equal_those_of_one_process_bit_for_bit(of_three: tuple[Any, ...
     found = [*of_three[0]] if ranks == 3 else run_ranks(sizes, ranks, CASES)
     assert found == [alone] * ranks
     assert [sum(map(sum, result["confusion"])) for result in alone[::2]] == [5, 5, 5, 37, 64]
-
-
-class Errors(Metric):
-    """A metric as people write them: a sum of floating-point numbers, and the largest of them."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")  # not a float before the first rows
-        self.add_state("largest", torch.tensor(0.0), dist_reduce_fx="max")
-
-    def update(self, scores: Tensor, labels: Tensor) -> None:
-        errors = (scores - labels).abs() ** 3
-        self.total = self.total + errors.sum()
-        self.largest = torch.maximum(self.largest, errors.max())
-
-    def compute(self) -> Tensor:
-        return self.total + self.largest
-
-
-class Summed(Scores):
-    """Metrics whose states are merged; with ``floats`` chunk by chunk. ``updates``: of this rank."""
-
-    def __init__(self, floats: bool = False, groups: bool = True) -> None:
-        super().__init__()
-        self.floats, self.groups, self.updates = floats, groups, 0
-
-    def metrics(self) -> MetricCollection:
-        kinds = {"confusion": ConfusionMatrix(task="binary"), "accuracy": BinaryAccuracy(), "f1": BinaryF1Score()}
-        if self.floats:
-            kinds["errors"] = Errors()
-        metrics = MetricCollection(kinds, compute_groups=self.groups)
-        update = metrics.update
-
-        def counted(*rows: Tensor) -> None:
-            self.updates += 1
-            update(*rows)
-
-        metrics.update = counted
-        return metrics
-
-
-def merged(rank: int, ranks: int) -> list[Any]:
-    torch.set_num_threads(1)
-    tasks = [Summed(), Summed(groups=False), Summed(floats=True)]
-    results = [run(rank, ranks, samples, 4, task) for samples in (3, 37) for task in tasks]
-    return [results, [task.updates for task in tasks]]
-
-
-def test_states_of_metrics_are_merged_and_their_rows_stay_where_they_are(of_three: tuple[Any, ...]) -> None:
-    (alone, updates), *ranks = [merged(0, 1), *of_three[1]]
-    assert [result for result, _ in ranks] == [alone] * 3
-    assert alone[0] == alone[1] and sum(map(sum, alone[3]["confusion"])) == 37 and updates == [11] * 3
-    assert [count for _, count in ranks] == [[5] * 3, [3] * 3, [3] * 3]
-    plain = Summed(floats=True).metrics()
-    for batch in zip(*(tensor.split(4) for tensor in rows_of(37)), strict=True):
-        plain.update(*batch)
-    assert {name: value.tolist() for name, value in plain.compute().items()} == {
-        name: value for name, value in alone[5].items() if name != "loss"
-    }
-
-
-def rows_of(samples: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(samples)
-    scores = torch.randn(samples, 1, generator=generator)
-    return Scores().evaluate(nn.Identity(), (scores, (torch.arange(samples) % 2).float()))
 
 
 def states() -> tuple[Any, ...]:
@@ -299,7 +232,7 @@ def test_rows_of_any_type_come_in_index_order(of_three: tuple[Any, ...]) -> None
     assert (boxes["agree"], boxes["flag"], boxes["half"]) == (1.0, 1.0, 0.5) and boxes["nothing"] != boxes["nothing"]
     assert repr(merged) == repr(boxes)
     assert loss == {"loss": boxes["loss"]}, "a count of shape (1,) is one number"
-    assert repr([*of_three[2]]) == repr([alone] * 3)
+    assert repr([*of_three[1]]) == repr([alone] * 3)
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(4, 2), ("text",), (torch.tensor(1.0),), ([1, 2],)])

@@ -11,13 +11,13 @@ from lockstep.data.requests import InOrder, Source, windows
 from lockstep.engine.distributed.staging import SideStream
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision, cast
-from lockstep.engine.optim.step import Update
 from lockstep.engine.run_log import LossMeter
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.exact import ExactStrategy
 from lockstep.hardware.world import World
 from lockstep.planning import BatchPlan, Schedule
 from tests.toys import Toy, arrays
+from tests.updates import update_for_model
 
 STEPS, QUIET = 8, 3
 
@@ -31,7 +31,7 @@ def take_steps(device: torch.device, precision: str, *, exact: bool) -> float:
     replica = Replica(task, model, how, device, 0)
     strategy = ExactStrategy(replica, World()) if exact else Strategy(replica)
     schedule = Schedule(name="cosine", lr=0.02, total_steps=STEPS, steps_per_epoch=STEPS)
-    update = Update(model, build_optimizer(OptimizerConfig(lr=0.02), model, 0.02), schedule, how, 1.0)
+    update = update_for_model(model, build_optimizer(OptimizerConfig(lr=0.02), model, 0.02), schedule, how, 1.0)
     source = Source(ArrayDataset(*arrays(8 * STEPS, 1)).to(device), task.collate, 0, InOrder())
     plan = BatchPlan(samples=8 * STEPS, global_batch=8, batch_size=8, accumulate=1, ranks=1)
     losses = LossMeter(device)

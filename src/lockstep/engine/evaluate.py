@@ -2,9 +2,8 @@
 
 The data set is cut into chunks of fixed size in index order; chunk c goes to rank c mod R, so every chunk has the
 same content for any R. After every R chunks the rows travel to rank 0, which updates the metrics in index order: they
-see the same rows in the same order. torchmetrics' metrics whose states can be merged are updated on every rank
-instead (:class:`.MergedStates`), and rows stay where they are. torchmetrics' synchronisation is not used: some
-metrics fail on a rank that has seen no sample.
+see the same rows in the same order. torchmetrics' synchronisation is not used: some metrics fail on a rank that has
+seen no sample.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import to_device, to_host
 from lockstep.engine.generators import generators_kept
 from lockstep.engine.loss import check_loss
-from lockstep.engine.metrics import Chunk, MergedStates, make_metrics, update_metrics, values_of, without_sync
+from lockstep.engine.metrics import make_metrics, update_metrics, values_of, without_sync
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Task
@@ -132,50 +130,29 @@ def evaluate(
         metrics: Any = make_metrics(task) if collectives.is_main else None
         merges = getattr(task.merge, "__func__", None) is not Task.merge
         merged = list[Any]()
-        states = None
-        if collectives.broadcast(not merges and MergedStates.are_those_of(metrics)):
-            states = MergedStates(make_metrics(task) if metrics is None else metrics)
         draw = SeededDraws(evaluator.seed, (), purpose="metrics")
         chunk_number = 0
-
-        def update(rows: Iterable[Any]) -> None:
-            """Update with random numbers of this chunk alone: earlier draws depend on the number of ranks."""
-            draw(evaluator.step, chunk_number)
-            update_metrics(metrics, rows)
-
-        take = states.add if states else merged.append if merges else update
-        waiting = list[Chunk | None]()
         total = 0.0
         count = 0.0
 
-        def send() -> None:
-            """To rank 0, which gets them in index order. Collective."""
-            nonlocal total, count, chunk_number
-            for chunk in chain.from_iterable(zip(*collectives.gather(waiting) or (), strict=True)):
-                if chunk is not None:
-                    total = total + chunk[0]
-                    count = count + chunk[1]
-                    with without_sync():
-                        take(chunk[2])
-                        chunk_number += 1
-            waiting.clear()
+        def update(rows: Iterable[Any]) -> None:
+            """Update with random numbers of this chunk alone: a model's draws depend on the number of ranks."""
+            draw(evaluator.step, chunk_number)
+            with without_sync():
+                update_metrics(metrics, rows)
 
         # Not inference_mode: caches of a model (masks, position tables) may meet autograd later.
         with torch.no_grad():
             for request, batch in batches:
                 report(request.start)
                 mine = _chunk(task, forward or bare(model), batch, request, evaluator.precision, checked=not merges)
-                waiting.append(mine if states is None else states.update(mine, collectives))
-                if states is None or not states.add_up:
-                    send()
-        if states is not None:
-            waiting.append(None if states.add_up is False else (0.0, 0.0, states.take()))
-            send()
-            states.put()
+                for chunk in filter(None, collectives.gather(mine) or ()):
+                    total += chunk.total
+                    count += chunk.count
+                    merged.append(chunk.rows) if merges else update(chunk.rows)
+                    chunk_number += 1
         if merges and metrics is not None:
-            rows = task.merge(merged)
-            with without_sync():
-                update(rows)
+            update(task.merge(merged))
         result = None
         pulse.at(Activity.COMPUTING_METRICS)  # the others wait for rank 0, maybe on another node
         if metrics is not None:
@@ -210,10 +187,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class Chunk(NamedTuple):
+    """The sum of the loss over a chunk of samples, its count, and the rows."""
+
+    total: float
+    count: float  # type: ignore[assignment]  # hides tuple.count()
+    rows: Any
+
+
 def _chunk(
     task: Task, model: nn.Module, batch: Any, request: BatchRequest, precision: Precision, *, checked: bool
 ) -> Chunk | None:
-    """Sum of the loss, its count, and the rows; ``None`` when the chunk counts nothing."""
+    """Evaluate a chunk; ``None`` when it counts nothing."""
     if request.size == 0:
         return None
     with precision.autocast():
@@ -224,7 +209,7 @@ def _chunk(
     rows = outputs[1]
     if checked:
         check_rows(rows, request.size, "the task's evaluate()")
-    return float(loss.total), float(loss.count), to_host(rows)
+    return Chunk(float(loss.total), float(loss.count), to_host(rows))
 
 
 def check_rows(rows: Any, size: int, source: str) -> None:

@@ -1,24 +1,18 @@
-"""The metrics of a task: made for an evaluation, examined, updated, merged over ranks, and their values in rows."""
+"""The metrics of a task: made for an evaluation, examined, updated, and their values in rows."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.task import Metrics, Task
 from lockstep.errors import TaskError
-
-#: Sum of the loss over a chunk, its count, and its rows, or states in their place.
-Chunk = tuple[float, float, Any]
 
 
 def make_metrics(task: Task) -> Metrics:
@@ -178,89 +172,3 @@ def without_sync() -> contextlib.AbstractContextManager[None]:
     from lockstep._compat.torchmetrics import without_sync as unsynchronized
 
     return unsynchronized()
-
-
-class MergedStates:
-    """Metrics of torchmetrics that every rank updates with its rows, and whose states rank 0 merges.
-
-    That takes ``full_state_update = False``, and states that are summed or of which the least or largest counts.
-    Integers are merged once at the end; floating-point numbers chunk by chunk in index order, so that sums are
-    rounded alike on any number of ranks.
-    """
-
-    def __init__(self, metrics: Any) -> None:
-        self._metrics = metrics
-        self._merged: list[Tensor] = []
-        #: Whether the order of merging makes no difference; ``None`` until all ranks have agreed on it.
-        self.add_up: bool | None = None
-
-    @staticmethod
-    def are_those_of(metrics: Any) -> bool:
-        if not isinstance(metrics, nn.Module):
-            return False
-        from lockstep._compat.torchmetrics import Metric, MetricCollection, defaults, reductions
-
-        return type(metrics) is MetricCollection and all(
-            metric.full_state_update is False
-            and not metric.dist_sync_on_step
-            and not any(isinstance(module, Metric) for module in [*metric.modules()][1:])
-            and all(
-                isinstance(defaults(metric)[name], Tensor) and reduction in _merging()
-                for name, reduction in reductions(metric).items()
-            )
-            for metric in metrics.values(copy_state=False)
-        )
-
-    def update(self, chunk: Chunk | None, collectives: Collectives) -> Any:
-        """``chunk`` with its states, unless these are taken at the end, in place of its rows. Collective at first."""
-        is_first = self.add_up is None
-        if not is_first or collectives.is_main:
-            self._add(chunk)
-        if is_first:
-            # Metrics with equal states after their first rows share an update: by those of chunk 0, on every rank.
-            from lockstep._compat.torchmetrics import compute_groups
-
-            add_up = not any(state.is_floating_point() for state in self.take())
-            groups, self.add_up = collectives.broadcast((compute_groups(self._metrics), add_up))
-            compute_groups(self._metrics, groups)
-            if not collectives.is_main:
-                self._add(chunk)
-        return chunk and (*chunk[:2], None if self.add_up else self.take())
-
-    def _add(self, chunk: Chunk | None) -> None:
-        if chunk is not None:
-            if not self.add_up:
-                self._metrics.reset()
-            update_metrics(self._metrics, chunk[2])
-
-    def _names(self) -> Iterator[tuple[Any, str]]:
-        from lockstep._compat.torchmetrics import defaults
-
-        for metric in self._metrics.values(copy_state=False):
-            for name in defaults(metric):
-                yield metric, name
-
-    def take(self) -> list[Tensor]:
-        return [getattr(metric, name) for metric, name in self._names()]
-
-    def add(self, states: list[Tensor] | None) -> None:
-        if states is not None and self._merged:
-            from lockstep._compat.torchmetrics import reductions
-
-            merge = [_merging()[reductions(metric)[name]] for metric, name in self._names()]
-            states = [combine(old, new) for combine, old, new in zip(merge, self._merged, states, strict=True)]
-        self._merged = states or self._merged
-
-    def put(self) -> None:
-        from lockstep._compat.torchmetrics import mark_updated
-
-        for (metric, name), state in zip(self._names(), self._merged, strict=False):
-            setattr(metric, name, state)
-            mark_updated(metric)
-
-
-@cache
-def _merging() -> dict[Any, Callable[[Tensor, Tensor], Tensor]]:
-    from torchmetrics.utilities import data
-
-    return {data.dim_zero_sum: torch.add, data.dim_zero_max: torch.maximum, data.dim_zero_min: torch.minimum}

@@ -134,10 +134,7 @@ class Callback:
 class Metrics(Protocol):
     """Scores of a data set: torchmetrics' ``MetricCollection``, or another object with these two methods.
 
-    Rank 0 alone has one and feeds it the rows of all ranks in index order, so it must not talk to other ranks. Of a
-    ``MetricCollection`` whose metrics all have ``full_state_update = False`` and states that are tensors reduced by
-    ``sum``, ``max`` or ``min`` (accuracy, F1, a confusion matrix, mean errors), every rank has one for its rows,
-    and the states are merged: equal on any number of ranks, and no row is sent.
+    Rank 0 alone has one and feeds it the rows of all ranks in index order, so it must not talk to other ranks.
     """
 
     def update(self, *rows: Any) -> None:

@@ -15,6 +15,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.resume import load_weights
 from lockstep.planning import Schedule
+from tests.updates import update_for_model
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def update_of(
 def update_for(model: nn.Module, name: str, max_norm: float | None = None, weight_decay: float = 0.0) -> Update:
     config = OptimizerConfig(name=name, lr=0.1, weight_decay=weight_decay)
     schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
-    return Update(model, build_optimizer(config, model, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
+    return update_for_model(model, build_optimizer(config, model, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
 
 
 def give(model: nn.Module, value: float) -> None:
@@ -67,7 +68,7 @@ def test_a_step_without_items_leaves_the_loss_scale_and_reports_no_nan(
     model = nn.Linear(3, 1)
     precision = Precision("16-mixed", CPU, 0.125)
     schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
-    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), schedule, precision, max_norm)
+    update = update_for_model(model, torch.optim.SGD(model.parameters(), 0.1), schedule, precision, max_norm)
     update._on_host = on_host
     give(model, 0.125)
     update.apply(0, kind(2.0), 1.0, want_norm=True)
@@ -94,7 +95,7 @@ def test_sparse_and_complex_gradients_are_those_of_a_plain_loop(on_host: bool, m
     ours, plain = Mixed(), Mixed()
     config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9)
     schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
-    update = Update(ours, build_optimizer(config, ours, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
+    update = update_for_model(ours, build_optimizer(config, ours, 0.1), schedule, Precision("32", CPU, 0.125), max_norm)
     update._on_host = on_host
     optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
     index = torch.tensor([1, 3, 3])
@@ -185,7 +186,7 @@ def test_the_rate_that_is_told_is_that_of_a_group_that_has_one() -> None:
     model = nn.Linear(3, 1)
     groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias], "lr": 0.1}]
     schedule = Schedule(name="constant", lr=0.1, total_steps=4, steps_per_epoch=1)
-    update = Update(model, torch.optim.SGD(groups), schedule, Precision("32", CPU, 0.125), None)
+    update = update_for_model(model, torch.optim.SGD(groups), schedule, Precision("32", CPU, 0.125), None)
     assert (update.rates.lr, update.optimizer.param_groups[0]["lr"]) == (pytest.approx(0.1), 0.0)
 
 
@@ -196,7 +197,7 @@ def test_the_rates_of_all_groups_follow_the_schedule_and_its_scale_also_after_a_
         model = nn.Linear(3, 1)
         groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.01}]
         give(model, 0.125)
-        return Update(model, torch.optim.SGD(groups, lr=9.0), schedule, Precision("32", CPU, 0.125), None)
+        return update_for_model(model, torch.optim.SGD(groups, lr=9.0), schedule, Precision("32", CPU, 0.125), None)
 
     def take(update: Update, step: int) -> list[float]:
         update.apply(step, 1, 1.0, want_norm=False)
@@ -217,7 +218,7 @@ def test_plateau_lowers_the_rate_of_its_schedule_and_resumes() -> None:
             name="plateau", lr=0.1, total_steps=100, steps_per_epoch=10, warmup_steps=2, gamma=0.5, patience=1
         )
         optimizer = build_optimizer(OptimizerConfig(), model, 0.1)
-        return Update(model, optimizer, plateau, Precision("32", CPU, 0.125), None, mode="max")
+        return update_for_model(model, optimizer, plateau, Precision("32", CPU, 0.125), None, mode="max")
 
     def rates(update: Update, values: list[float]) -> list[float]:
         found = []
@@ -241,7 +242,9 @@ def test_plateau_lowers_the_rate_of_its_schedule_and_resumes() -> None:
 def test_settings_of_another_kind_in_a_checkpoint_are_refused(name: str, value: Any) -> None:
     model = nn.Linear(3, 1)
     schedule = Schedule(name="constant", lr=0.1, total_steps=10, steps_per_epoch=10)
-    update = Update(model, torch.optim.AdamW(model.parameters(), 0.1), schedule, Precision("32", CPU, 1.0), None)
+    update = update_for_model(
+        model, torch.optim.AdamW(model.parameters(), 0.1), schedule, Precision("32", CPU, 1.0), None
+    )
     give(model, 1.0)
     update.apply(0, 1.0, 1.0, want_norm=False)
     state = update.state_dict()
@@ -257,7 +260,7 @@ def test_a_norm_that_is_only_logged_skips_no_step(on_host: bool) -> None:
     results = []
     for want_norm in (False, True):
         model = nn.Linear(3, 1)
-        update = Update(
+        update = update_for_model(
             *(model, torch.optim.SGD(model.parameters(), lr=1e-30), None, Precision("32", CPU, 1.0)),
             max_norm=None,
         )

@@ -16,7 +16,6 @@ from lockstep.config import OptimizerConfig, RunConfig
 from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.base import Flags, Replica
 from lockstep.engine.strategies.build import build_strategy
@@ -26,6 +25,7 @@ from lockstep.hardware.world import World
 from lockstep.planning import Plan, Schedule
 from lockstep.planning.decision import Decision
 from tests.gloo import run_ranks
+from tests.updates import update_for_model
 
 CPU = torch.device("cpu")
 
@@ -96,7 +96,7 @@ def three_steps(rank: int, ranks: int) -> list[Tensor]:
     context = RankContext(nothing, World(rank, ranks, rank, ranks), RunConfig(), plan, CPU, nothing)
     trained = build_strategy(context, Squares(), model, precision, None)
     schedule = Schedule(name="constant", lr=0.01, total_steps=3, steps_per_epoch=3)
-    update = Update(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, precision, None)
+    update = update_for_model(model, build_optimizer(OptimizerConfig(), model, 0.01), schedule, precision, None)
     inputs = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     start, stop = (4 // ranks * number for number in (rank, rank + 1))
     for step in range(3):

@@ -24,9 +24,9 @@ class Rates:
     Args:
         optimizer: made with the rates before scaling.
         schedule: of the run. Without it and ``scheduler`` the caller sets the rates.
+        named: parameters that groups may have.
         scheduler: used instead of ``schedule``.
         mode: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
-        named: parameters that groups may have.
 
     Attributes:
         lr: of the first group that has a rate.
@@ -36,9 +36,10 @@ class Rates:
         self,
         optimizer: Optimizer,
         schedule: Schedule | None,
-        scheduler: Scheduler | None,
-        mode: Literal["min", "max"],
         named: Mapping[str, nn.Parameter],
+        *,
+        scheduler: Scheduler | None = None,
+        mode: Literal["min", "max"] = "min",
     ) -> None:
         self._optimizer = optimizer
         self._schedule = schedule

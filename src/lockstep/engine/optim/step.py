@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.rates import Rates, scheduler_of
 from lockstep.engine.partition import Divided
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.task import Scheduler, Task
+from lockstep.engine.task import Task
 from lockstep.engine.trained import bare
 from lockstep.errors import TaskError, many
-from lockstep.planning import Schedule
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
@@ -51,50 +50,45 @@ class Update:
     optimizer itself leaves such a step out. On a CPU plain numbers are cheaper than tensors.
 
     Args:
-        optimizer: made with the rates before scaling; those of all groups follow the schedule.
+        named: parameters by name, frozen ones too: they may be unfrozen, and have no gradient until then.
         divided: the model, of which this process or its devices have parts.
-        scheduler: sets the rates of all groups, instead of ``schedule``. Without both the caller sets them.
-        mode: whether the monitored metric is best at its ``min`` or ``max``, for schedule ``plateau``.
+
+    Attributes:
         averages: of the weights; :meth:`state_dict` is called while they are in use.
+        waits_for: the weights may not change before this event: a checkpoint is being copied.
+        after_backward: called with reduced and divided gradients, before they are clipped.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
-        schedule: Schedule | None,
+        rates: Rates,
         precision: Precision,
         max_norm: float | None,
         divided: Divided | None = None,
-        scheduler: Scheduler | None = None,
-        mode: Literal["min", "max"] = "min",
-        averages: Averages | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.rates = rates
         self.precision = precision
         self.max_norm = max_norm
         self.divided = divided
-        self.averages = averages or Averages(AveragingConfig(), model, 0)
-        # Frozen ones too: they may be unfrozen, and have no gradient until then.
-        self._parameters = list(model.parameters()) if divided is None else divided.parameters()
+        self.averages = Averages(AveragingConfig(), nn.Module(), 0)
+        self._parameters = list(named.values()) if divided is None else divided.parameters()
         # A stage of a pipeline may have none.
         device = self._parameters[0].device if self._parameters else precision.seed().device
         self._on_host = device.type == "cpu"
         self._step = AdamKernel(optimizer)
-        #: Whether gradients may be sparse or complex.
-        self._unusual = bool(optimizers.sparse_layers(model)) or any(p.is_complex() for p in self._parameters)
+        self._has_complex = any(parameter.is_complex() for parameter in self._parameters)
         self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = takes_found_inf(optimizer)
         self._found_inf = torch.zeros((), device=device)
         self._skipped = torch.zeros((), device=device)
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
-        self._named = dict(model.named_parameters())
-        self.rates = Rates(optimizer, schedule, scheduler, mode, self._named)
+        self._named = named
         self._settings = groups.settings_of(optimizer)
         self.grad_norm: Tensor | float | None = None
-        #: The weights may not change before it: a checkpoint is being copied.
         self.waits_for: torch.cuda.Event | None = None
-        #: Called with reduced and divided gradients, before they are clipped.
         self.after_backward: Callable[[], None] | None = None
 
     @property
@@ -146,11 +140,9 @@ class Update:
         self.precision.update(found_inf, counted)
 
     def _gradients(self) -> list[Tensor]:
-        gradients: list[Tensor]
-        if self._unusual:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._has_complex or any(gradient.is_sparse for gradient in gradients):
             gradients = [_dense(p) for p in self._parameters if p.grad is not None]
-        else:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
         return gradients if self.divided is None else self.divided.local(gradients)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -237,8 +229,11 @@ def build_update(
         divided.adopt(optimizer)
     precision = Precision(plan.placement["precision"], rank.device, plan.pre_scale)
     averages = Averages(config.averaging, model, plan.total_steps, optimizer)
-    max_norm = config.training.max_grad_norm
-    return Update(model, optimizer, plan.schedule, precision, max_norm, divided, scheduler, plan.mode, averages)
+    named = dict(model.named_parameters())
+    rates = Rates(optimizer, plan.schedule, named, scheduler=scheduler, mode=plan.mode)
+    update = Update(named, optimizer, rates, precision, config.training.max_grad_norm, divided)
+    update.averages = averages
+    return update
 
 
 def untrained_note(update: Update, model: nn.Module, max_norm: float | None) -> str | None:

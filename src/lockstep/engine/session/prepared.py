@@ -33,7 +33,7 @@ from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import Precision, autocast, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.origins import CheckCall, LoopTensors, LossOrigins
+from lockstep.engine.session.origins import LoopTensors
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
@@ -45,18 +45,6 @@ if TYPE_CHECKING:
 
 #: For evaluations before the plan is made.
 _UNPLANNED_LOADER = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
-
-
-class Owned(nn.Module):
-    """The parameters that one optimizer trains, by their names in the models."""
-
-    def __init__(self, models: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__()
-        self.models = models
-        self._known = set(map(id, parameters_of(optimizer)))
-
-    def named_parameters(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return (item for item in self.models.named_parameters(*how, **more) if id(item[1]) in self._known)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -157,10 +145,6 @@ class PreparedModels:
         from lockstep.engine.session.sharding import Shards
 
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
-
-    def origins(self, check_call: CheckCall | None, *, keeps_rows: bool) -> LossOrigins:
-        """Follows the values of bodies to their losses; see there."""
-        return LossOrigins(check_call, keeps_rows=keeps_rows)
 
     def loop_tensors(
         self, averages: Iterable[torch.Tensor], merged: Iterable[torch.Tensor], registered: Iterable[Any]

@@ -16,9 +16,10 @@ from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
+from lockstep.engine.optim.rates import Rates
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.prepared import Owned, PreparedModels, parameters_of
+from lockstep.engine.session.prepared import PreparedModels, parameters_of
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, step_sums
 from lockstep.engine.task import Scheduler
@@ -94,12 +95,12 @@ class SessionOptimizer:
         self._scheduler = schedulers[-1] if schedulers else None
         self._max_norm = rank.config.training.max_grad_norm
         steps = None if self._scheduler is None else Scheduler(self._scheduler, "step")
-        trained = Owned(prepared.container(), optimizer)
         self._parameters = parameters_of(optimizer)
-        names = {id(parameter): name for name, parameter in trained.named_parameters()}
-        named = {names[id(parameter)]: parameter for parameter in self._parameters}
+        in_optimizer = set(map(id, self._parameters))
+        named = {name: p for name, p in prepared.container().named_parameters() if id(p) in in_optimizer}
         self._trainable = TrainedParameters(named, None if self._divided is None else "fsdp")
-        self.update = Update(trained, optimizer, None, precision, self._max_norm, self._divided, steps)
+        rates = Rates(optimizer, None, named, scheduler=steps)
+        self.update = Update(named, optimizer, rates, precision, self._max_norm, self._divided)
         #: The calls since the step before; the first ones are of earlier micro-batches of the window.
         self.calls: list[_Call] = []
         self._earlier = 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,16 +33,7 @@ from lockstep.engine.optim.precision import Precision
 from lockstep.engine.partition import Divided, Through, Undivided, blocks_of, checkpoint_activations, pick
 from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.strategies.reducers import Flags, Reduced, Reducer, step_sums
-from lockstep.engine.strategies.stages import (
-    Answer,
-    Inputs,
-    as_inputs,
-    ask,
-    cut,
-    inputs_of,
-    measure,
-    stages_of,
-)
+from lockstep.engine.strategies.stages import Answer, Inputs, as_inputs, ask, inputs_of, shares, stages_of
 from lockstep.engine.task import Task
 from lockstep.rundir.heartbeat import pulse
 
@@ -49,14 +41,12 @@ from lockstep.rundir.heartbeat import pulse
 def divide(whole: Undivided) -> Divided:
     """Cut the model into a part for each rank. Collective."""
     world = whole.rank.world
-    collectives = whole.rank.collectives
     if whole.rank.config.training.activation_checkpointing:
         checkpoint_activations(whole.model, blocks_of(whole.task, whole.model))
     stages = stages_of(whole.task, whole.model, world.size)
-    seconds = collectives.broadcast(
-        measure(whole, stages) if collectives.is_main and len(stages) > world.size else None
-    )
-    bounds, remark = cut(stages, world.size, seconds)
+    bounds = shares(len(stages), world.size)
+    parts = [f"{first}" if stop == first + 1 else f"{first}-{stop - 1}" for first, stop in pairwise(bounds)]
+    remark = f"pipeline: stages {', '.join(parts)} on {world.size} devices"
     return PipelineModel(whole, stages[bounds[world.rank] : bounds[world.rank + 1]], remark)
 
 

@@ -1,4 +1,4 @@
-"""A model in stages: checks of a task's ``stages(model)``, calls of stages, their times, and the cuts between ranks.
+"""A model in stages: checks of a task's ``stages(model)``, calls of stages, and the cuts between ranks.
 
 A staged model is called once by the task's loss, as ``model(…)``: the first stage gets the arguments of
 that call, every other one the output of the stage before, and the task the output of the last one.
@@ -6,24 +6,14 @@ that call, every other one the output of the stage before, and the task the outp
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.reader import Unreadable
-from lockstep.data.requests import BatchRequest
-from lockstep.engine.distributed.staging import finish
-from lockstep.engine.optim.precision import Precision
-from lockstep.engine.partition import Undivided
 from lockstep.engine.task import Task
 from lockstep.engine.trained import refuse_modules
-from lockstep.engine.training_data import training_source
 from lockstep.errors import ConfigError, TaskError, many
 
 Inputs = tuple[Tensor, ...]
@@ -149,67 +139,6 @@ class Answer(nn.Module):
         return self._output
 
 
-def shares(seconds: Sequence[float], devices: int) -> list[int]:
-    """Where to cut a line of stages that take so long: the first stage of each device, and the number of stages.
-
-    The slowest device is as fast as it can be; each has at least one stage.
-    """
-    number = len(seconds)
-    sums = [0.0, *accumulate(seconds)]
-
-    @cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Return the time of the slowest of ``left`` devices that hold the stages from ``first`` on, and the cuts."""
-        if left == 1:
-            return sums[number] - sums[first], (first, number)
-        options = ((cut, *best(cut, left - 1)) for cut in range(first + 1, number - left + 2))
-        return min((max(sums[cut] - sums[first], rest), (first, *cuts)) for cut, rest, cuts in options)
-
-    return list(best(0, devices)[1])
-
-
-def cut(stages: Sequence[nn.Module], devices: int, seconds: Sequence[float] | None) -> tuple[list[int], str]:
-    """Where to cut (as :func:`shares`) and a remark for the user; without ``seconds`` each device gets one stage."""
-    bounds = shares(seconds or [1.0] * len(stages), devices)
-    parts = []
-    for a, b in pairwise(bounds):
-        name = f"{a}" if b == a + 1 else f"{a}-{b - 1}"
-        parts.append(name + (f" ({sum(seconds[a:b]) * 1000:.3g} ms)" if seconds else ""))
-    basis = "balanced by a measured forward and backward" if seconds else "one each"
-    return bounds, f"pipeline: stages {', '.join(parts)} on {devices} devices, {basis}"
-
-
-def measure(whole: Undivided, stages: Sequence[nn.Module]) -> list[float]:
-    """Seconds of a forward and a backward of each stage with the first batch, on the device, one stage at a time.
-
-    Weights, buffers and random numbers are as before afterwards, and there are no gradients.
-    """
-    plan = whole.rank.plan
-    device = whole.rank.device
-    size = min(plan.batch.batch_size, plan.batch.samples)
-    batch = training_source(whole.task, whole.datasets, plan).batch(BatchRequest(0, 0, 0, size, window=(0, size)))
-    batch = batch.stand_in if isinstance(batch, Unreadable) else batch
-    precision = Precision(plan.placement["precision"], device, plan.pre_scale)
-    inputs = inputs_of(whole.task.loss, batch)
-    seconds = []
-    for stage in stages:
-        state = copy.deepcopy(stage.state_dict())
-        times = []
-        stage.to(device)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for _ in range(3):
-                finish(device)
-                started = time.perf_counter()
-                leaves = [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs]
-                with precision.autocast():
-                    outputs = as_inputs(stage(*leaves))
-                differentiable = [output for output in outputs if output.requires_grad]
-                if differentiable:
-                    torch.autograd.backward(differentiable, [torch.ones_like(output) for output in differentiable])
-                finish(device)
-                times.append(time.perf_counter() - started)
-        seconds.append(min(times))
-        inputs = outputs
-        stage.zero_grad(set_to_none=True)
-        stage.to("cpu").load_state_dict(state)
-    return seconds
+def shares(stages: int, devices: int) -> list[int]:
+    """The first stage of each device, and the number of stages: equally many for each, or one more."""
+    return [stages * device // devices for device in range(devices + 1)]
