@@ -33,7 +33,7 @@ from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import Precision, autocast, cast
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.origins import LoopTensors
+from lockstep.engine.session.origins import CheckCall, LoopTensors, LossOrigins
 from lockstep.engine.task import Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
@@ -145,6 +145,9 @@ class PreparedModels:
         from lockstep.engine.session.sharding import Shards
 
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
+
+    def origins(self, check_call: CheckCall | None) -> LossOrigins:
+        return LossOrigins(check_call)
 
     def loop_tensors(
         self, averages: Iterable[torch.Tensor], merged: Iterable[torch.Tensor], registered: Iterable[Any]

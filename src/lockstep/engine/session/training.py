@@ -19,7 +19,6 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.loss import checked_sum
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
-from lockstep.engine.session.origins import LossOrigins
 from lockstep.engine.session.prepared import Beside, PreparedModels, tensors_of
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.stepper import (
@@ -109,7 +108,7 @@ class SessionTraining(Training):
         self.reshuffles = True
         self.skips = rank.config.data.on_bad_row == "skip"
         self._flags: Flags | None = None
-        self._origins = LossOrigins(self._shards.check_call if self._shards else None)
+        self._origins = prepared.origins(self._shards.check_call if self._shards else None)
         self._bodies = 0
         self._has_repeated = False
         self._left_in: str | None = None
