@@ -346,9 +346,9 @@ class Session:
         self._loop.refuse_exact("gather")
         if self.size == 1:
             return rows
-        look = self._loop.look("gather()", rows, 1)
+        self._loop.check_alike("gather()", rows, 1)
         counts = self._loop.training is None or not self._loop.training.is_ghost
-        return gather_rows(rows, counts=counts, capacities=self._most_gathered, look=look)
+        return gather_rows(rows, counts=counts, capacities=self._most_gathered)
 
     @overload
     def all_reduce(self, value: float, operation: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...
@@ -362,7 +362,8 @@ class Session:
             return getattr(self._loop.ranks, operation)(float(value))[0]
         if self.size == 1:
             return value
-        return reduce_tensor(value, operation, self._loop.look("all_reduce()", value, 0))
+        self._loop.check_alike("all_reduce()", value, 0)
+        return reduce_tensor(value, operation)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """``source``'s value on every rank: anything that can be pickled. Collective."""

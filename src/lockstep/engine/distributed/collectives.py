@@ -29,7 +29,6 @@ from torch import Tensor
 
 from lockstep._compat.torch import default_store
 from lockstep.data.arrays import as_bytes
-from lockstep.engine.distributed.staging import LOOK_S
 from lockstep.errors import CollectiveError
 from lockstep.hardware.world import World
 
@@ -174,12 +173,6 @@ class Collectives:
             with self._call(call):
                 pass
 
-    def begin(self, call: str) -> None:
-        """Count ``call``, which another group carries: nothing is compared unless :meth:`look` is called."""
-
-    def look(self) -> None:
-        """While that call waits: raise :class:`CollectiveError` where another rank waits in another one."""
-
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds the communication of one call among several ranks."""
         return contextlib.nullcontext()
@@ -241,8 +234,6 @@ class CheckedCollectives(Collectives):
     def __init__(self, world: World, *, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
         self._calls = 0
-        self._uncompared = ""
-        self._looking_since = 0.0
         self._pid = os.getpid()
         if world.size > 1:
             self._store = default_store()
@@ -280,22 +271,6 @@ class CheckedCollectives(Collectives):
             calls: list[Any] = [None] * self.size
             dist.all_gather_object(calls, mine, group=self.group)
             raise _different(enumerate(calls))
-
-    def begin(self, call: str) -> None:
-        self._calls += 1
-        self._uncompared = call
-        self._looking_since = 0.0
-
-    def look(self) -> None:
-        mine = Call(self._calls, self._uncompared, _place())
-        self._store.set(_note(self.rank), json.dumps(mine))
-        noted = self._noted()
-        if any(call.number == mine.number and call.name != mine.name for call in noted.values()):
-            raise _different((rank, call) for rank, call in noted.items() if call.number == mine.number)
-        self._looking_since = self._looking_since or time.monotonic()
-        absent = {rank: call for rank, call in noted.items() if call.number < mine.number}
-        if absent and time.monotonic() - self._looking_since + 2 * LOOK_S > self._timeout_s:  # before gloo gives up
-            raise self._nobody_came(mine, absent, self._timeout_s)
 
     def _noted(self) -> dict[int, Call]:
         """The last call of each rank that it has left a note of; none if the store is gone."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from functools import cache
 from inspect import Parameter, signature
 from typing import Any
@@ -109,47 +107,21 @@ def wire_device(device: torch.device, group: Group) -> torch.device:
     return torch.device("cpu") if dist.get_backend(group) == dist.Backend.GLOO else device
 
 
-def all_gather_rows(row: Tensor, group: Group, look: Callable[[], object] | None = None) -> Tensor:
-    """Every rank's ``row``, by rank: [n] → [ranks, n]; ``look`` as for :func:`wait`."""
+def all_gather_rows(row: Tensor, group: Group) -> Tensor:
+    """Every rank's ``row``, by rank: [n] → [ranks, n]."""
     ranks = world_size(group)
     if ranks == 1:
         return row.unsqueeze(0)
     sent = row.to(wire_device(row.device, group))
     rows = sent.new_empty(ranks, sent.numel())
-    wait(dist.all_gather(list(rows.unbind()), sent, group=group, async_op=True), group, look)
+    dist.all_gather(list(rows.unbind()), sent, group=group)
     return rows.to(row.device)
 
 
-def all_reduce(
-    tensor: Tensor,
-    group: Group,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    look: Callable[[], object] | None = None,
-) -> Tensor:
-    """The reduction of every rank's ``tensor``; may be ``tensor`` itself. ``look`` as for :func:`wait`."""
+def all_reduce(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The reduction of every rank's ``tensor``; may be ``tensor`` itself."""
     if world_size(group) == 1:
         return tensor
     sent = tensor.to(wire_device(tensor.device, group))
-    wait(dist.all_reduce(sent, op=op, group=group, async_op=True), group, look)
+    dist.all_reduce(sent, op=op, group=group)
     return sent.to(tensor.device)
-
-
-#: How often a rank that waits looks where the others are, seconds.
-LOOK_S = 1.0
-_LOOK = timedelta(seconds=LOOK_S)
-
-
-def wait(work: dist.Work | None, group: Group = None, look: Callable[[], object] | None = None) -> None:
-    """Wait for a collective that was called with ``async_op`` on ``group``, of which this rank is one.
-
-    Args:
-        look: called now and then while gloo waits; raises when another rank will not come.
-    """
-    assert work is not None
-    if look is not None and dist.get_backend(group) == dist.Backend.GLOO:
-        while not work.is_completed():
-            with suppress(RuntimeError):  # not done in time; the error of a failed one is raised again below
-                work.wait(_LOOK)
-                return
-            look()
-    work.wait()

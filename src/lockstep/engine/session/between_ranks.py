@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -14,13 +13,11 @@ from lockstep.data.arrays import as_bytes
 from lockstep.engine.distributed.staging import all_gather_rows, all_reduce
 from lockstep.errors import CollectiveError
 
-Look = Callable[[], object]
-
 #: Bytes of a number of rows in a message; a multiple of the size of every type.
 _HEAD = 16
 
 
-def gather_rows(tensor: Tensor, *, counts: bool, capacities: dict[Any, int], look: Look) -> Tensor:
+def gather_rows(tensor: Tensor, *, counts: bool, capacities: dict[Any, int]) -> Tensor:
     """The rows of all ranks, in rank order: [n_r, ...] → [Σ n_r, ...]. Collective, and so is its backward.
 
     The gradient of a rank's rows is the sum over the losses of all ranks.
@@ -28,18 +25,17 @@ def gather_rows(tensor: Tensor, *, counts: bool, capacities: dict[Any, int], loo
     Args:
         counts: whether this rank's rows are among them; a rank without samples gives none.
         capacities: of a session: the most rows that a rank had, by type and shape of a row.
-        look: as for :func:`lockstep.engine.distributed.staging.wait`.
     """
     if tensor.dim() == 0:
         raise CollectiveError("gather() was given a number", fix="give it rows: tensor.unsqueeze(0), or all_reduce()")
-    return cast(Tensor, cast(Any, _Gather.apply)(tensor, counts, capacities, look))
+    return cast(Tensor, cast(Any, _Gather.apply)(tensor, counts, capacities))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool, capacities: dict[Any, int], look: Look) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, counts: bool, capacities: dict[Any, int]) -> Tensor:
         local = tensor.detach()[: None if counts else 0].contiguous()
-        sizes, rows = _gathered(local, capacities, look)
+        sizes, rows = _gathered(local, capacities)
         rank = dist.get_rank()
         ctx.start = sum(sizes[:rank])
         ctx.size = sizes[rank]
@@ -48,14 +44,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = all_reduce(gradient.contiguous().clone(), None)
         local = gradient.new_zeros(ctx.shape)
         local[: ctx.size] = total[ctx.start : ctx.start + ctx.size]
-        return local, None, None, None
+        return local, None, None
 
 
-def _gathered(rows: Tensor, capacities: dict[Any, int], look: Look) -> tuple[list[int], list[Tensor]]:
+def _gathered(rows: Tensor, capacities: dict[Any, int]) -> tuple[list[int], list[Tensor]]:
     """How many rows each rank has, and the rows. Collective: one message, unless a rank has more than any before.
 
     The numbers of rows travel with as many rows as the largest number so far, which all ranks know.
@@ -68,7 +64,7 @@ def _gathered(rows: Tensor, capacities: dict[Any, int], look: Look) -> tuple[lis
         sent[:8].view(torch.int64).fill_(len(rows))
         fits = as_bytes(rows[:capacity])
         sent[_HEAD : _HEAD + len(fits)] = fits
-        received = all_gather_rows(sent, None, look)
+        received = all_gather_rows(sent, None)
         sizes = received[:, :8].contiguous().view(torch.int64).flatten().tolist()
         if max(sizes) <= capacity:
             break
@@ -79,18 +75,18 @@ def _gathered(rows: Tensor, capacities: dict[Any, int], look: Look) -> tuple[lis
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, look: Look) -> Tensor:
-        return all_reduce(tensor.detach().clone(), None, look=look)
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return all_reduce(tensor.detach().clone(), None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.contiguous().clone(), None), None
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return all_reduce(gradient.contiguous().clone(), None)
 
 
-def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"], look: Look) -> Tensor:
+def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"]) -> Tensor:
     """The reduction of every rank's ``tensor``; ``sum`` and ``mean`` have a gradient. Collective."""
     if operation in ("sum", "mean"):
-        total = cast(Tensor, cast(Any, _Sum.apply)(tensor, look))
+        total = cast(Tensor, cast(Any, _Sum.apply)(tensor))
         return total / dist.get_world_size() if operation == "mean" else total
-    return all_reduce(tensor.detach().clone(), None, getattr(dist.ReduceOp, operation.upper()), look)
+    return all_reduce(tensor.detach().clone(), None, getattr(dist.ReduceOp, operation.upper()))

@@ -69,7 +69,7 @@ class SessionOptimizer:
     reached this optimizer's parameters on any rank.
 
     ``group`` is of all ranks, for gradients alone; ``None`` on one rank, where lanes are summed, and of ``shards``,
-    whose backward passes reduce their gradients. ``look``: as for :class:`GradientBuckets`.
+    whose backward passes reduce their gradients.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class SessionOptimizer:
         rank: RankContext,
         prepared: PreparedModels,
         precision: SharedPrecision,
-        look: Callable[[], None],
         group: dist.ProcessGroup | None,
         shards: Shards | None,
     ) -> None:
@@ -87,7 +86,6 @@ class SessionOptimizer:
         self._rank = rank
         self._device = rank.device
         optimizer = self.optimizer
-        self._look = look
         self._group = group
         self._divided = None if shards is None else shards.of(optimizer)
         self._reducer: Reducer = Alone() if shards is None else step_sums(rank.device, float(rank.collectives.size))
@@ -143,7 +141,7 @@ class SessionOptimizer:
             cap = self._rank.config.distributed.bucket_cap_mb
             cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
             self._reducer = self._buckets = GradientBuckets(
-                self._trained, self._device, self._group, cap_bytes=cap_bytes, look=self._look
+                self._trained, self._device, self._group, cap_bytes=cap_bytes
             )
             if self._buckets.overlaps:
                 self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
@@ -382,7 +380,6 @@ def build_steppers(
     rank: RankContext,
     prepared: PreparedModels,
     precision: SharedPrecision,
-    look: Callable[[], None],
     shards: Shards | None,
 ) -> dict[str, SessionOptimizer]:
     """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: sparse gradients on several ranks.
@@ -395,10 +392,10 @@ def build_steppers(
     check_sparse(module, reduced=several or exact)
     by_buckets = several and not exact and shards is None
     group = dist.new_group(backend=rank.plan.placement["backend"]) if by_buckets else None
-    how = rank, prepared, precision, look, group, shards
-    found = {name: SessionOptimizer(name, *how) for name in prepared.optimizers}
-    next(iter(found.values())).update.averages = Averages(rank.config.averaging, module, rank.plan.total_steps)
-    return found
+    steppers = {name: SessionOptimizer(name, rank, prepared, precision, group, shards) for name in prepared.optimizers}
+    averages = Averages(rank.config.averaging, module, rank.plan.total_steps)
+    next(iter(steppers.values())).update.averages = averages
+    return steppers
 
 
 def backward(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import default_store, has_compiled
+from lockstep._compat.torch import has_compiled
 from lockstep.data.requests import BatchRequest, Window, readable
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import arrival
@@ -31,7 +30,7 @@ from lockstep.engine.session.stepper import (
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.strategies.reducers import Flags, Reduced
 from lockstep.engine.training import Training
-from lockstep.errors import CollectiveError, TaskError, UnsupportedError
+from lockstep.errors import TaskError, UnsupportedError
 
 #: Windows of an attempt in which losses are checked to be sums, and followed to batches and weights.
 CHECKED_WINDOWS = 2
@@ -52,7 +51,7 @@ class SessionTraining(Training):
 
     Attributes:
         ranks: for calls between ranks that the loop makes.
-        stage: how many loops over batches the epoch has finished; ``loops``: how many have begun in this attempt.
+        stage: how many loops over batches the epoch has finished.
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
         is_cut: whether the run has ended within its epoch, which a resume continues.
@@ -75,7 +74,7 @@ class SessionTraining(Training):
         self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         self._sharing = prepared.sharing()
-        self.steppers = build_steppers(rank, prepared, self.precision, self.look_around, self._shards)
+        self.steppers = build_steppers(rank, prepared, self.precision, self._shards)
         # How many steps a loop takes is known when it is over; ``total`` serves for progress.
         max_steps = rank.config.training.max_steps
         timed = tuple if self._shards else module.parameters
@@ -98,7 +97,6 @@ class SessionTraining(Training):
         self.stream: Any = None
         self.window: Window | None = None
         self.stage = 0
-        self.loops = 0
         self.place = -1
         self._calls = 0
         self._checked = 0
@@ -355,7 +353,8 @@ class SessionTraining(Training):
         """Sums of ``stepper``, and its gradients, over all ranks and micro-batches. Collective."""
         if stepper.held:
             return stepper.held
-        self.ranks.begin(f"session.step({stepper.name})")
+        if self.checks_losses:
+            self.ranks.check(f"session.step({stepper.name})")
         sums = stepper.reduce(self._requests(), window.requests[self.place], self.state.step)
         self._flags = sums.flags or self._flags
         return sums
@@ -383,34 +382,6 @@ class SessionTraining(Training):
             with self._origins.paused():
                 stepper.hold(self._reduced(stepper, window))
         return self.is_last
-
-    # Ranks that leave the loop.
-
-    def left(self) -> None:
-        """This rank left a loop over batches before its end: the others may be waiting for it."""
-        if self.rank.collectives.size > 1:
-            note = json.dumps([self.loops, self.state.step])
-            with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and so are they
-                default_store().set(self._note(self.rank.world.rank), note)
-        self.window = None
-
-    def _note(self, rank: int) -> str:
-        return f"lockstep/rank {rank} left in attempt {self.rank.attempt}"
-
-    def look_around(self) -> None:
-        """Raise :class:`CollectiveError` where a rank left this loop before this step, or waits in another call."""
-        store = default_store()
-        me = self.rank.world.rank
-        for rank in range(self.rank.collectives.size):
-            note = json.loads(store.get(self._note(rank))) if store.check([self._note(rank)]) else [-1, 0]
-            if rank != me and note[0] == self.loops and note[1] <= self.state.step:
-                raise CollectiveError(
-                    f"rank {rank} left the loop over batches after step {note[1]}, and rank {me} waits for it in step "
-                    f"{self.state.step + 1}",
-                    why="every rank must take the same steps; a break, a return or an error depended on the rank",
-                    fix="decide on a value that all ranks share, such as session.all_reduce(flag, 'max')",
-                )
-        self.ranks.look()
 
     # Epochs.
 

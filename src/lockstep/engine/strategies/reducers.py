@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import is_not
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep._compat.torch import foreach_copy_
-from lockstep.engine.distributed.staging import Group, all_reduce, wait, wire_device, world_size
+from lockstep.engine.distributed.staging import Group, all_reduce, wire_device, world_size
 from lockstep.errors import TaskError
 
 #: Bytes of a bucket; the first one is smaller, so that it can be sent early (both as in DistributedDataParallel).
@@ -123,7 +123,6 @@ class GradientBuckets:
     Args:
         parameters: the same on all ranks, in the same order.
         cap_bytes: of a bucket; 0: one for all gradients of a type.
-        look: called now and then while gloo waits; raises when another rank will not come.
         divisor: of the gradients, where others reduce them.
     """
 
@@ -134,13 +133,11 @@ class GradientBuckets:
         group: Group = None,
         *,
         cap_bytes: int = 0,
-        look: Callable[[], None] | None = None,
         divisor: float = 1.0,
     ) -> None:
         self.parameters = list(parameters)
         self._divisor = divisor
         self._group = group
-        self._look = look
         self._staged = wire_device(device, group) != device
         *split, last = _split(self.parameters, cap_bytes)
         self._buckets = [*(_Bucket(part, device, 0) for part in split), _Bucket(last, device, NUMBERS)]
@@ -247,7 +244,8 @@ class GradientBuckets:
         if not self.is_launched:
             return
         for bucket in self._buckets:
-            wait(bucket.work, self._group, self._look)
+            assert bucket.work is not None
+            bucket.work.wait()
             if self._staged:
                 bucket.flat.copy_(bucket.sent)
         self._launched = 0

@@ -97,21 +97,15 @@ class Loop:
                 fix="use reproducibility: fast",
             )
 
-    def look(self, call: str, tensor: Tensor, first: int) -> Callable[[], None]:
-        """A function that reports the positions of the other ranks while ``call`` waits.
+    def check_alike(self, call: str, tensor: Tensor, first: int) -> None:
+        """Compare ``call`` over ranks, with the type and the shape of its tensor from the dimension ``first`` on.
 
-        Type and shape, from the dimension ``first`` on, are compared now, but not in steps that repeat the first
-        ones.
+        Not in steps after the first ones, which take what these took.
         """
         training = self.training
-        ranks = self.ranks
         if training is None or training.place < 0 or training.checks_losses:
             sizes = ["*"] * first + [str(size) for size in tensor.shape[first:]]
-            call = f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"
-            ranks.check(call)
-        ranks.begin(call)
-        report: Callable[[], None] = ranks.look if training is None else training.look_around
-        return report
+            self.ranks.check(f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]")
 
     def _begin(self) -> None:
         """Restore the saved state of a resumed run. Collective."""
@@ -243,13 +237,10 @@ class Loop:
                 fix="make one data set whose samples have both parts, or run the loops one after the other",
             )
         feed = self._feed(training, number, dataset, accumulate, collate, weights)
-        training.loops += 1
         try:
             yield from feed.walk(self.state.epoch, self.state.position)
-        except GeneratorExit:
-            training.left()
-            raise
         finally:
+            training.window = None
             if not self._has_ended():
                 training.stage = number + 1
                 self.state.position = 0
