@@ -34,9 +34,9 @@ export function ChartTools({ notes = [], search = false, children }) {
 }
 
 /** Eight colours; further lines repeat them, dashed. */
-export function looks({ index, dash = false }, at) {
+export function looks({ index }, at) {
   const number = index ?? at;
-  return { colour: `--series-${(number % 8) + 1}`, dash: dash || number >= 8 };
+  return { colour: `--series-${(number % 8) + 1}`, dash: number >= 8 };
 }
 
 export const Swatch = ({ colour, dash }) => html`<i class=${`swatch ${dash ? "dash" : ""}`} style=${{ color: `var(${colour})` }}></i>`;
@@ -48,13 +48,13 @@ function last({ x, y }, at = y.length - 1) {
 }
 
 /**
- * `series`: [{label, x, y, dash?, index?}] with x ascending; `against` names the x axis.
+ * `series`: [{label, x, y, index?}] with x ascending; `against` names the x axis.
  * `everyRow`: a row without a number was not finite: a gap in the line, and "not finite" as the newest value.
  * `shared`: [labels of hidden lines, a function that sets them], of a legend that several charts have.
  * `onZoom(from, to)` is called on zoom, with nulls on reset. `whole()`: promises the series with all of their points.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
-export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, height = 180, everyRow = false, fraction = false, onZoom, shared, whole = () => series }) {
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, everyRow = false, fraction = false, onZoom, shared, whole = () => series }) {
   const host = useRef(null);
   const plot = useRef(null);
   const now = Object.assign(useRef(), { current: { onZoom, against } });
@@ -90,7 +90,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   }, []);
   const theme = themes.value;
   useEffect(() => {
-    if (seen) plot.current.draw({ series: shown, height, log, smoothing, against, fraction, theme, unit: format.axis });
+    if (seen) plot.current.draw({ series: shown, log, smoothing, against, fraction, theme, unit: format.axis });
   });
   useEffect(() => plot.current.resetZoom(), [resets.value]);
 

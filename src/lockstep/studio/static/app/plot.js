@@ -10,6 +10,9 @@ function isRough({ y, weight }) {
   return !weight && y.length > 100 && y.reduce((sum, value, at) => sum + (Math.abs(value - y[at - 1]) || 0), 0) > 10 * (most - least);
 }
 
+/** Of every chart, in px. */
+const HEIGHT = 180;
+
 /** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 
@@ -76,7 +79,7 @@ export class Plot {
   }
 
   /**
-   * `spec`: {series: [{label, x, y, band?, colour, dash?, points?, everyRow?, gaps?}], height, log, smoothing, theme, unit?}; a colour is
+   * `spec`: {series: [{label, x, y, band?, colour, dash?, everyRow?, gaps?}], log, smoothing, theme, unit?}; a colour is
    * a name from the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
    */
   draw(spec) {
@@ -87,12 +90,12 @@ export class Plot {
   flush() {
     this.frame = 0;
     if (!this.host.clientWidth) return;
-    const { series: given, smoothing: weight, log, against, height, theme } = this.last;
+    const { series: given, smoothing: weight, log, against, theme } = this.last;
     // The raw line stays visible, faint, behind a smoothed one.
     const edges = given.flatMap((one) => (one.band ?? []).map((y) => ({ ...one, y, weight, isEdge: true })));
     const lines = [...edges, ...(weight ? [...given.filter(({ band }) => !band).map((one) => ({ ...one, raw: true })), ...given.map((one) => ({ ...one, weight }))] : given)];
     const series = lines.map((one) => ({ ...one, thin: one.raw || isRough(one) }));
-    const shape = JSON.stringify([log, against, height, theme, series.map((one) => [one.label, one.dash, one.points, one.colour, one.raw, one.thin, one.isEdge])]);
+    const shape = JSON.stringify([log, against, theme, series.map((one) => [one.label, one.dash, one.colour, one.raw, one.thin, one.isEdge])]);
     const data = align(series, log);
     if (shape !== this.shape) this.build({ ...this.last, series }, data, shape);
     else this.chart.setData(data, !this.zoomed);
@@ -108,12 +111,12 @@ export class Plot {
     const axis = { stroke: css("--muted"), grid, ticks: { show: false }, font: '11px "Inter", sans-serif' };
     const options = {
       width: this.host.clientWidth,
-      height: spec.height,
+      height: HEIGHT,
       legend: { show: false },
       padding: [8, 18, 0, 0],
       // One cursor for all charts with this x axis.
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, sync: { key: spec.against, scales: ["x", null] } },
-      scales: { x: { time: false, range: spec.series.some(({ points }) => points) ? withRoom : undefined }, y: spec.log ? { distr: 3, range: logRange } : { range: spec.unit === percent.axis ? ofWhole : withRoom } },
+      scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: spec.unit === percent.axis ? ofWhole : withRoom } },
       axes: [
         { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => tickTexts(ticks) },
         { ...axis, size: wide, ...(spec.log ? { filter: apart } : {}), values: (_, ticks) => tickTexts(ticks, spec) },
@@ -126,7 +129,7 @@ export class Plot {
           width: one.isEdge ? 0 : one.thin ? 1 : 1.5,
           dash: one.dash ? [4, 4] : undefined,
           spanGaps: !one.everyRow && !one.gaps,
-          points: { show: (chart) => !one.raw && !one.isEdge && (Boolean(one.points) || chart.data[0].length < 40), size: 5 },
+          points: { show: (chart) => !one.raw && !one.isEdge && chart.data[0].length < 40, size: 5 },
         })),
       ],
       // The two edges of a band come one after the other.
@@ -169,7 +172,7 @@ export class Plot {
   }
 
   resize() {
-    if (this.chart && this.host.clientWidth) this.chart.setSize({ width: this.host.clientWidth, height: this.last.height });
+    if (this.chart && this.host.clientWidth) this.chart.setSize({ width: this.host.clientWidth, height: HEIGHT });
     else if (this.last) this.draw(this.last);
   }
 
