@@ -57,7 +57,7 @@ class FakeNvml:
         return gpu.users if gpu else ()
 
     def link(self, one: str, other: str) -> GpuLink:
-        return self._links.get((one, other), GpuLink(peer=None, nvlink=False, path=""))
+        return self._links.get((one, other), GpuLink(peer=None, nvlink=False))
 
     def __enter__(self) -> FakeNvml:
         return self

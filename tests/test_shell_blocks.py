@@ -85,8 +85,6 @@ RUNS = {
     "--max-steps 2 --save-dir runs/speech-1",
     "lightning-1": "lockstep lightning fit -c cli_config.yaml --trainer.max_epochs 1 --run_dir runs/lightning-1",
     "rates-1": "lockstep sweep my_task.py:MyTask --seeds 2 --max-steps 2 --save-dir runs/rates-1",
-    "bench-scaling-5e6f7a8b": "lockstep bench scaling my_task.py:MyTask --devices cpu,cpu --repeats 1 --steps 2 "
-    "--save-dir runs/bench-scaling-5e6f7a8b",
 }
 #: As the command line, with ranks that are forks of it also where evaluate and predict start them.
 MAIN = """

@@ -248,13 +248,6 @@ def test_rocm_gpus_are_gpus() -> None:
     assert devices[1].precisions == ("32", "16-mixed", "bf16-mixed", "bf16-true")
 
 
-@pytest.mark.parametrize("kind", ["mps", "xpu", "npu"])
-def test_other_accelerators_are_listed_as_not_supported_yet(kind: str) -> None:
-    device = find_devices({}, CPU_ONLY, None, answers(NvmlGpu("", "Thing", (0, 0), kind=kind)))[1]
-    assert (device.id, device.kind, device.supported) == (f"{kind}:0", kind, False)
-    assert "not supported yet" in device.note
-
-
 def test_no_accelerator() -> None:
     assert [device.id for device in find_devices({}, CPU_ONLY, None, answers())] == ["cpu"]
     assert [device.id for device in find_devices({}, CUDA, FakeNvml(), answers())] == ["cpu"]
@@ -268,7 +261,7 @@ def test_devices_are_plain_values() -> None:
 
 
 def test_the_build_is_read_without_importing() -> None:
-    assert read_torch_build() == TorchBuild(torch.version.cuda, torch.version.hip, torch.version.xpu)
+    assert read_torch_build() == TorchBuild(torch.version.cuda, torch.version.hip)
 
 
 def test_the_probe_agrees_with_torch_here_and_passes_over_a_file_of_that_name(
@@ -298,12 +291,12 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_answers() -> None:
-    line = '[{"kind": "cuda", "name": "X", "total": 2, "free": 1, "uuid": "u", "capability": [8, 6]}]'
+    line = '[{"name": "X", "total": 2, "free": 1, "uuid": "u", "capability": [8, 6]}]'
     assert read_answer(f"a library says hello\n{line}\n") == [NvmlGpu("u", "X", (8, 6), 2, 1)]
     assert read_answer("[]") == []
 
 
-@pytest.mark.parametrize("text", ["", "hello", "3", '[{"kind": "cuda"}]', '[{"unknown": 1}]'])
+@pytest.mark.parametrize("text", ["", "hello", "3", '[{"name": "X"}]', '[{"unknown": 1}]'])
 def test_answers_that_are_none(text: str) -> None:
     with pytest.raises(OSError, match="not understood"):
         read_answer(text)
@@ -313,7 +306,6 @@ def test_answers_that_are_none(text: str) -> None:
 def test_a_cpu_build_is_not_worth_a_probe() -> None:
     assert not worth_probing(TorchBuild())
     assert worth_probing(TorchBuild(hip="6.4"))
-    assert worth_probing(TorchBuild(xpu="2025"))
 
 
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33"]

@@ -110,9 +110,6 @@ class Driver:
     def nvmlDeviceGetP2PStatus(self, one: dict[str, Any], other: dict[str, Any], capability: int) -> Any:
         return self._get(one, "peers")[other["uuid"]][capability]
 
-    def nvmlDeviceGetTopologyCommonAncestor(self, one: dict[str, Any], other: dict[str, Any]) -> Any:
-        return self._get(one, "levels")[other["uuid"]]
-
     def nvmlShutdown(self) -> None:
         self.open = False
 
@@ -166,8 +163,8 @@ def test_health_and_links() -> None:
     assert nvml.driver_version() == "550.54.15"
     assert nvml.health("GPU-1") == GpuHealth(93, True, 2, "pending", ("hot", "power brake"))
     assert nvml.health("GPU-2") == nvml.health("GPU-9") == GpuHealth()
-    assert nvml.link("GPU-1", "GPU-2") == GpuLink(peer=True, nvlink=False, path="two CPU sockets")
-    assert nvml.link("GPU-2", "GPU-1") == nvml.link("GPU-1", "GPU-9") == GpuLink(peer=None, nvlink=False, path="")
+    assert nvml.link("GPU-1", "GPU-2") == GpuLink(peer=True, nvlink=False)
+    assert nvml.link("GPU-2", "GPU-1") == nvml.link("GPU-1", "GPU-9") == GpuLink(peer=None, nvlink=False)
 
 
 def test_readings() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,10 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     assert len(report.comparison.gap["loss"]) == 16
     # 200 samples in windows of 32 or 64: the short last one and the start of the next epoch are among the steps.
     assert {8, report.global_batch} <= set(report.comparison.one.samples.tolist())
-    if find_spec("matplotlib"):
-        files = write_report(report, tmp_path / "report")
-        assert files[-1].read_bytes().startswith(b"\x89PNG")
-        with pytest.raises(StorageError, match="not a folder"):
-            write_report(report, files[0])
+    (file,) = write_report(report, tmp_path / "report")
+    assert json.loads(file.read_text())["outcome"] == report.outcome
+    with pytest.raises(StorageError, match="not a folder"):
+        write_report(report, file)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,6 @@ def test_no_number_in_both_runs_is_not_equality_and_the_report_is_written_and_pr
     assert [cause["code"] for cause in written["causes"]] == ["not-finite"]
     assert "step 3" in written["causes"][0]["what"]
     assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5, 6]
-    assert "likely cause: not-finite" in (tmp_path / "report" / "report.md").read_text()
     assert not list(tmp_path.glob("runs*")), "the runs that were compared are gone"
 
 

@@ -44,8 +44,7 @@ Examples:
   lockstep verify script.py --devices cpu,cpu -- --lr 0.1        # a script with a lockstep.Session
 
 Exit codes: 0 equal, 1 different or not finite (the likely cause is named), 2 wrong usage.
-The report goes to --save-dir (default: runs/verify-<id>): report.json and, of a task, report.md and, with matplotlib,
-verify.png."""
+The report goes to --save-dir (default: runs/verify-<id>): report.json."""
 
 
 @verb("[TASK] --devices DEVICE,... [OPTIONS] [-- ARGUMENTS]", VERIFY)
@@ -67,10 +66,10 @@ def verify(
     fork_ranks_from_here(mapping, script=name.endswith(".py"))
     say = partial(progress, doing="running")
     if name.endswith(".py"):
-        from lockstep.verification.script import print_script_report, verify_script, write_script_report
+        from lockstep.verification.script import print_script_report, verify_script
 
         del mapping["task"]
         script_report = verify_script(Path(name), arguments, mapping, steps=steps, say=say)
-        return deliver(script_report, folder, write=write_script_report, show=print_script_report, as_json=as_json)
+        return deliver(script_report, folder, write=write_report, show=print_script_report, as_json=as_json)
     report = run(name, mapping, steps=steps, eval_batches=eval_batches, say=say)
     return deliver(report, folder, write=write_report, show=print_report, as_json=as_json)

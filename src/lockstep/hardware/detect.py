@@ -1,7 +1,7 @@
 """Detect the devices of this machine, and the cores and memory that this process may use.
 
-NVML describes NVIDIA GPUs; a short-lived process with torch describes other devices. The calling process does not
-import torch and opens no context on a GPU. ``gpu:i`` is torch's ``cuda:i``.
+NVML describes NVIDIA GPUs; a short-lived process with torch describes those that NVML cannot number, and AMD's. The
+calling process does not import torch and opens no context on a GPU. ``gpu:i`` is torch's ``cuda:i``.
 
 Cores and memory are limited by the process's affinity and its control groups, version 2 (``cpu.max``, ``memory.max``)
 and version 1 (``cpu.cfs_quota_us``, ``memory.limit_in_bytes``); see the kernel's documentation.
@@ -33,19 +33,12 @@ PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
 # Runs in a separate process, so that torch's contexts on GPUs are closed at once.
 _SCRIPT = """
 import json, torch
-accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = []
-for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
-    entry = {"kind": accelerator.type, "uuid": "", "name": accelerator.type, "capability": [0, 0]}
-    module = getattr(torch, accelerator.type, None)
-    if accelerator.type == "cuda":
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        entry.update(name=properties.name, total=total, free=free, uuid=str(getattr(properties, "uuid", "")),
-                     capability=[properties.major, properties.minor])
-    elif hasattr(module, "get_device_name"):
-        entry["name"] = module.get_device_name(index)
-    devices.append(entry)
+for index in range(torch.cuda.device_count()):
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    devices.append({"uuid": str(getattr(properties, "uuid", "")), "name": properties.name, "total": total, "free": free,
+                    "capability": [properties.major, properties.minor]})
 print(json.dumps(devices))
 """
 
@@ -55,8 +48,8 @@ class Device:
     """One entry of ``lockstep devices``. Memory in 1e9 bytes, one decimal; ``None`` if free memory is unknown.
 
     Attributes:
-        id: ``"cpu"``, ``"gpu:<index>"`` (torch's ``cuda:<index>``), or, not supported yet, ``"mps:0"`` and the like.
-        kind: ``"cpu"``, ``"gpu"``, or torch's name of another accelerator.
+        id: ``"cpu"`` or ``"gpu:<index>"`` (torch's ``cuda:<index>``).
+        kind: ``"cpu"`` or ``"gpu"``.
         precisions: supported precisions, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
         supported: Lockstep can train on this device.
         note: the reason if it is not supported, or another remark for users.
@@ -89,7 +82,6 @@ class TorchBuild:
 
     cuda: str | None = None
     hip: str | None = None
-    xpu: str | None = None
 
     @property
     def cuda_major(self) -> int:
@@ -97,7 +89,7 @@ class TorchBuild:
 
 
 def detect_devices(*, refresh: bool = False) -> list[Device]:
-    """Return the CPU, then every GPU, then accelerators that are not supported yet.
+    """Return the CPU, then every GPU.
 
     The result is cached in this process; ``refresh`` detects again (free memory and users change).
     """
@@ -143,15 +135,14 @@ def read_torch_build() -> TorchBuild:
         values = runpy.run_path(str(Path(folders[0]) / "version.py"))
     except (IndexError, OSError, SyntaxError, NameError, ImportError):
         return TorchBuild()
-    return TorchBuild(cuda=values.get("cuda"), hip=values.get("hip"), xpu=values.get("xpu"))
+    return TorchBuild(cuda=values.get("cuda"), hip=values.get("hip"))
 
 
 def worth_probing(build: TorchBuild) -> bool:
-    """Check whether torch could find an accelerator; saves the seconds of a probe if not."""
+    """Check whether torch could find a GPU; saves the seconds of a probe if not."""
     import ctypes
-    from importlib.metadata import entry_points
 
-    if build.hip or build.xpu or sys.platform == "darwin" or entry_points(group="torch.backends"):
+    if build.hip:
         return True
     with contextlib.suppress(OSError):  # loading the driver starts nothing; a context would need its ``cuInit``
         return build.cuda is not None and bool(ctypes.CDLL("libcuda.so.1"))
@@ -159,7 +150,7 @@ def worth_probing(build: TorchBuild) -> bool:
 
 
 def probe() -> list[NvmlGpu]:
-    """List the devices of ``torch.accelerator`` in a separate process. Raises ``OSError`` with the reason."""
+    """List the GPUs of ``torch.cuda`` in a separate process. Raises ``OSError`` with the reason."""
     command = [sys.executable, "-P", "-c", _SCRIPT]
     try:
         process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -197,7 +188,7 @@ def find_devices(
         torch_devices = ask_torch()
     except OSError as error:
         problem = f"torch cannot use it: {error}"
-        note = "" if gpus else f"the search for accelerators failed: {error}"
+        note = "" if gpus else f"the search for GPUs failed: {error}"
         return [_cpu(note), *(_gpu(index, gpu, build, problem) for index, gpu in enumerate(gpus))]
     return [_cpu(), *(_probed(index, device, build, nvml, gpus) for index, device in enumerate(torch_devices))]
 
@@ -232,7 +223,7 @@ def visible_gpus(variable: str | None, uuids: Sequence[str]) -> list[int] | None
 def _driver_problem(build: TorchBuild, nvml: Nvml) -> str:
     """Return the reason if this torch cannot use NVIDIA GPUs with this driver, else an empty text."""
     if build.cuda is None:
-        kind = "ROCm" if build.hip else "XPU" if build.xpu else "CPU"
+        kind = "ROCm" if build.hip else "CPU"
         return f"the installed torch is a {kind} build: install the CUDA build"
     driver = nvml.driver_cuda()
     # Within a major version any driver runs any build: "CUDA minor version compatibility".
@@ -263,17 +254,7 @@ def _gpu(index: int, gpu: NvmlGpu, build: TorchBuild, problem: str) -> Device:
 
 
 def _probed(index: int, device: NvmlGpu, build: TorchBuild, nvml: Nvml | None, gpus: Sequence[NvmlGpu]) -> Device:
-    """Describe a device that torch listed, with NVML's UUID and users."""
-    if device.kind != "cuda":
-        return Device(
-            id=f"{device.kind}:{index}",
-            kind=device.kind,
-            name=device.name,
-            memory_gb=gigabytes(device.total or 0),
-            precisions=(),
-            supported=False,
-            note=f"{device.kind} is not supported yet: Lockstep trains on CUDA and ROCm GPUs and on CPUs",
-        )
+    """Describe a GPU that torch listed, with NVML's UUID and users."""
     nvml_gpu = nvml and next((gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == device.uuid), None)
     if nvml and device.uuid and nvml_gpu is None:
         nvml_gpu = nvml.by_uuid(f"MIG-{device.uuid}")

@@ -12,15 +12,6 @@ from lockstep.errors import gigabytes
 #: nvmlClocksThrottleReasons of faults (nvml.h); a power cap under load is normal.
 _SLOWDOWNS = {"hot": 0x20 | 0x40, "power brake": 0x80, "hardware": 0x8}
 _POWER_CAP = {"power cap": 0x4}
-#: nvmlGpuTopologyLevel_t (nvml.h).
-_PATHS = {
-    0: "one board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one PCIe host bridge",
-    40: "one NUMA node",
-    50: "two CPU sockets",
-}
 #: NVML_P2P_CAPS_INDEX_READ (nvml.h); the bindings have a tuple there.
 _P2P_READ = 0
 
@@ -36,7 +27,7 @@ class GpuUser:
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """One GPU (or MIG slice), or another accelerator of ``kind``. Memory in bytes, ``None`` if unknown."""
+    """One GPU (or MIG slice). Memory in bytes, ``None`` if unknown."""
 
     uuid: str
     name: str
@@ -45,7 +36,6 @@ class NvmlGpu:
     free: int | None = None
     users: tuple[GpuUser, ...] = ()
     mig: bool = False
-    kind: str = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +58,10 @@ class GpuHealth:
 
 @dataclass(frozen=True, slots=True)
 class GpuLink:
-    """Connection of two GPUs: peer access, NVLink, and their nearest common part of the machine."""
+    """Connection of two GPUs: peer access (``None``: not reported), and NVLink."""
 
     peer: bool | None
     nvlink: bool
-    path: str
 
 
 class Nvml:
@@ -152,7 +141,6 @@ class Nvml:
         return GpuLink(
             peer=None if reads is None else reads == lib.NVML_P2P_STATUS_OK,
             nvlink=ask(lib.nvmlDeviceGetP2PStatus, *pair, lib.NVML_P2P_CAPS_INDEX_NVLINK) == lib.NVML_P2P_STATUS_OK,
-            path=_PATHS.get(ask(lib.nvmlDeviceGetTopologyCommonAncestor, *pair), ""),
         )
 
     def __enter__(self) -> Nvml:

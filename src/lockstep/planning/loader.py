@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.config import DataConfig, OptimizerConfig, RunConfig
 from lockstep.config.sections import TrainingConfig
@@ -12,8 +11,6 @@ from lockstep.errors import many
 from lockstep.planning.decision import Decision, decide
 from lockstep.planning.plan import LoaderPlan, Plan, TaskFacts
 
-#: Minimum ratio of the loading rate to the rate of the step, so that a slow batch does not stop the step.
-HEADROOM = 1.2
 #: Rates whose ratio is above this count as equal.
 CLOSE = 0.95
 #: Maximum number of loader processes of a rank that are started during the first steps.
@@ -21,40 +18,6 @@ MAX_WORKERS = 16
 #: Time of another process to hand over a batch: seconds, and bytes per second. Measured on two cores of a server.
 HANDOVER_S = 1.2e-3
 HANDOVER_BYTES_S = 3e9
-
-
-class Recommendation(NamedTuple):
-    """``bound``: the bottleneck with this setting, ``compute`` or ``data``."""
-
-    num_workers: int
-    bound: str
-    reason: str
-
-
-def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
-    """Recommend a number of loader processes: the fewest that keep up with the step, else the fastest.
-
-    Args:
-        rates: samples per second by number of workers.
-        demand: samples per second of a step that never waits for data.
-    """
-    max_rate = max(rates.values())
-    sufficient = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
-    best = sufficient[0] if sufficient else min(n for n, rate in rates.items() if rate >= CLOSE * max_rate)
-    loads = f"{best} worker{' loads' if best == 1 else 's load'} {rates[best]:,.0f} samples/s"
-    if sufficient:
-        reason = f"{loads}, a step needs {demand:,.0f}: more would only take cores from it"
-        return Recommendation(best, "compute", reason)
-    if rates[best] >= demand:
-        reason = f"{loads}, no number is faster; just enough for the {demand:,.0f} that a step needs"
-        return Recommendation(best, "compute", reason)
-    waits = f"training waits for data {1 - rates[best] / demand:.0%} of the time"
-    return Recommendation(best, "data", f"{loads}, no number is faster; a step needs {demand:,.0f}: {waits}")
-
-
-def worker_counts(cores: int) -> list[int]:
-    """Return 0, the powers of two up to ``cores``, and ``cores``."""
-    return sorted({0, cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
 
 
 def automatic_workers(cores: int, local_ranks: int) -> int:

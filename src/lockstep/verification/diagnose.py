@@ -177,21 +177,13 @@ def _first_after_resume(
         return f"the optimizer's param_groups are not restored: {', '.join(settings)}"
     if not np.array_equal(resumed.weights[0], whole.weights[step], equal_nan=True):
         return f"the weights are not those of the checkpoint, first in {whole.furthest_parameter(both, step)}"
-    if not np.allclose(both.lr[step], whole.lr[step], rtol=1e-9, atol=0, equal_nan=True):
-        return f"the learning rate of step {step + 1} is {both.lr[step].tolist()}, not {whole.lr[step].tolist()}"
     quantity, index = parting or ("weights", len(whole) - 1)
-    draws = sorted(set(whole.draws) - {"dropout"})
-    drawn = f", among them those of {', '.join(draws)}" if draws else ""
-    likely = {
-        "loss": f"state of the task or of the model that no checkpoint keeps, or random numbers{drawn}",
-        "gradient norm": f"state that the backward pass uses and no checkpoint keeps, or random numbers{drawn}",
-        "weights": "state of the optimizer, or of a hook, that no checkpoint keeps",
-        "validation loss": "state that evaluation uses and no checkpoint keeps",
-    }.get(quantity, "a buffer that is not restored, or merged otherwise")
     when = f"validation {index + 1}" if quantity == "validation loss" else f"step {index + 1}"
     if quantity.startswith(BUFFER):
         when = f"step {both.merged[index + 1]}"
-    return f"the {quantity} is the first to differ, at {when}: {likely}"
+    draws = ", ".join(sorted(set(whole.draws) - {"dropout"}))
+    likely = f"or random numbers, among them those of {draws}" if draws else "or random numbers"
+    return f"the {quantity} is the first to differ, at {when}: state that no checkpoint keeps, {likely}"
 
 
 def unseeded(single: Trajectory, again: Trajectory) -> Cause | None:
@@ -302,11 +294,12 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
         return None
     return Cause(
         "grouping",
-        "one device that takes the same samples in smaller micro-batches gets another result: a sample's loss depends "
-        "on which others are in its micro-batch (or on the padding to the longest of them), or on how often loss() has "
-        "been called (a counter in the task)",
-        "make the loss a sum over samples and its count their number; replace statistics over the batch; mask padding "
-        "in every layer that reads it; read the step from Task.context",
+        "one device that takes the same samples in smaller micro-batches gets another result (losses differ by up to "
+        f"{gap['loss'].max(initial=0):.1e}): a sample's loss depends on the others in its micro-batch (statistics, "
+        "padding to the longest), on how often loss() has been called, or, of a LightningModule, on a mean over "
+        "something else than samples (class weights, ignored targets, tokens)",
+        "make the loss a sum over samples and its count their number, Loss(total, count); replace statistics over the "
+        "batch; mask padding in every layer that reads it; read the step from Task.context",
     )
 
 

@@ -1,18 +1,15 @@
-"""The result of a verification as a table, JSON, Markdown and a plot."""
+"""The result of a verification as a table and as JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
-
-import numpy as np
+from typing import Any, Literal, Protocol, TextIO
 
 from lockstep.errors import ResultsDifferError
-from lockstep.rundir.files import make_folders, write_json, write_text
-from lockstep.telemetry.console import aligned, print_table, save_figure, say
+from lockstep.rundir.files import make_folders, write_json
+from lockstep.telemetry.console import print_table, say
 from lockstep.verification.diagnose import Cause
 from lockstep.verification.experiments import Comparison
 from lockstep.verification.trajectory import BUFFER, FACTOR, Floor, Gap
@@ -130,25 +127,6 @@ class VerifyReport:
             "weights_sha256": [single.fingerprint, many.fingerprint],
         }
 
-    def columns(self) -> list[str]:
-        many = f"loss, {len(self.devices)} devices"
-        return ["step", "samples", "loss, 1 device", many, "loss diff", "noise floor", "grad norm diff", "weights diff"]
-
-    def rows(self) -> list[list[str]]:
-        gap = self.comparison.gap
-        single = self.comparison.one
-        many = self.comparison.many
-        apart = gap["loss"], self.floor["loss"], gap["gradient norm"], gap["weights"]
-        return [
-            [
-                str(index + 1),
-                str(single.samples[index]),
-                *(f"{run.loss[index]:.6f}" for run in (single, many)),
-                *(f"{values[index]:.1e}" for values in apart),
-            ]
-            for index in range(len(gap["loss"]))
-        ]
-
     def findings(self) -> list[str]:
         """Return the verdict, causes and notes, a line each."""
         lines = [self.verdict]
@@ -159,63 +137,39 @@ class VerifyReport:
 
 
 def print_report(report: VerifyReport, stream: TextIO) -> None:
-    print_table(report.columns(), report.rows(), stream)
-    for single, many in zip(report.comparison.one.validation, report.comparison.many.validation, strict=False):
-        values = ", ".join(f"{name} {value:.6g} and {many[name]:.6g}" for name, value in single.items() if name in many)
+    single = report.comparison.one
+    many = report.comparison.many
+    gap = report.comparison.gap
+    losses = ("loss, 1 device", f"loss, {len(report.devices)} devices")
+    columns = ("step", "samples", *losses, "loss diff", "noise floor", "grad norm diff", "weights diff")
+    differences = (gap["loss"], report.floor["loss"], gap["gradient norm"], gap["weights"])
+    rows = [
+        [
+            *(str(index + 1), str(single.samples[index])),
+            *(f"{run.loss[index]:.6f}" for run in (single, many)),
+            *(f"{values[index]:.1e}" for values in differences),
+        ]
+        for index in range(len(gap["loss"]))
+    ]
+    print_table(columns, rows, stream)
+    for alone, together in zip(single.validation, many.validation, strict=False):
+        shared = alone.keys() & together.keys()
+        values = ", ".join(f"{name} {alone[name]:.6g} and {together[name]:.6g}" for name in alone if name in shared)
         if values:
             say(f"validation: {values}", stream)
     for line in report.findings():
         say(line, stream)
 
 
-def write_report(report: VerifyReport, folder: Path) -> list[Path]:
-    """Write ``report.json``, ``report.md`` and, with matplotlib, ``verify.png``; returns the files.
+class Writable(Protocol):
+    """The report on a task or on a script."""
 
-    Raises:
-        StorageError: it cannot be written.
-    """
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+def write_report(report: Writable, folder: Path) -> list[Path]:
+    """Write ``report.json`` to ``folder``; returns the file. Raises :class:`~lockstep.errors.StorageError`."""
     make_folders(folder)
-    files = [folder / "report.json", folder / "report.md"]
-    write_json(files[0], report.as_dict())
-    table = "\n".join(aligned([report.columns(), *report.rows()]))
-    title = f"# {report.task}: {', '.join(report.devices)} against one device\n"
-    findings = "\n\n".join(report.findings())
-    write_text(files[1], f"{title}\n{findings}\n\n```\n{table}\n```\n")
-    if importlib.util.find_spec("matplotlib") is not None:
-        files.append(folder / "verify.png")
-        _plot(report, files[-1])
-    return files
-
-
-def _plot(report: VerifyReport, file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    gap = report.comparison.gap
-    floor = report.floor
-    comparison = report.comparison
-    steps = np.arange(1, len(gap["loss"]) + 1)
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(steps, comparison.one.loss[: len(steps)], color="0.6", linewidth=5, label="1 device")
-    above.plot(steps, comparison.many.loss[: len(steps)], color="C0", label=f"{len(report.devices)} devices")
-    above.set_ylabel("loss of the step")
-    above.legend()
-    off = f" (without {', '.join(comparison.off)})" if comparison.off else ""
-    above.set_title(f"{report.task}, {', '.join(report.devices)}{off}: {report.outcome}")
-    lower_limit = 1e-9  # zero has no place on a logarithmic axis
-    allowed = FACTOR * floor["loss"][: len(steps)]
-    below.fill_between(steps, lower_limit, allowed, color="0.9", label=f"{FACTOR:g} × noise floor of the loss")
-    for name in ("loss", "gradient norm", "weights"):
-        below.plot(steps, np.maximum(gap[name], lower_limit), marker=".", label=f"{name} difference")
-    if comparison.off:
-        configured = report.as_configured["loss"][: len(steps)]
-        below.plot(
-            steps,
-            np.maximum(configured, lower_limit),
-            color="0.5",
-            linestyle=":",
-            label="loss difference, as configured",
-        )
-    below.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(lower_limit, 2))
-    below.legend(fontsize="small", ncols=2)
-    save_figure(figure, file)
+    file = folder / "report.json"
+    write_json(file, report.as_dict())
+    return [file]

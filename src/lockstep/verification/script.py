@@ -17,7 +17,6 @@ from lockstep.checkpoint.content import Place, walked
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.launch.session.script import run_script, several_devices
-from lockstep.rundir.files import make_folders, write_json
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.console import say
 from lockstep.verification.report import BLIND
@@ -34,20 +33,11 @@ _REPEATS = {
     "shuffled": ("samples shuffled", _DEPENDS),
 }
 
-_ADVICE = (
-    "check that the loop draws random numbers of a sample inside the data set or from session.generator, that losses\n"
-    "are sums with their counts, that the session is made before the models, and that "
-)
-_ADVICE_FAST = (
-    "nothing in the body depends on\nthe number of ranks, such as a state carried from batch to batch (by .item(), "
-    ".tolist() or .numpy() as well).\nDropout and other draws of a model differ between ranks: set "
-    "dropout to 0 for this check, or\nadd --reproducibility exact, which gives every rank the draws of one device"
-)
-_ADVICE_EXACT = (
-    "values that the body keeps\nfrom one batch to the next (a counter, a list, an average of weights) change once a "
-    "step: "
-    "`if session.step(...)`.\nThe body runs once for each lane, in another order and number on each rank"
-)
+_ADVICE = """\
+check that the loop draws random numbers of a sample inside the data set or from session.generator, that losses are
+sums with their counts, that the session is made before the models, and that values kept from one batch to the next (a
+counter, a list, an average of weights) change once a step: `if session.step(...)`. In fast mode dropout and other draws
+of a model differ between ranks: set dropout to 0 for this check, or add --reproducibility exact"""
 _COLUMNS = ("loss", "grad_norm")
 
 
@@ -214,13 +204,6 @@ def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> floa
     return math.sqrt(apart / scale) if apart else 0.0
 
 
-def write_script_report(report: ScriptReport, folder: Path) -> list[Path]:
-    """Write ``report.json`` to ``folder``. Raises :class:`StorageError`."""
-    make_folders(folder)
-    write_json(folder / "report.json", report.as_dict())
-    return [folder / "report.json"]
-
-
 def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     say(f"{report.script}, {report.steps} steps on {report.devices[0]} and on {', '.join(report.devices)}", stream)
     for name, value in report.differences.items():
@@ -232,6 +215,6 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     for note in report.notes:
         say(note, stream)
     if report.exit_code:
-        say(_ADVICE + (_ADVICE_EXACT if is_exact else _ADVICE_FAST), stream)
+        say(_ADVICE, stream)
         if not is_exact and (report.first_step or 1) > 1:
             say("The first steps agree, so it may be rounding that grew: a smaller learning rate shows it", stream)

@@ -37,25 +37,23 @@ TWO: dict[str, Any] = {"hardware": {"selected_devices": ["cpu", "cpu"]}, "traini
 
 
 def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # 64 samples fill two micro-batches of 32, and no larger ones.
-    twice = {**ONE, "training": {"threads": 1, "accumulate": 2}, "task": {"samples": 64}}
-    report = bench_step(Subject(Toy, twice), steps=4, warm_up=2, max_batch=64, precisions=("16-mixed", "32"))
-    rows = {(row["precision"], row["batch_size"]): row for row in report.rows}
-    assert rows["16-mixed", 16]["status"] == "skipped"
-    assert "emulates" in rows["16-mixed", 16]["reason"]
-    for batch in (16, 32):
-        row = rows["32", batch]
-        assert row["status"] == "ok"
-        assert row["steps"] == 4
-        assert sum(row["shares"].values()) == pytest.approx(1)
-        assert min(row["parts_ms"][part] for part in ("data", "forward", "backward", "optimizer")) > 0
-        assert row["parts_ms"]["communication"] == 0
-        assert row["memory_mb"] > 50
-        # Two linear layers, 2·m·n operations a sample: forward, the weights' gradients, the second layer's input's.
-        per_sample = 2 * (12 * 16 * 2 + 16 * 3 * 3)
-        assert row["tflops"] * row["step_ms"] == pytest.approx(per_sample * 2 * batch / 1e9)
-        assert row["peak_share"] is None, "nobody publishes a peak for this CPU"
-    assert ("32", 64) not in rows
+    # 32 samples fill two micro-batches of 16.
+    twice = {**ONE, "training": {"threads": 1, "accumulate": 2, "batch_size": 64}, "task": {"samples": 32}}
+    report = bench_step(Subject(Toy, twice), steps=4, warm_up=2, precisions=("16-mixed", "32"))
+    rows = {row["precision"]: row for row in report.rows}
+    assert rows["16-mixed"]["status"] == "skipped"
+    assert "emulates" in rows["16-mixed"]["reason"]
+    row = rows["32"]
+    assert (row["status"], row["batch_size"]) == ("ok", 16)
+    assert row["steps"] == 4
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert min(row["parts_ms"][part] for part in ("data", "forward", "backward", "optimizer")) > 0
+    assert row["parts_ms"]["communication"] == 0
+    assert row["memory_mb"] > 50
+    # Two linear layers, 2·m·n operations a sample: forward, the weights' gradients, the second layer's input's.
+    per_sample = 2 * (12 * 16 * 2 + 16 * 3 * 3)
+    assert row["tflops"] * row["step_ms"] == pytest.approx(per_sample * 2 * 16 / 1e9)
+    assert row["peak_share"] is None, "nobody publishes a peak for this CPU"
     files = write_report(report, tmp_path / "bench-step-1")
     document = json.loads(files[0].read_text())
     assert document["kind"] == "step"
@@ -74,8 +72,7 @@ def test_comm_measures_every_operation_and_every_link() -> None:
         assert row["status"] == "ok"
         assert row["bytes"] % 12 == 0, "every rank's part is equally large"
         assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / row["latency_us"] / 1e3)
-    assert set(report.extra["fits"]) == {row["operation"] for row in report.rows}
-    assert "α" in report.verdict
+    assert max(row["bus_gb_s"] for row in report.rows) > 0
 
 
 def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> None:
@@ -97,8 +94,6 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
         assert sum(two["shares"].values()) == pytest.approx(1)
         assert len(two["memory_mb_per_device"]) == 2
         assert two["epoch_s"] == pytest.approx(200 / two["samples_per_s"])
-        assert len(two["utilisation_per_device"]) == 2
-        assert min(two["utilisation_per_device"]) > 0
         assert rows[2, "dp", mode]["status"] == "refused"
         assert rows[2, "fsdp", mode]["samples_per_s"] > 0
         assert rows[2, "fsdp", mode]["shares"]["communication"] is None, "it hides in forward and backward"
@@ -111,7 +106,7 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
     assert any("dp needs GPUs" in note for note in report.notes)
     write_report(report, tmp_path / "bench-scaling-1")
     columns = (tmp_path / "bench-scaling-1" / "report.md").read_text()
-    assert "| epoch s | speed up | efficiency | memory mb per device | utilisation per device |" in columns
+    assert "| epoch s | speed up | efficiency | memory mb per device |" in columns
 
 
 def test_between_cases_the_compiler_is_not_imported(tmp_path: Path) -> None:
@@ -249,7 +244,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
         (("scaling", TOY, "--devices", "cpu"), "nothing scales"),
         (("comm", "--devices", "cpu"), "there is only one rank"),
         (("comm", "--devices", "cpu,cpu", "--save-dir", "/dev/null/here"), "/dev/null is not a folder"),
-        (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "'ddp,all'"),
+        (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "'all'"),
         (("loader", TOY, "--devices", "cpu", "--workers", "two"), "not a list of numbers"),
         (("lr", TOY, "--devices", "cpu", "--min-lr", "1", "--max-lr", "0.1"), "cannot grow"),
     ],
@@ -310,6 +305,6 @@ class TornItems(torch.utils.data.Dataset[Any]):
 
 def test_samples_that_cannot_be_read_are_left_out_where_a_run_leaves_them_out() -> None:
     settings = {**ONE, "data": {"on_bad_row": "skip"}}
-    rows = bench_step(Subject(Torn, settings), steps=2, warm_up=1, max_batch=1).rows
+    rows = bench_step(Subject(Torn, settings), steps=2, warm_up=1).rows
     assert [row["status"] for row in rows] == ["ok"]
     assert bench_loader(Subject(Torn, settings), workers=(0,), seconds=0.2).rows

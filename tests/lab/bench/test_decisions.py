@@ -11,11 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.lab.bench.batch_size import RESOLUTION, next_batch
-from lockstep.lab.bench.lr import Ramp, Smoothed, has_diverged, propose
+from lockstep.lab.bench.loader import HEADROOM, recommend, worker_counts
+from lockstep.lab.bench.lr import SMOOTHING, Ramp, has_diverged, propose
 from lockstep.lab.bench.lr import conclude as conclude_lr
 from lockstep.lab.bench.report import BenchReport
-from lockstep.lab.bench.step import batch_sizes
-from lockstep.planning.loader import HEADROOM, recommend, worker_counts
 
 RATES = st.dictionaries(st.integers(0, 64), st.floats(1, 1e6), min_size=1)
 
@@ -58,19 +57,16 @@ def test_the_search_ends_near_the_largest_batch_that_fits(limit: int, most: int,
     assert len(tried) < 40
 
 
-@given(st.integers(1, 512), st.integers(1, 4096), st.integers(1, 10_000))
-def test_batches_double_within_the_data_set(first: int, most: int, samples: int) -> None:
-    sizes = batch_sizes(first, most, samples)
-    assert all(later == 2 * earlier for earlier, later in itertools.pairwise(sizes))
-    assert sizes[-1] <= max(samples, 1)
-    assert batch_sizes(first, None, samples) == sizes[:1]
-
-
 def curve(best: float, steps: int = 101) -> tuple[list[float], list[float]]:
     """A loss that falls around a hundredth of ``best``, is least there, and grows."""
     rates = [1e-6 * 1e7 ** (step / (steps - 1)) for step in range(steps)]
     fall = [1 / (1 + (100 * rate / best) ** 2) for rate in rates]
     return rates, [1 + 2 * down + (rate / best) ** 4 for down, rate in zip(fall, rates, strict=True)]
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    averages = itertools.accumulate(losses, lambda mean, loss: SMOOTHING * mean + (1 - SMOOTHING) * loss, initial=0.0)
+    return [mean / (1 - SMOOTHING**count) for count, mean in enumerate(averages) if count]
 
 
 @given(st.floats(1e-3, 1.0))
@@ -95,8 +91,7 @@ def test_the_verdict_names_where_the_rate_is_set(own: bool, begins: str) -> None
 def test_noise_in_the_first_losses_decides_nothing(best: float, seed: int) -> None:
     rates, losses = curve(best)
     noisy = (np.array(losses) + np.random.default_rng(seed).normal(0, 0.2, len(losses))).tolist()
-    smooth = Smoothed()
-    found = propose(rates, noisy, [smooth.add(loss) for loss in noisy])
+    found = propose(rates, noisy, smoothed(noisy))
     assert found is not None
     assert best / 1000 < found.lr < best
 
@@ -106,21 +101,14 @@ def test_noise_in_the_first_losses_decides_nothing(best: float, seed: int) -> No
 @example(11_003, 12)
 def test_noise_alone_gives_no_proposal(seed: int, steps: int) -> None:
     losses = (2 + np.random.default_rng(seed).normal(0, 0.3, steps)).tolist()
-    smooth = Smoothed()
     rates = [1e-6 * 1.05**step for step in range(steps)]
-    assert propose(rates, losses, [smooth.add(loss) for loss in losses]) is None
+    assert propose(rates, losses, smoothed(losses)) is None
 
 
 def test_a_loss_that_never_falls_gives_no_proposal() -> None:
     growing = [1.0, 2.0, 3.0, 4.0]
     assert propose([1e-3, 1e-2, 1e-1, 1.0], growing, growing) is None
     assert propose([1e-3, 1e-2], [1.0, 0.5], [1.0, 0.5]) is None
-
-
-@given(st.floats(0.1, 100), st.integers(1, 50))
-def test_smoothing_keeps_a_constant(value: float, count: int) -> None:
-    smooth = Smoothed()
-    assert [smooth.add(value) for _ in range(count)] == pytest.approx([value] * count)
 
 
 def test_divergence_is_seen_for_losses_of_any_sign() -> None:

@@ -77,7 +77,7 @@ def repeats(mode: str, *rates: float) -> list[dict[str, Any]]:
     """Rows of two devices; a rate of 0: out of memory."""
     label = {"devices": ["cpu", "cpu"], "ranks": 2, "strategy": "fsdp", "mode": mode}
     rest = {"status": "ok", "global_batch": 8, "accumulate": 1, "epoch_s": 1.0, "step_ms": 2.0, "memory_mb": 1.0}
-    rest |= {"memory_mb_per_device": [1.0, 1.0], "utilisation_per_device": [None, None], "busy_ms": [1.0, 1.0]}
+    rest |= {"memory_mb_per_device": [1.0, 1.0], "busy_ms": [1.0, 1.0]}
     rest["shares"] = {"data": 0.5, "forward": 0.5}
     bad = {**label, "status": "out of memory", "reason": "rank 1 was killed"}
     return [{**label, **rest, "samples_per_s": rate} if rate else bad for rate in rates]

@@ -22,7 +22,7 @@ from lockstep.lab.forecast.collectives import (
 )
 from lockstep.lab.forecast.footprint import Work
 from lockstep.lab.forecast.memory import check_strategy, choose_strategy, largest_batch, parse_memory
-from lockstep.lab.forecast.roofline import gpu_machine, seconds
+from lockstep.lab.forecast.roofline import gpu_machines, seconds
 from lockstep.lab.forecast.scaling import (
     COUNT_BYTES,
     Setting,
@@ -257,10 +257,11 @@ def test_a_strategy_without_an_estimate_is_refused() -> None:
 
 
 def test_operators_are_bound_by_the_slowest_of_three() -> None:
-    machine = gpu_machine("NVIDIA H100 80GB HBM3")
+    slow, machine, fast = gpu_machines("NVIDIA H100 80GB HBM3")
+    assert seconds([Work(1e12, 0)], slow) > seconds([Work(1e12, 0)], machine) > seconds([Work(1e12, 0)], fast)
     assert seconds([Work(1e12, 0)], machine) == pytest.approx(1e12 / machine.flops)
     assert seconds([Work(0, 1e9)], machine) == pytest.approx(1e9 / machine.bandwidth)
     assert seconds([Work(1, 4), Work(0, 4)], machine) == pytest.approx(2 * machine.launch_s)
     assert seconds([Work(1e12, 0, half=True)], machine) < seconds([Work(1e12, 0)], machine)
     with pytest.raises(UsageError, match="data sheet"):
-        gpu_machine("Riva TNT2")
+        gpu_machines("Riva TNT2")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,21 +72,18 @@ def test_a_forecast_holds_the_batch_of_a_device() -> None:
         forecast(subject(training={"global_batch_size": 64}), Wish((8,), gpu=H100))
 
 
-def test_forecast_of_a_measured_step(run_cli: Any, tmp_path: Path) -> None:
-    wish = ("--devices", "cpu", "--gpus", "1,8", "--steps", "5", "--repeats", "2")
-    result = run_cli("forecast", "autoencoder", *wish, "--save-dir", "foreseen", timeout_s=300)
-    assert result.code == 0, result.err
-    document = json.loads((tmp_path / "foreseen" / "report.json").read_text())
-    single, several = document["rows"]
-    assert document["settings"]["interconnect"] == "25gbe"
+def test_a_measured_step_is_predicted_on_several_devices() -> None:
+    report = forecast(subject(), Wish((1, 8), steps=3, repeats=2))
+    single, several = report.rows
+    assert report.settings["interconnect"] == "25gbe", "between CPUs"
     assert (single["gpus"], several["gpus"]) == (1, 8)
     assert single["parts_ms"]["communication"] == 0 < several["parts_ms"]["communication"]
-    for row in document["rows"]:
+    for row in report.rows:
         assert sum(row["parts_ms"].values()) == pytest.approx(row["step_ms"])
         assert row["samples_per_s_low"] <= row["samples_per_s"] <= row["samples_per_s_high"]
-    assert several["epoch_s"] * several["samples_per_s"] == pytest.approx(single["epoch_s"] * single["samples_per_s"])
-    epochs = Subject("autoencoder", {}).base.plan.epochs
-    assert single["run_s"] == pytest.approx(epochs * single["epoch_s"])
+    plan = subject().base.plan
+    assert single["epoch_s"] * single["samples_per_s"] == pytest.approx(plan.task.train_samples)
+    assert single["run_s"] == pytest.approx(plan.epochs * single["epoch_s"])
 
 
 def test_a_stop_ends_the_forecast_too() -> None:

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,6 @@ from lockstep.lab.report.source import read_run, thinned
 from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import differences
-from lockstep.telemetry.sinks import encode_png
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAME = "_<b>first</b> & $x_$ best"
@@ -167,25 +165,6 @@ def test_evaluations_between_epochs_stand_beside_those_at_their_ends(runs: Path,
     assert json.loads(cli("show", run.path, "--json")[1])["metrics"]["evaluations"] == [between]
     shown = cli("show", run.path)[1]
     assert re.search(r"^last evaluation between epochs *\nattempt +1\nstep +15$", shown, re.MULTILINE)
-
-
-def test_a_benchmark_is_taken_in(cli: Cli, tmp_path: Path) -> None:
-    bench = tmp_path / "bench-scaling-1"
-    bench.mkdir()
-    rows = [{"ranks": 1, "speed_up": 1.0}, {"ranks": 2, "speed_up": 1.875, "shares": {"data": 0.1}}]
-    (bench / "report.json").write_text(
-        json.dumps({"kind": "scaling", "task": "har", "rows": rows, "notes": ["uneven"]})
-    )
-    (bench / "speed-up.png").write_bytes(encode_png(np.zeros((2, 2), dtype=np.uint8)))
-    code, _, error = cli("report", bench, "--out", tmp_path / "out")
-    assert code == 0, error
-    page = read_page(tmp_path / "out" / "report.html")
-    assert "scaling of har" in page.text
-    assert "1.875" in page.text
-    assert [link[:22] for link in page.fetched] == ["data:image/png;base64,"]
-    (bench / "report.json").write_text("[1]")
-    code, _, error = cli("report", bench)
-    assert (code, "is not a benchmark's report" in error) == (2, True)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(

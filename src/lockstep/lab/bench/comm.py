@@ -6,9 +6,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -45,7 +44,7 @@ def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: 
             fix="name two devices or more: --devices gpu:0,gpu:1, or two CPU ranks with --devices cpu,cpu",
         )
     if max_bytes < 4096:
-        raise UsageError("--max-mb is too small to fit a line through two message sizes", fix="use --max-mb 1 or more")
+        raise UsageError("--max-mb is too small to show a bandwidth", fix="use --max-mb 1 or more")
     sizes = message_sizes(max_bytes)
     settings = {
         "devices": list(placement.devices),
@@ -65,24 +64,17 @@ def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: 
 
 
 def _conclude(report: BenchReport) -> None:
-    devices = report.settings["devices"]
-    backend = report.settings["backend"]
-    fits: dict[str, Fit] = {}
     for operation in OPERATIONS:
-        rows = [row for row in report.rows if row["operation"] == operation and row["status"] == "ok"]
-        if len(rows) >= 2:
-            fits[operation] = fit_alpha_beta([row["bytes"] for row in rows], [row["latency_us"] / 1e6 for row in rows])
-        elif any(row["operation"] == operation for row in report.rows):
-            report.notes.append(f"{operation} is not available over {backend}")
-    fit_rows = {name: {"ranks": len(devices), **fit._asdict()} for name, fit in fits.items()}
-    report.extra = {"fits": fit_rows}
+        statuses = {row["status"] for row in report.rows if row["operation"] == operation}
+        if statuses == {"not supported"}:
+            report.notes.append(f"{operation} is not available over {report.settings['backend']}")
+    sums = [row for row in report.rows if row["operation"] == "all_reduce"]
     report.verdict = "too little was measured"
-    if fit := fits.get("all_reduce"):
-        best = max(row["bus_gb_s"] for row in report.rows if row["operation"] == "all_reduce")
-        speed = f"{1 / fit.beta_s_per_byte / 1e9:.3g} GB/s" if fit.beta_s_per_byte else "no bandwidth limit seen"
+    if sums:
+        best = max(row["bus_gb_s"] for row in sums)
         report.verdict = (
-            f"all-reduce among {len(devices)} ranks: α = {fit.alpha_s * 1e6:.3g} µs, 1/β = {speed} "
-            f"(fit within {fit.error:.0%}), bus at most {best:.3g} GB/s"
+            f"all-reduce among {report.settings['ranks']} ranks: latency {sums[0]['latency_us']:.3g} µs, "
+            f"bus at most {best:.3g} GB/s"
         )
 
 
@@ -150,37 +142,6 @@ def bus_factor(operation: str, ranks: int) -> float:
     """
     ring = (ranks - 1) / ranks
     return {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "broadcast": 1.0}[operation]
-
-
-class Fit(NamedTuple):
-    """t = α + β·bytes. ``alpha_s``: latency; ``beta_s_per_byte``; ``error``: the median relative error of the fit."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-    error: float
-
-    def seconds(self, size: float) -> float:
-        return self.alpha_s + self.beta_s_per_byte * size
-
-
-def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit the α–β model (Hockney 1994, https://doi.org/10.1016/S0167-8191(06)80021-9) with neither negative.
-
-    Least squares of *relative* errors, since sizes span orders of magnitude: each equation is divided by its time.
-    """
-    s = np.asarray(sizes, dtype=float)
-    t = np.asarray(seconds, dtype=float)
-    scale = s.max()
-    rows = np.stack([1 / t, s / scale / t], axis=1)
-    alpha, beta = np.linalg.lstsq(rows, np.ones_like(t), rcond=None)[0]
-    if alpha < 0 or beta < 0:
-        # The minimum on the border of the allowed region: one of the two is zero.
-        column = 1 if alpha < 0 else 0
-        only = float(rows[:, column].sum() / (rows[:, column] ** 2).sum())
-        alpha, beta = (0.0, only) if column else (only, 0.0)
-    fit = Fit(float(alpha), float(beta / scale), 0.0)
-    errors = np.abs(fit.alpha_s + fit.beta_s_per_byte * s - t) / t
-    return fit._replace(error=float(np.median(errors)))
 
 
 def message_sizes(max_bytes: int) -> list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import Source
 from lockstep.engine.training_data import training_source, walk
+from lockstep.errors import many
 from lockstep.hardware.detect import usable_cores
 from lockstep.hardware.world import World
 from lockstep.lab.bench.measure import measure
@@ -18,12 +19,43 @@ from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.timing import on_site
 from lockstep.lab.bench.trials import Case, Subject, TrialRank, new_trials
 from lockstep.planning import Plan
-from lockstep.planning.loader import recommend, worker_counts
+from lockstep.planning.loader import CLOSE
 
 WARM_UP = 3
 STEPS = 12
 #: More epochs than a measurement reads.
 EPOCHS = 100_000
+#: Minimum ratio of the loading rate to the rate of the step, so that a slow batch does not stop the step.
+HEADROOM = 1.2
+
+
+class Recommendation(NamedTuple):
+    """``bound``: the bottleneck with this setting, ``compute`` or ``data``."""
+
+    num_workers: int
+    bound: str
+    reason: str
+
+
+def recommend(rates: Mapping[int, float], demand: float) -> Recommendation:
+    """Recommend a number of loader processes: the fewest that keep up with the step, else the fastest.
+
+    Args:
+        rates: samples per second by number of workers.
+        demand: samples per second of a step that never waits for data.
+    """
+    sufficient = [workers for workers, rate in sorted(rates.items()) if rate >= HEADROOM * demand]
+    best = sufficient[0] if sufficient else min(n for n, rate in rates.items() if rate >= CLOSE * max(rates.values()))
+    waits = max(0.0, 1 - rates[best] / demand)
+    reason = f"{rates[best]:,.0f} samples/s with {many(best, 'worker')}, a step needs {demand:,.0f}"
+    if waits:
+        reason += f": training waits for data {waits:.0%} of the time, and no number is faster"
+    return Recommendation(best, "data" if waits else "compute", reason)
+
+
+def worker_counts(cores: int) -> list[int]:
+    """Return 0, the powers of two up to ``cores``, and ``cores``."""
+    return sorted({0, cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)})
 
 
 def bench_loader(

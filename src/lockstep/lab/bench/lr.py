@@ -43,19 +43,6 @@ class Ramp(Schedule):
         return float(self.first * (self.last / self.first) ** (step / max(1, self.total_steps - 1)))
 
 
-class Smoothed:
-    """An exponential moving average without the bias of its start (Kingma and Ba 2015, section 3)."""
-
-    def __init__(self) -> None:
-        self._value = 0.0
-        self._count = 0
-
-    def add(self, value: float) -> float:
-        self._count += 1
-        self._value = SMOOTHING * self._value + (1 - SMOOTHING) * value
-        return self._value / (1 - SMOOTHING**self._count)
-
-
 class Proposal(NamedTuple):
     """Learning rates; ``steepest``: where the loss falls fastest, ``tenth``: a tenth of that with the least loss."""
 
@@ -104,7 +91,7 @@ def sweep(rank: TrialRank, case: Case, first: float, last: float) -> None:
     """Train as one rank: one step and one row for each rate, until the loss diverges."""
     plan = case.plan
     ramp = Ramp(**{**plan.schedule.model_dump(), "offset": 0, "total_steps": plan.total_steps}, first=first, last=last)
-    smooth = Smoothed()
+    average = 0.0
     best = math.inf
     with on_site(rank, case.config, plan) as site:
         watch = Stopwatch(site.device)
@@ -112,7 +99,9 @@ def sweep(rank: TrialRank, case: Case, first: float, last: float) -> None:
             for result in steps:
                 rank.check()
                 loss = float(result.loss_total) / max(1.0, float(result.loss_count))
-                smoothed = smooth.add(loss)
+                average = SMOOTHING * average + (1 - SMOOTHING) * loss
+                # Without the bias of the average's start at zero (Kingma and Ba 2015, section 3).
+                smoothed = average / (1 - SMOOTHING**result.step)
                 if not math.isfinite(smoothed):
                     break
                 best = min(best, smoothed)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from lockstep.engine.diagnostics.mfu import flops_of_sample
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.training_data import training_source
 from lockstep.hardware.detect import usable_memory
-from lockstep.hardware.monitor import SystemSource
 from lockstep.hardware.resolve import Placement
 from lockstep.hardware.world import World
 from lockstep.lab.bench.timing import Site, Stopwatch, counted_steps, on_site, training
@@ -35,22 +32,16 @@ SLOW = 1.25
 TRIM = 0.1
 #: Share of a machine's free memory that the ranks of a trial on its CPU may take together.
 CPU_SHARE = 0.8
-#: Maximum period of an NVML reading of the utilisation, seconds (nvmlUtilization_t: a sixth of a second to one).
-NVML_WINDOW_S = 1.0
 
 Steps = Sequence[Mapping[str, float]]
 
 
-def measure_cases(
-    rank: TrialRank, first: Case, further_cases: Sequence[Case], memory_limit: int | None, counts_flops: bool
-) -> None:
+def measure_cases(rank: TrialRank, first: Case, further_cases: Sequence[Case], counts_flops: bool) -> None:
     with on_site(rank, first.config, first.plan) as site:
         flops, note = None, "not counted"
         if counts_flops:
             source = training_source(site.task, site.datasets, first.plan)
             flops, note = flops_of_sample(site.task, source, first.plan)
-        if memory_limit is not None:
-            limit_memory(memory_limit)
         for case in (first, *further_cases):
             row = measure(site, case)
             per_step = None if flops is None else flops * case.plan.batch.global_batch
@@ -62,20 +53,13 @@ def measure(site: Site, case: Case) -> dict[str, Any]:
     plan = case.plan
     watch = Stopwatch(site.device)
     devices = _own_devices(plan, site.device)
-    gpus = SystemSource([f"gpu:{device.index}" for device in devices if device.type == "cuda"])
     reset_peak_memory(devices)
-    began = 0.0, 0.0
-    with (
-        gpus if devices[0].type == "cuda" else nullcontext(),
-        training(site, case.config, plan, watch) as (built, steps),
-    ):
+    with training(site, case.config, plan, watch) as (built, steps):
         several = site.rank.world.size > 1
         settle = _watch_last_gradient(built.strategy.module, watch) if several else lambda: None
         for number in counted_steps(site, case, watch, steps):
             if number == case.warm_up:
-                began = time.process_time(), time.perf_counter()
                 settle()
-        busy = _utilisation(devices, gpus, *began, plan.threads)
     parts = site.collectives.all_gather(watch.steps())
     peaks = list(chain.from_iterable(site.collectives.all_gather(peak_memory(devices))))
     release(site.device)
@@ -87,7 +71,6 @@ def measure(site: Site, case: Case) -> dict[str, Any]:
         "epoch_s": plan.task.train_samples / row["samples_per_s"],
         "memory_mb": max(peaks) / 1e6,
         "memory_mb_per_device": [peak / 1e6 for peak in peaks],
-        "utilisation_per_device": list(chain.from_iterable(site.collectives.all_gather(busy))),
     }
 
 
@@ -143,22 +126,6 @@ def _status(name: str) -> int:
     """Return a size of this process from ``/proc``, in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return next(int(words[1]) * 1024 for words in lines if words[0] == f"{name}:")
-
-
-def _utilisation(
-    devices: Sequence[torch.device], gpus: SystemSource, used_s: float, began_s: float, threads: int
-) -> list[float | None]:
-    """Return the utilisation of each of this rank's devices, as a share.
-
-    On a GPU: its driver's figure for the last second (NVML); ``None`` if the driver has none, or less than a second has
-    passed since ``began_s``. On a CPU: the processor time of this process since then, as a share of the time of
-    ``threads`` threads.
-    """
-    passed = time.perf_counter() - began_s
-    if devices[0].type != "cuda":
-        return [(time.process_time() - used_s) / passed / threads]
-    utilisations = {device["id"]: device["utilisation"] for device in gpus.sample()["devices"]}
-    return [utilisations.get(f"gpu:{device.index}") if passed >= NVML_WINDOW_S else None for device in devices]
 
 
 def memory_share(placement: Placement) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ class PerformanceProfiler:
 
     def profile_step(self) -> dict[str, Any]:
         """Return the median step and its parts in ms (means), samples/s and peak memory, with the settings as given."""
-        report = bench_step(self._subject, steps=self._steps, warm_up=self._warm_up)
-        return _flat(self._keep(report).rows[0])
+        return self._step_rows(None)[0]
 
     def find_batch_sizes(self, max_batch: int | None = None, memory_limit: int | None = None) -> dict[str, Any]:
         """Find the largest batch size per device; returns every size that was tried, up to out of memory.
@@ -60,14 +59,12 @@ class PerformanceProfiler:
         results = report.extra
         return {"largest": results.get("largest", 0), "tried": report.rows, "proposed": results.get("proposed")}
 
-    def compare_amp(self, precision: str | None = None) -> dict[str, Any]:
-        """Compare steps in ``precision`` (bf16-mixed) with single precision."""
-        amp = precision or "bf16-mixed"
-        report = bench_step(self._subject, steps=self._steps, warm_up=self._warm_up, precisions=("32", amp))
-        rows = {row["precision"]: row for row in self._keep(report).rows}
+    def compare_amp(self, precision: str = "bf16-mixed") -> dict[str, Any]:
+        """Compare steps in ``precision`` with single precision."""
+        rows = {row["precision"]: row for row in self._step_rows(("32", precision))}
         off = rows["32"]
-        on = rows[amp]
-        comparison: dict[str, Any] = {"off": _flat(off), "on": _flat(on)}
+        on = rows[precision]
+        comparison: dict[str, Any] = {"off": off, "on": on}
         if off["status"] == on["status"] == "ok":
             comparison["speed_up"] = on["samples_per_s"] / off["samples_per_s"]
             comparison["memory_ratio"] = on["memory_mb"] / off["memory_mb"]
@@ -78,15 +75,15 @@ class PerformanceProfiler:
         places = enumerate(self.reports, start=1)
         return [file for n, report in places for file in write_report(report, Path(folder) / f"{n}-{report.kind}")]
 
+    def _step_rows(self, precisions: Sequence[str] | None) -> list[dict[str, Any]]:
+        """Measure steps; return rows with their parts as ``forward_ms``, ``backward_ms`` and so on."""
+        report = bench_step(self._subject, steps=self._steps, warm_up=self._warm_up, precisions=precisions)
+        rows = self._keep(report).rows
+        return [{**row, **{f"{part}_ms": ms for part, ms in row.get("parts_ms", {}).items()}} for row in rows]
+
     def _keep(self, report: BenchReport) -> BenchReport:
         """Keep the report. Raises :class:`KeyboardInterrupt` if it was stopped."""
         self.reports.append(report)
         if report.partial:
             raise KeyboardInterrupt
         return report
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` with its parts beside the rest: ``forward_ms``, ``backward_ms`` and so on."""
-    parts = {f"{name}_ms": value for name, value in row.get("parts_ms", {}).items()}
-    return {**{key: value for key, value in row.items() if key != "parts_ms"}, **parts}

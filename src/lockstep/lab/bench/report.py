@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +126,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "scaling": (
         *("ranks", "strategy", "mode", "status", "global_batch", "samples_per_s", "epoch_s", "speed_up", "efficiency"),
-        *("memory_mb_per_device", "utilisation_per_device", "shares"),
+        *("memory_mb_per_device", "shares"),
     ),
     "loader": ("num_workers", "status", "samples_per_s", "load_ms", "first_batch_s", "of_demand"),
     "comm": ("operation", "bytes", "latency_us", "algorithm_gb_s", "bus_gb_s", "status"),
@@ -140,7 +139,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 #: By kind: the key of the horizontal axis, those of the diagrams, and those that distinguish lines.
 _DIAGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "step": ("batch_size", ("step_ms", "samples_per_s"), ("precision", "compile")),
-    "scaling": ("ranks", ("speed_up", "efficiency", "memory_mb", "epoch_s", "utilisation"), ("strategy", "mode")),
+    "scaling": ("ranks", ("speed_up", "efficiency", "memory_mb", "epoch_s"), ("strategy", "mode")),
     "loader": ("num_workers", ("samples_per_s",), ()),
     "comm": ("bytes", ("latency_us", "bus_gb_s"), ("operation",)),
     "batch-size": ("batch_size", ("memory_mb",), ()),
@@ -148,7 +147,7 @@ _DIAGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "lr": ("lr", ("smoothed",), ()),
 }
 _LINEAR = {"ranks", "num_workers"}
-_SHARES = {"efficiency", "peak_share", "utilisation_per_device"}
+_SHARES = {"efficiency", "peak_share"}
 #: Rows of a learning-rate test that are shown; its report has all.
 _SHOWN = 24
 
@@ -212,13 +211,11 @@ def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
 
 
 def _with_one_device(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of each strategy after those of one device, with the mean utilisation of the devices."""
+    """Return the rows of each strategy after those of one device."""
     strategies = dict.fromkeys(row["strategy"] for row in rows if row["ranks"] > 1)
-    compared: list[Row] = []
-    for strategy in strategies:
-        for row in rows:
-            busy = row["utilisation_per_device"]
-            utilisation = None if None in busy else statistics.fmean(busy)
-            if row["ranks"] == 1 or row["strategy"] == strategy:
-                compared.append({**row, "strategy": strategy, "utilisation": utilisation})
-    return compared
+    return [
+        {**row, "strategy": strategy}
+        for strategy in strategies
+        for row in rows
+        if row["ranks"] == 1 or row["strategy"] == strategy
+    ]

@@ -152,9 +152,6 @@ def _median(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **row,
         "memory_mb": max(row["memory_mb"] for row in good),
         "memory_mb_per_device": [max(peaks) for peaks in each("memory_mb_per_device")],
-        "utilisation_per_device": [
-            None if None in measured else statistics.fmean(measured) for measured in each("utilisation_per_device")
-        ],
         "shares": shares,
         "parts": parts,
         "busy_ms": [statistics.median(milliseconds) for milliseconds in each("busy_ms")],

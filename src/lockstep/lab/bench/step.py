@@ -1,4 +1,4 @@
-"""``bench step``: time and memory of a training step's parts, by batch size, precision and compilation."""
+"""``bench step``: time and memory of a training step's parts, by precision and compilation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.errors import PrecisionError, UsageError, many
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.peaks import peak_flops
-from lockstep.lab.bench.measure import measure_cases, memory_share, slow_ranks
+from lockstep.lab.bench.measure import measure_cases, slow_ranks
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.trials import Case, Subject, Trials, new_trials
 from lockstep.strategies import find_strategy
@@ -26,14 +26,13 @@ def bench_step(
     *,
     steps: int = 30,
     warm_up: int = 5,
-    max_batch: int | None = None,
     precisions: Sequence[str] | None = None,
     compile: bool = False,
     say: Say = lambda line: None,
 ) -> BenchReport:
     """Measure ``steps`` steps of the engine's loop on the chosen devices, after ``warm_up`` further ones.
 
-    ``max_batch``: double the batch size up to this one, or until memory runs out. ``compile``: also with torch.compile.
+    ``precisions``: of :data:`PRECISIONS`, default: the configured one. ``compile``: also with torch.compile.
     """
     base = subject.base
     default = base.placement.precision
@@ -46,36 +45,36 @@ def bench_step(
     # A whole step must fit into the data set.
     share = max(1, base.plan.task.train_samples // (base.plan.batch.ranks * base.plan.batch.devices_per_rank))
     accumulate = min(base.config.training.accumulate, share)
-    batches = batch_sizes(base.plan.batch.batch_size, max_batch, share // accumulate)
+    batch_size = max(1, min(base.plan.batch.batch_size, share // accumulate))
     settings = {
         "devices": list(base.placement.devices),
         "strategy": base.placement.strategy,
         "threads": base.plan.threads,
         "steps": steps,
         "warm_up": warm_up,
-        "batch_sizes": batches,
+        "batch_size": batch_size,
         "accumulate": accumulate,
         "precisions": list(chosen),
         "compile": compile,
     }
     report = BenchReport("step", subject.name, settings)
-    if batches[0] < base.plan.batch.batch_size or accumulate < base.config.training.accumulate:
+    if batch_size < base.plan.batch.batch_size or accumulate < base.config.training.accumulate:
         report.notes.append(
-            f"the data set fills only {many(accumulate, 'micro-batch')} of {batches[0]} for each device"
+            f"the data set fills only {many(accumulate, 'micro-batch')} of {batch_size} for each device"
         )
-    limit = memory_share(base.placement) if max_batch is not None else None
     compiled = (False, True) if compile else (base.config.training.compile,)
     with report.kept(), new_trials() as trials:
         for precision, on in product(sorted(chosen, key=PRECISIONS.index), compiled):
-            label = {"precision": precision, "compile": on}
+            label = {"batch_size": batch_size, "precision": precision, "compile": on}
             try:
-                cases = [_case(subject, {"batch_size": batch, **label}, settings) for batch in batches]
+                case = _case(subject, label, settings)
             except PrecisionError as error:
-                report.rows.append({**label, "batch_size": batches[0], "status": "skipped", "reason": error.what})
+                report.rows.append({**label, "status": "skipped", "reason": error.what})
                 continue
-            say(f"precision {precision}{', compiled' * on}: batch {', '.join(map(str, batches))}")
-            rows = measure_all(subject, trials, cases, memory_limit=limit, counts_flops=True)
-            report.rows += [_with_speed(row, subject) for row in rows]
+            say(f"precision {precision}{', compiled' * on}")
+            report.rows += [
+                _with_speed(row, subject) for row in measure_all(subject, trials, [case], counts_flops=True)
+            ]
     _conclude(report)
     return report
 
@@ -90,28 +89,15 @@ def check_steps(steps: int, warm_up: int) -> None:
         )
 
 
-def batch_sizes(first: int, max_batch: int | None, samples: int) -> list[int]:
-    """Return ``first``, doubled up to ``max_batch`` and to the ``samples`` of each device."""
-    sizes = [min(first, max(1, samples))]
-    while max_batch is not None and sizes[-1] * 2 <= min(max_batch, samples):
-        sizes.append(sizes[-1] * 2)
-    return sizes
-
-
 def measure_all(
-    subject: Subject,
-    trials: Trials,
-    cases: Sequence[Case],
-    *,
-    memory_limit: int | None = None,
-    counts_flops: bool = False,
+    subject: Subject, trials: Trials, cases: Sequence[Case], *, counts_flops: bool = False
 ) -> list[dict[str, Any]]:
     """Measure ``cases`` in one trial; returns rows, each with its ``status``.
 
     The row of a failed case has a ``reason``; cases after it have no row.
     """
     first, *further_cases = cases
-    outcome = trials.run_case(measure_cases, first, further_cases, memory_limit, counts_flops, task=subject.base.task)
+    outcome = trials.run_case(measure_cases, first, further_cases, counts_flops, task=subject.base.task)
     rows = [{**row, "status": "ok"} for row in outcome.rows]
     if outcome.ended not in {"done", "stopped"} and len(rows) < len(cases):
         rows.append({**cases[len(rows)].label, "status": outcome.ended, "reason": outcome.error})

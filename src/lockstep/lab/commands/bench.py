@@ -18,9 +18,8 @@ from lockstep.cli.settings import (
     numbers,
     to_mapping,
 )
-from lockstep.errors import UsageError
 from lockstep.launch.process.signals import held_back
-from lockstep.strategies import strategies as known_strategies
+from lockstep.strategies import find_strategy
 
 if TYPE_CHECKING:
     from lockstep.lab.bench.report import BenchReport
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 EPILOGUE = """\
 Examples:
-  lockstep bench step har --devices cpu --max-batch 512
+  lockstep bench step har --devices cpu --batch-size 128
   lockstep bench step har --devices gpu:0 --precisions all --compile
   lockstep bench loader har --devices gpu:0
   lockstep bench comm --devices cpu,cpu
@@ -50,7 +49,6 @@ _flag = partial(flag, group=_MEASUREMENT)
 
 Steps = Annotated[int, _flag("Measured optimizer steps of each case. Default: 30.")]
 WarmUp = Annotated[int, _flag("Steps before them that do not count. Default: 5.")]
-_STRATEGIES = [name for name, spec in known_strategies().items() if spec.devices == "many"]
 
 
 @bench.command(sort_key=0)
@@ -60,9 +58,6 @@ def step(
     *,
     steps: Steps = 30,
     warm_up: WarmUp = 5,
-    max_batch: Annotated[
-        int | None, _flag("Double the batch size up to this one, or until memory runs out. Default: off.")
-    ] = None,
     precisions: Annotated[
         str | None,
         _flag(
@@ -84,7 +79,6 @@ def step(
             subject,
             steps=steps,
             warm_up=warm_up,
-            max_batch=max_batch,
             precisions=names,
             compile=compile,
             say=progress,
@@ -133,7 +127,7 @@ def scaling(
     task: TaskName = None,
     /,
     *,
-    strategies: Annotated[str, _flag(f"Which to compare: {', '.join(_STRATEGIES)}. Default: ddp.", "NAME,...")] = "ddp",
+    strategies: Annotated[str, _flag("Which to compare, such as ddp,fsdp. Default: ddp.", "NAME,...")] = "ddp",
     weak: Annotated[bool, _flag("Only with the batch of each device held. Default: both.")] = False,
     strong: Annotated[bool, _flag("Only with the global batch held. Default: both.")] = False,
     repeats: Annotated[int, _flag("How often each point is measured, in turns with the others. Default: 3.")] = 3,
@@ -149,13 +143,7 @@ def scaling(
     if weak != strong:
         modes = ("weak",) if weak else ("strong",)
     subject, done = _asked("scaling", settings, task, as_json)
-    names = _names(strategies)
-    if not names or not set(names) <= set(_STRATEGIES):
-        raise UsageError(
-            f"--strategies {strategies!r} is not a list of strategies",
-            why=f"those of several devices are {', '.join(_STRATEGIES)}",
-            fix="write for example --strategies ddp,fsdp",
-        )
+    names = [find_strategy(name).name for name in _names(strategies)]
     return done(
         bench_scaling(
             subject, strategies=names, modes=modes, steps=steps, warm_up=warm_up, repeats=repeats, say=progress

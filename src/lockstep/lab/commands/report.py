@@ -69,12 +69,12 @@ def compare(
 
         answer({**grouping.as_dict(), "files": files}, show_groups, as_json)
         return
-    sources, benches = read_all(runs, runs_dir)
-    if len(sources) < 2 or benches:
+    sources = read_all(runs, runs_dir)
+    if len(sources) < 2:
         raise UsageError(
             "a comparison needs two runs or more",
-            why="benchmarks cannot be compared with runs" if benches else f"number of runs: {len(sources)}",
-            fix="lockstep compare RUN RUN; `lockstep runs` lists them, `lockstep report` accepts benchmarks",
+            why=f"number of runs: {len(sources)}",
+            fix="lockstep compare RUN RUN; `lockstep runs` lists them",
         )
     comparison = compared(sources)
     labels = comparison.labels
@@ -108,13 +108,9 @@ def _lines(table: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
     return [(name, *map(text, values)) for name, values in table.items()]
 
 
-@verb(
-    "RUN… [OPTIONS]", "Example:\n  lockstep report last\n  lockstep report last runs/bench-scaling-5e6f7a8b --out page"
-)
+@verb("RUN… [OPTIONS]", "Example:\n  lockstep report last\n  lockstep report run-1a2b3c4d run-5e6f7a8b --out page")
 def report(
-    *runs: Annotated[
-        str, flag("Runs (folder, id, beginning of an id, `last`, a tag) and folders of `lockstep bench`.")
-    ],
+    *runs: Annotated[str, flag("Runs: folder, id, beginning of an id, `last`, or a tag.")],
     by: By = None,
     metric: Metric = None,
     out: Annotated[

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import combinations
 
 from lockstep.hardware.detect import Device, open_nvml
 from lockstep.hardware.nvml import GpuHealth, Nvml
-from lockstep.hardware.resolve import describe, describe_users
+from lockstep.hardware.resolve import describe
 from lockstep.lab.doctor.report import Check, Finding, guarded
-
-#: A GPU with less free memory (1e9 bytes) has no room for a context, NCCL's buffers and a small model.
-MIN_FREE_GB = 2.0
 
 
 def check_gpus(chosen: Sequence[str], detected: Sequence[Device]) -> Iterator[Finding]:
@@ -22,7 +18,6 @@ def check_gpus(chosen: Sequence[str], detected: Sequence[Device]) -> Iterator[Fi
     nvml = open_nvml()
     with nvml or nullcontext():
         yield from guarded("devices", lambda: check_devices(gather_versions(nvml), detected, chosen))
-        yield from guarded("GPU memory", lambda: check_memory(gpus))
         if nvml is not None and gpus:
             yield from guarded("GPU health", lambda: check_health(nvml, gpus))
             yield from guarded("peer access", lambda: check_links(nvml, gpus))
@@ -63,19 +58,6 @@ def check_devices(versions: Mapping[str, str], detected: Sequence[Device], chose
         yield check("warn", trouble, "run `python -c 'import torch'` to see the error")
     else:
         yield check("ok", f"found {describe(usable)}; chosen {', '.join(chosen)} ({software})")
-
-
-def check_memory(chosen: Sequence[Device]) -> Iterator[Finding]:
-    for gpu in chosen:
-        check = Check(
-            f"memory of {gpu.id}",
-            "a GPU that other processes use is slower, and a run needs room for a context, NCCL and a small model",
-            "wait for these processes, end those that are yours, or choose another device",
-        )
-        free = "free memory unknown" if gpu.free_gb is None else f"{gpu.free_gb:g} of {gpu.memory_gb:g} GB free"
-        users = f"in use by {describe_users(gpu)}" if gpu.users else "no other process uses it"
-        is_full = gpu.free_gb is not None and gpu.free_gb < MIN_FREE_GB
-        yield check("fail" if is_full else "warn" if gpu.users else "ok", f"{free}; {users}")
 
 
 def check_health(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
@@ -122,7 +104,7 @@ def check_links(nvml: Nvml, chosen: Sequence[Device]) -> Iterator[Finding]:
         pairs = "; ".join(unconnected[:4]) + ("; …" if len(unconnected) > 4 else "")
         yield check("warn", f"{len(unconnected)} of {len(links)} pairs have none: {pairs}")
     else:
-        paths = Counter("NVLink" if link.nvlink else link.path or "unknown path" for link in links.values())
-        text = ", ".join(f"{count} over {path}" for path, count in paths.items())
+        over_nvlink = sum(link.nvlink for link in links.values())
+        text = f"{over_nvlink} over NVLink, {len(links) - over_nvlink} over PCIe"
         unknown = " (the driver does not report peer access)" if any(v.peer is None for v in links.values()) else ""
         yield check("ok", f"{len(links)} pairs of GPUs: {text}{unknown}")

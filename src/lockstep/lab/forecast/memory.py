@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from lockstep.config import RunConfig
 from lockstep.data.requests import fetch
 from lockstep.errors import UnsupportedError, UsageError, many
 from lockstep.hardware.detect import detect_devices
@@ -26,8 +27,6 @@ from lockstep.telemetry.console import print_table, say
 MOST = 1_000_000
 #: torch's allocator hands out GPU memory in blocks of these bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 GPU_BLOCK = 512
-#: GPUs of a hypothetical machine.
-GPUS_PER_NODE = 8
 #: The share that a GPU's allocator loses to blocks that do not fit: an allowance, not a measurement.
 GPU_LOSS = 0.05
 #: Rounds of the search for the largest batch; each of them counts a step.
@@ -135,14 +134,10 @@ def parse_memory(text: str) -> float:
 
 @dataclass
 class Counting:
-    """Counts steps of a task on a device of ``subject``'s placement, or on ``gpus`` hypothetical GPUs.
-
-    ``per_node``: number of GPUs in a node; ``None``: all in one.
-    """
+    """Counts steps of a task on a device of ``subject``'s placement, or on ``gpus`` hypothetical GPUs."""
 
     subject: Subject
     gpus: int | None = None
-    per_node: int | None = None
 
     def __post_init__(self) -> None:
         self.base = self.subject.base
@@ -209,15 +204,14 @@ class Counting:
         """Return the memory of a device; a rank with several micro-batches keeps its gradients between them."""
         spec = find_strategy(strategy)
         offloaded = False
-        holders = ranks
         recompute = self.config.training.activation_checkpointing
         if "fsdp" in spec.settings:
             settings = self.config.fsdp
             recompute = recompute or settings.activation_checkpointing
             offloaded = settings.cpu_offload and self.on_gpu
-            holders = min(ranks, (self.per_node if settings.sharding == "hybrid" else None) or ranks)
+            refuse_hybrid(self.config)
         footprint = self.footprint(size, not spec.one_process or self.shared.accumulate > 1, recompute)
-        return device_memory(footprint, strategy, holders, on_gpu=self.on_gpu, offloaded=offloaded)
+        return device_memory(footprint, strategy, ranks, on_gpu=self.on_gpu, offloaded=offloaded)
 
 
 def estimate_memory(
@@ -229,7 +223,7 @@ def estimate_memory(
     devices that are here. ``strategy``: only this one. Raises :class:`UsageError`.
     """
     base = subject.base
-    counting = Counting(subject, gpus, None if gpus is None else GPUS_PER_NODE)
+    counting = Counting(subject, gpus)
     ranks = counting.ranks
     size = counting.size
     if strategy is not None:
@@ -275,6 +269,15 @@ def _refuse(spec: StrategySpec, devices: tuple[str, ...]) -> None:
         spec.refuses(devices)
 
 
+def refuse_hybrid(config: RunConfig) -> None:
+    if config.fsdp.sharding == "hybrid":
+        raise UnsupportedError(
+            "no prediction available for fsdp.sharding=hybrid",
+            why="it depends on the GPUs of a node",
+            fix="set fsdp.sharding=full, or measure it: `lockstep bench batch-size`, `lockstep bench scaling`",
+        )
+
+
 def _free(devices: Sequence[str]) -> float | None:
     """Return the smallest memory of ``devices`` in bytes; ranks that share a device share its memory."""
     device_gb = {device.id: device.free_gb if device.kind == "cpu" else device.memory_gb for device in detect_devices()}
@@ -296,9 +299,6 @@ def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list
         ),
         "gathered: the blocks in use; the rest of the model is sharded": any(s.state == "sharded" for s in specs),
         "ddp: the gradients are in its buckets, which take no further memory": any(s.has_buckets for s in specs),
-        f"fsdp.sharding hybrid: nodes of {counting.per_node} GPUs are assumed": (
-            uses_fsdp and fsdp.sharding == "hybrid" and counting.per_node is not None
-        ),
         "fsdp.cpu_offload: parameters, gradients and optimizer are in host memory": (
             uses_fsdp and fsdp.cpu_offload and counting.on_gpu
         ),

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.errors import RunError, UnsupportedError, UsageError, many
+from lockstep.errors import RunError, UsageError, many
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.step import RARER_MESSAGES, measure_all
 from lockstep.lab.bench.trials import Subject, new_trials
 from lockstep.lab.forecast.collectives import Cluster, cluster_of
 from lockstep.lab.forecast.footprint import Footprint, blocking_messages
-from lockstep.lab.forecast.memory import MOST, Counting, choose_strategy, gigabytes, total
+from lockstep.lab.forecast.memory import MOST, Counting, choose_strategy, gigabytes, refuse_hybrid, total
 from lockstep.lab.forecast.roofline import modelled_step
 from lockstep.lab.forecast.scaling import Setting, Step, buckets, with_error_bars
 from lockstep.launch.prepare import RunInputs
@@ -63,7 +63,7 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
     base = subject.base
     device = wish.gpu or base.placement.devices[0]
     cluster = _checked(wish, base)
-    counting = Counting(subject, None if wish.gpu is None else max(wish.gpus), cluster.per_node)
+    counting = Counting(subject, None if wish.gpu is None else max(wish.gpus))
     report = BenchReport("forecast", subject.name, {"devices": [device], "batch_size": counting.size})
     if counting.size < base.plan.batch.batch_size:
         report.notes.append(f"there are only {counting.size} samples for a batch of {base.plan.batch.batch_size}")
@@ -204,14 +204,8 @@ def _setting(cluster: Cluster, counting: Counting, wish: Wish) -> tuple[Setting,
     if chosen is None or find_strategy(chosen).messages != "gather":
         joint = resolve_reduction(distributed, base.facts.joint_bytes, on_cpu=not counting.on_gpu)
         return replace(setting, strategy=whole, joint=bool(joint.value)), notes
-    fsdp = base.config.fsdp
-    if fsdp.sharding == "hybrid":
-        raise UnsupportedError(
-            "no forecast available for fsdp.sharding=hybrid",
-            why="its messages inside nodes and between them are not modelled",
-            fix="set fsdp.sharding=full, or measure it with `lockstep bench scaling`",
-        )
-    if fsdp.cpu_offload:
+    refuse_hybrid(base.config)
+    if base.config.fsdp.cpu_offload:
         notes.append("fsdp.cpu_offload: the transfer to host memory and back takes time that is not included")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
     shrink = 1.0 if base.placement.precision == "32" else 0.5

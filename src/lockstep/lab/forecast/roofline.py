@@ -10,13 +10,12 @@ from lockstep.hardware.peaks import PEAKS
 from lockstep.lab.forecast.footprint import Footprint, Work
 from lockstep.lab.forecast.scaling import Step
 
-#: Shares of a data sheet's peak that large kernels reach: the middle, and the range that forecasts carry. Published
-#: training runs use 35 to 60 % of the arithmetic (PaLM, https://arxiv.org/abs/2204.02311, table 3), and copies 70 to
-#: 90 % of the memory's speed.
+#: Shares of a data sheet's peak that large kernels reach: slow, typical, fast. Published training runs use 35 to 60 %
+#: of the arithmetic (PaLM, https://arxiv.org/abs/2204.02311, table 3), and copies 70 to 90 % of the memory's speed.
 REACHED_FLOPS = (0.35, 0.5, 0.65)
 REACHED_BANDWIDTH = (0.7, 0.8, 0.9)
-#: Seconds between two kernels that eager torch starts from Python: low, middle, high.
-LAUNCH_S = (3e-6, 5e-6, 8e-6)
+#: Seconds between two kernels that eager torch starts from Python: slow, typical, fast.
+LAUNCH_S = (8e-6, 5e-6, 3e-6)
 
 
 class Machine(NamedTuple):
@@ -26,11 +25,10 @@ class Machine(NamedTuple):
     half_flops: float
     bandwidth: float
     launch_s: float
-    source: str
 
 
-def gpu_machine(name: str, index: int = 1) -> Machine:
-    """Look up a GPU by its driver's name. ``index``: 0 slow, 1 typical, 2 fast."""
+def gpu_machines(name: str) -> list[Machine]:
+    """Look up a GPU by its driver's name: a slow, a typical and a fast case."""
     peaks = PEAKS.get(name)
     if peaks is None:
         raise UsageError(
@@ -38,12 +36,10 @@ def gpu_machine(name: str, index: int = 1) -> Machine:
             why="a modelled step needs the peaks of its arithmetic and memory",
             fix=f"name one of: {', '.join(PEAKS)}; or measure on a local device with --devices",
         )
-    share = 1e12 * REACHED_FLOPS[index]
-    bandwidth = 1e9 * REACHED_BANDWIDTH[index]
-    single = peaks.fp32 * share
-    half = peaks.half * share
-    launch_s = LAUNCH_S[2 - index]
-    return Machine(single, half, peaks.memory * bandwidth, launch_s, f"{peaks.source}: fp32")
+    return [
+        Machine(1e12 * peaks.fp32 * flops, 1e12 * peaks.half * flops, 1e9 * peaks.memory * bandwidth, launch_s)
+        for flops, bandwidth, launch_s in zip(REACHED_FLOPS, REACHED_BANDWIDTH, LAUNCH_S, strict=True)
+    ]
 
 
 def seconds(work: Sequence[Work], machine: Machine) -> float:
@@ -57,7 +53,7 @@ def seconds(work: Sequence[Work], machine: Machine) -> float:
 
 def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
     """Model a step on a hypothetical GPU: the roofline of every operator that the task's step starts."""
-    slow, typical, fast = (gpu_machine(gpu, index) for index in range(3))
+    slow, typical, fast = gpu_machines(gpu)
     parts = (footprint.forward, footprint.backward, footprint.optimizer)
     longest, shortest = (sum(seconds(part, machine) for part in parts) for machine in (slow, fast))
     forward_s, backward_s, optimizer_s = (seconds(part, typical) for part in parts)
@@ -74,9 +70,9 @@ def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
     flops = sum(work.flops for part in parts for work in part)
     note = (
         f"the step is modelled, not measured: {len(footprint.forward) + len(footprint.backward)} operators, "
-        f"{flops / 1e12:.3g} TFLOP, on {gpu} ({typical.source}) at {typical.flops / 1e12:.3g} TFLOP/s "
+        f"{flops / 1e12:.3g} TFLOP, on {gpu} ({PEAKS[gpu].source}) at {typical.flops / 1e12:.3g} TFLOP/s "
         f"({typical.half_flops / 1e12:.3g} in 16 bits), {typical.bandwidth / 1e9:.0f} GB/s and "
-        f"{typical.launch_s * 1e6:.0f} µs a kernel; between the cautious and the good case lies a factor of "
+        f"{typical.launch_s * 1e6:.0f} µs a kernel; between the slow and the fast case lies a factor of "
         f"{longest / shortest:.2g}"
     )
     return step, [note, "input is taken to keep up, and every GPU to be equally fast"]
