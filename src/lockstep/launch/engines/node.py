@@ -19,9 +19,10 @@ from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.errors import UsageError
 from lockstep.hardware.world import World, restart_count
-from lockstep.launch.engines.node_folder import RESULT, begun_run, content_of, first_line, note_run, raise_error
+from lockstep.launch.engines.node_folder import RESULT, begun_run, content_of, note_run, raise_error
 from lockstep.launch.engines.spec import Job, NodeRange, attached_engine
 from lockstep.launch.failure import records
+from lockstep.launch.failure.report import failure_line
 from lockstep.launch.local import worker
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import PreviousStart, Start, TrainRequest, prepare_together
@@ -87,7 +88,7 @@ def train_as_node_rank(rank: worker.Rank) -> int:
     runs = [begun_run(rank.folder)]
     request = TrainRequest(**read_json(folder.path / _REQUEST))
     if runs[0] is not folder:
-        previous = PreviousStart(str(runs[0].path), restart_count(os.environ), first_line(runs[0]))
+        previous = PreviousStart(str(runs[0].path), restart_count(os.environ), failure_line(runs[0]))
         request = replace(request, previous=previous)
 
     def prepare(team: Team, ending: ExitStack) -> Start:

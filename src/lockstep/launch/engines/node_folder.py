@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.failure.report import error_of, read_failure
+from lockstep.launch.failure.report import error_of
 from lockstep.rundir.folder import RunDir, read_json, write_json
 
 #: The run that the ranks have begun; why they failed; the result of the first one.
@@ -34,9 +34,3 @@ def begun_run(folder: RunDir) -> RunDir:
     """The run that the ranks of this node have begun; else the node's folder."""
     path = content_of(folder, _BEGUN)
     return folder if path is None else RunDir(Path(path))
-
-
-def first_line(folder: RunDir) -> str:
-    """The first line of the failure of the run in ``folder``; empty without one."""
-    report = read_failure(folder)
-    return report.what.splitlines()[0] if report else ""

@@ -168,6 +168,12 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
     return FailureReport(number, first, later_failures, cause, launcher.error, nccl_records=nccl_records)
 
 
+def failure_line(run_dir: RunDir) -> str:
+    """The first line of :func:`read_failure`; empty when the latest start did not fail."""
+    report = read_failure(run_dir)
+    return report.what.splitlines()[0] if report else ""
+
+
 def _nccl_records(run_dir: RunDir) -> str:
     names = any(run_dir.logs.glob(f"{NCCL_DUMP}*"))
     return f"torchfrtrace --prefix {NCCL_DUMP} {shlex.quote(str(run_dir.logs))}" if names else ""

@@ -42,7 +42,7 @@ from lockstep.hardware.world import STORE_FD
 from lockstep.launch.failure import records
 from lockstep.launch.failure.hang import HangReport, HangWatch
 from lockstep.launch.failure.records import RankEnd
-from lockstep.launch.failure.report import read_failure
+from lockstep.launch.failure.report import failure_line
 from lockstep.launch.local import worker
 from lockstep.launch.local.fork_server import Forked, fork
 from lockstep.launch.process import environment, signals
@@ -254,10 +254,10 @@ class Launch:
         """Prepare a start of the ranks: remove the records of an earlier one."""
         if self.starts:  # keep the reason of its end, for rank 0 to report
             self.write()
-            report = read_failure(self.run_dir)
-            reason = report.what.splitlines()[0] if report else ""
-            restart = {"at": time.time(), "step": self.step, "reason": reason, "of": self.settings.max_restarts}
-            self.restarts.append(restart)
+            reason = failure_line(self.run_dir)
+            self.restarts.append(
+                {"at": time.time(), "step": self.step, "reason": reason, "of": self.settings.max_restarts}
+            )
             self.error = ""
             with contextlib.suppress(OSError):
                 records.clear(self.run_dir.logs)
