@@ -90,7 +90,6 @@ class Session:
         sys.exit = self._on_exit
         self._exits: BaseException | None = None
         self._script = script_frame()
-        self._most_gathered: dict[Any, int] = {}
 
     @property
     def rank(self) -> int:
@@ -348,7 +347,7 @@ class Session:
             return rows
         self._loop.check_alike("gather()", rows, 1)
         counts = self._loop.training is None or not self._loop.training.is_ghost
-        return gather_rows(rows, counts=counts, capacities=self._most_gathered)
+        return gather_rows(rows, counts=counts)
 
     @overload
     def all_reduce(self, value: float, operation: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...

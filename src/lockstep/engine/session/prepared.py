@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from types import FrameType
@@ -31,10 +31,11 @@ from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator
 from lockstep.engine.optim.optimizers import refuse_closure
 from lockstep.engine.optim.precision import Precision, autocast, cast
+from lockstep.engine.optim.rates import Rates
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.origins import CheckCall, LoopTensors, LossOrigins
-from lockstep.engine.task import Task
+from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
 from lockstep.planning import LoaderPlan, Plan
@@ -191,6 +192,15 @@ class PreparedModels:
             for name, parameters in owned.items()
         }
         return {name: names for name, names in sharing.items() if names}
+
+    def scheduler_of(self, optimizer: Optimizer) -> LRScheduler | None:
+        schedulers = [scheduler for scheduler in self.schedulers.values() if scheduler.optimizer is optimizer]
+        return schedulers[-1] if schedulers else None
+
+    def rates(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Rates:
+        """What steps the prepared scheduler of ``optimizer``, if there is one; ``named``: its parameters."""
+        scheduler = self.scheduler_of(optimizer)
+        return Rates(optimizer, None, named, scheduler=None if scheduler is None else Scheduler(scheduler, "step"))
 
     def schedule(self) -> str:
         """What sets the learning rates."""

@@ -16,13 +16,11 @@ from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.optim.rates import Rates
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.prepared import PreparedModels, parameters_of
 from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, step_sums
-from lockstep.engine.task import Scheduler
 from lockstep.engine.trained import TrainedParameters
 from lockstep.errors import TaskError, UnsupportedError
 
@@ -89,15 +87,13 @@ class SessionOptimizer:
         self._group = group
         self._divided = None if shards is None else shards.of(optimizer)
         self._reducer: Reducer = Alone() if shards is None else step_sums(rank.device, float(rank.collectives.size))
-        schedulers = [scheduler for scheduler in prepared.schedulers.values() if scheduler.optimizer is optimizer]
-        self._scheduler = schedulers[-1] if schedulers else None
+        self._scheduler = prepared.scheduler_of(optimizer)
         self._max_norm = rank.config.training.max_grad_norm
-        steps = None if self._scheduler is None else Scheduler(self._scheduler, "step")
         self._parameters = parameters_of(optimizer)
         in_optimizer = set(map(id, self._parameters))
         named = {name: p for name, p in prepared.container().named_parameters() if id(p) in in_optimizer}
         self._trainable = TrainedParameters(named, None if self._divided is None else "fsdp")
-        rates = Rates(optimizer, None, named, scheduler=steps)
+        rates = prepared.rates(optimizer, named)
         self.update = Update(named, optimizer, rates, precision, self._max_norm, self._divided)
         #: The calls since the step before; the first ones are of earlier micro-batches of the window.
         self.calls: list[_Call] = []
