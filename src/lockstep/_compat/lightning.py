@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
 
 #: Where a checkpoint of the Trainer counts the batches that took an optimizer step.
 STEPPED = "_batches_that_stepped"
@@ -20,6 +22,12 @@ def call_before(loop: Any, hook: str, action: Callable[[], bool]) -> None:
             method(*args)
 
     setattr(loop, hook, called)
+
+
+def optimizers_of(made: Any) -> tuple[list[Optimizer], list[Any]]:
+    """The optimizers, and the configurations of schedulers, in what ``configure_optimizers()`` returned."""
+    optimizers, schedulers, monitor = _configure_optimizers(made)
+    return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
 
 
 class LaunchedDdp(DDPStrategy):

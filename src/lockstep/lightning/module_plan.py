@@ -128,7 +128,7 @@ def _notes(plan: Plan, config: RunConfig) -> Iterator[Note]:
             "module_means",
             "A module's loss is a mean over the samples of a rank, and DDP weights all ranks equally. If the loss "
             "divides by something else (class weights, ignored targets, tokens), the result depends on the number of "
-            "devices; `lockstep audit SCRIPT` measures by how much, of a script with its Trainer.",
+            "devices; `lockstep verify FILE.py:MODULE` measures by how much.",
         )
     optimizer_keys = [*changed_keys(config, "optimizer"), *changed_keys(config, "scheduler")]
     yield from unused(optimizer_keys, "the module's configure_optimizers() decides", " on a LightningModule")

@@ -80,6 +80,9 @@ class ModuleConfig(TaskConfig):
         None, description="a checkpoint file of Lightning's to start from: its weights, optimizers and progress"
     )
     weights_only: bool | None = Field(None, description="false: code that ckpt_path may have is run to read it")
+    native_steps: int | None = Field(
+        default=None, description="set by verify and bench: the optimizer steps that Lockstep's loop takes"
+    )
 
     @field_validator("datamodule")
     @classmethod
@@ -322,6 +325,10 @@ class ModuleTask(Task):
     def model(self) -> nn.Module:
         module: nn.Module = self._module if self._module is not None else self._build()
         return module
+
+    def fresh_module(self) -> Any:
+        """The module that was given, or a new one of its class."""
+        return self._build() if self.module_class is not None else self.module
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError(

@@ -18,7 +18,7 @@ from lockstep.engine.model_inputs import Inputs
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import TaskRunner
-from lockstep.engine.task import Datasets
+from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, UnsupportedError
 from lockstep.lightning.module_plan import refuse_settings, refuse_strategy, revised_plan
 from lockstep.lightning.module_task import ModuleTask
@@ -34,6 +34,17 @@ class ModuleRunner(TaskRunner):
     can_divide = False
     task: ModuleTask
 
+    @classmethod
+    def make(cls, kind: type[Task], arguments: Mapping[str, Any]) -> Task:
+        """Make a module's task, or one of Lockstep's loop if verify and bench have set the number of steps."""
+        task = kind(**arguments)
+        assert isinstance(task, ModuleTask)
+        if task.config.native_steps is None:
+            return task
+        from lockstep.lightning.module_steps import ModuleSteps
+
+        return ModuleSteps(task.config, task)
+
     def complete(self, given: Mapping[str, Any], config: RunConfig) -> RunConfig:
         """Check ``config`` and leave it as it is: the training loader has the size of a micro-batch."""
         if importlib.util.find_spec("lightning") is None:
@@ -45,11 +56,10 @@ class ModuleRunner(TaskRunner):
         return config
 
     def native_settings(self, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-        raise UnsupportedError(
-            "verify and bench are not available for a LightningModule",
-            why="they time and compare the steps of Lockstep's loop; a module's steps belong to Lightning's Trainer",
-            fix="`lockstep audit SCRIPT` checks a script with its Trainer on several devices; or write a lockstep.Task",
-        )
+        """Return ``given`` with the number of steps and, as far as it does not set them, the sizes of the loader."""
+        from lockstep.lightning.module_steps import native_settings
+
+        return native_settings(self.task, given, config)
 
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts of the module and of its training loader; the module makes its optimizers."""

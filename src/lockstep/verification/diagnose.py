@@ -292,6 +292,14 @@ def grouping(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Cause | None:
     gap = gap_between(whole, parts)
     if floor.parting(gap) is None:
         return None
+    if lab.config.task.model_dump().get("native_steps") is not None:  # a LightningModule
+        return Cause(
+            "grouping",
+            "one device that takes the same samples in smaller micro-batches gets another result (losses differ by up "
+            f"to {gap['loss'].max(initial=0):.1e}): the module's loss is not the mean of its samples' losses, because "
+            "it divides by something else (class weights, ignored targets, tokens) or compares the samples of a batch",
+            "return a mean over samples; or write a lockstep.Task: Loss(total, count) has the divisor of the mean",
+        )
     return Cause(
         "grouping",
         "one device that takes the same samples in smaller micro-batches gets another result (losses differ by up to "
