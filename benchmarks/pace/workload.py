@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.recipes.images.resnet import ResNet
 from lockstep.recipes.text.gpt import Gpt
-from lockstep.tasks.har.models import Cnn, Mlp, Transformer
+from lockstep.tasks.har.models import Cnn, Mlp, pre_norm_encoder
 
 #: Steps between two readings of the loss, and between two looks at the clock.
 INTERVAL = 50
@@ -39,11 +39,27 @@ class Text(nn.Module):
         return logits.transpose(1, 2)
 
 
+class Transformer(nn.Module):
+    """A classifier of windows (batch, channels, time) by an encoder over patches of five steps."""
+
+    def __init__(self, channels: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv1d(channels, 64, 5, stride=5)
+        self.positions = nn.Parameter(0.02 * torch.randn(length // 5, 64))
+        self.encoder = pre_norm_encoder(width=64, heads=4, hidden=128, depth=2, dropout=0.1)
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        patches = self.embed(windows).transpose(1, 2) + self.positions
+        logits: Tensor = self.head(self.encoder(patches).mean(dim=1))
+        return logits
+
+
 #: Shape of a sample, and the model.
 MODELS: dict[str, tuple[tuple[int, ...], Callable[..., nn.Module]]] = {
     "mlp": ((1, 561), lambda channels, length: Mlp(channels, CLASSES, length)),
     "cnn": ((9, 128), lambda channels, length: Cnn(channels, CLASSES, length)),
-    "transformer": ((9, 128), lambda channels, length: Transformer(channels, CLASSES, length)),
+    "transformer": ((9, 128), Transformer),
     "text": ((32,), Text),
     "images": ((1, 16, 16), lambda channels, *size: ResNet(channels, CLASSES, widths=(8, 16, 32))),
 }

@@ -16,6 +16,7 @@ from lockstep.config.load import all_keys
 from lockstep.config.named import code_in, named
 from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
 from lockstep.rundir.folder import RunDir
+from lockstep.tasks import DEFAULTS
 
 
 def mapping_of(*, task: str | None = "har", **flags: Any) -> dict[str, Any]:
@@ -65,8 +66,12 @@ def test_the_defaults_that_the_help_states_are_those_of_the_settings() -> None:
         help_text = next(mark.help for mark in hints[field.name].__metadata__ if isinstance(mark, Parameter))
         if flag not in keys or keys[flag].startswith("task."):
             continue
-        stated = re.search(r"Default: (.+)\.$", help_text)
+        stated = re.search(r"Default: (.+?)(?: \((.+)\))?\.$", help_text)
         assert stated, f"{flag} does not say its default"
+        section, _, key = keys[flag].rpartition(".")
+        for of_task in (stated[2] or "").split(", ") if stated[2] and stated[2].split()[0] in DEFAULTS else ():
+            task, value = of_task.split()
+            assert float(value) == DEFAULTS[task][section][key], f"{flag}: {task}"
         default = value_at(RunConfig(), keys[flag])
         if default is None:
             assert not re.fullmatch(r"[\d.]+", stated[1]), flag
@@ -76,7 +81,7 @@ def test_the_defaults_that_the_help_states_are_those_of_the_settings() -> None:
             assert float(stated[1]) == default, flag
         else:
             text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            assert stated[1].split(" (")[0] == text, flag
+            assert stated[1] == text, flag
         checked += 1
     assert checked > 20
 

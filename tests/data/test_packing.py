@@ -27,11 +27,10 @@ from tests.gloo import run_ranks
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any),
     window=st.integers(1, 20),
-    open_windows=st.integers(1, 5),
 )
-def test_every_token_is_in_one_window_with_its_position(lengths: list[int], window: int, open_windows: int) -> None:
+def test_every_token_is_in_one_window_with_its_position(lengths: list[int], window: int) -> None:
     sequences = [[1000 * number + place for place in range(length)] for number, length in enumerate(lengths)]
-    packed = Packed(sequences, window, open_windows=open_windows, pad=-1)
+    packed = Packed(sequences, window, pad=-1)
     found: list[int] = []
     for index in range(len(packed)):
         sample = packed[index]
@@ -115,7 +114,7 @@ def test_two_packed_sources_of_text_train_alike_on_one_rank_and_several(
     ("sequences", "given", "words"),
     [
         ([[]], {}, "no tokens to pack"),
-        (["text"], {}, "not a sequence of tokens but str"),
+        (["text"], {}, "str, not a sequence"),
         ([[1, 2]], {"lengths": [3, 3]}, "do not fit 1 sequences"),
         ([[1, 2]], {"lengths": [2.5]}, "do not fit 1 sequences"),
         ([[1.5, 2.0]], {}, "whole numbers"),
@@ -123,7 +122,7 @@ def test_two_packed_sources_of_text_train_alike_on_one_rank_and_several(
         ([np.zeros((2, 3), np.int64)], {}, r"shape \[2, 3\] and type int64"),
         ([torch.zeros(3)], {}, r"type torch.float32"),
         ([[[1], [2, 3]]], {}, "whole numbers"),
-        ([[1, 2]], {"pad": 0.5}, "padding"),
+        ([[1, 2]], {"pad": 0.5}, "padded with 0.5"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(sequences: Any, given: Any, words: str) -> None:

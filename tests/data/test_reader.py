@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep import ArrayDataset
-from lockstep.data.reader import Reader, collated
+from lockstep.data.reader import Reader
 from lockstep.errors import SampleError
 
 
@@ -187,32 +186,6 @@ def test_a_gather_gives_what_default_collate_makes_of_the_samples(name: str) -> 
     mine = Reader(data, lambda samples: len(samples), 3)
     assert not mine.gathers
     assert mine.batch(0, np.arange(7), 0) == 7, "a task's own collate is asked"
-
-
-@pytest.mark.parametrize(
-    "column",
-    [
-        *([[1.5, -0.0], [2.0, 3]], [[1, 2], [3, 4]], [[True], [False]], [[1.0, math.nan], [2.0, math.inf]]),
-        *([[], []], [[[1.0], [2.0]], [[3.0], [4.0]]], [["a"], ["b"]], [[True], [1]], [(1.0,), (2.0,)], [1, 2]),
-    ],
-)
-def test_lists_of_numbers_become_what_default_collate_makes_of_them(column: list[Any]) -> None:
-    samples = [{"x": value, "y": place} for place, value in enumerate(column)]
-    for given in (samples, column):
-        assert described(collated(given)) == described(default_collate(given))
-    for wrong in ([{"x": [1.0]}, {"x": [1.0, 2.0]}], [{"x": [1.0]}, {"z": [1.0]}]):
-        with pytest.raises((RuntimeError, KeyError)) as expected:
-            default_collate(wrong)
-        with pytest.raises(expected.type):
-            collated(wrong)
-
-
-def described(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: described(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch), [described(value) for value in batch]
-    return (batch.dtype, batch.shape, batch.numpy().tobytes()) if isinstance(batch, Tensor) else batch
 
 
 def test_a_gather_reads_what_is_there_now() -> None:

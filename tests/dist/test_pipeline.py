@@ -188,7 +188,6 @@ def test_the_stages_of_built_in_tasks_are_their_models() -> None:
         (SpeechTask(), (torch.randn(2, 40, 80), lengths)),
         (HarTask(HarTask.Config(model="cnn", **small)), windows),
         (HarTask(HarTask.Config(model="mlp", hidden=(32, 16), dropout=0.1, **small)), windows),
-        (HarTask(HarTask.Config(model="transformer", **small)), windows),
     ]
     for task, inputs in cases:
         model = task.model().eval()

@@ -27,10 +27,10 @@ def make(data_dir: Path | str | None = None, *, download: bool = False, **settin
     ("settings", "data", "ignored"),
     [
         ({"val_manifest": "val.jsonl"}, {}, "task.val_manifest"),
-        ({"test_manifest": "test.jsonl", "source": "synthesised"}, {}, "task.test_manifest"),
+        ({"test_manifest": "test.jsonl"}, {}, "task.test_manifest"),
         ({"train_manifest": "t.jsonl", "utterances": 7}, {}, "task.utterances"),
         ({"train_manifest": "t.jsonl"}, {"data_dir": ".", "download": True}, "data.download, data.data_dir"),
-        ({"source": "synthesised"}, {"download": True}, "data.download"),
+        ({}, {"download": True}, "data.download"),
     ],
 )
 def test_settings_for_another_source_are_refused_by_name(
@@ -64,13 +64,14 @@ def test_an_example_of_an_evaluation_can_be_heard(tmp_path: Path) -> None:
     assert not task.remarks()
 
 
-def test_the_folder_decides_the_source(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "spoken" / "speech-0123456789ab").mkdir(parents=True)
-    make_recordings(tmp_path / "mine", 1)
-    assert make(str(tmp_path / "empty")).source == "synthesised"
-    assert make(tmp_path / "spoken").source == "synthesised"
-    assert make(tmp_path / "mine", source="synthesised").source == "synthesised"
+def test_speech_is_made_in_an_empty_folder_and_beside_what_was_made_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(espeak, "PACKAGE", "not-here")
+    for name in ("empty", "spoken/speech-0123456789ab"):
+        (tmp_path / name).mkdir(parents=True)
+        with pytest.raises(DataError, match="made on this machine"):
+            make(tmp_path / name.partition("/")[0]).prepare()
 
 
 @pytest.mark.parametrize("setting", sorted(SpeechConfig.removed_settings))

@@ -21,6 +21,7 @@ from lockstep.cli.output import DEFAULT_RUNS_DIR
 from lockstep.config import RunConfig
 from lockstep.config.load import SHORT_NAMES, merge, nested
 from lockstep.errors import UsageError
+from lockstep.tasks import DEFAULTS
 
 _DEVICES = Group("Devices", sort_key=1)
 _TRAINING = Group(
@@ -75,7 +76,15 @@ def _of_setting(name: str, group: Group) -> Any:
     text, *unset = re.split(r"[;.] [Uu]nset: ", description)
     if not re.match(r"\w+:", text):  # one of its values
         text = text[0].upper() + text[1:]
-    help = f"{text}. Default: {unset[0] if unset else _as_text(field.default)}."
+    default = unset[0] if unset else _as_text(field.default)
+    of_tasks = [
+        f"{task} {_as_text(value)}"
+        for task, sections in DEFAULTS.items()
+        if (value := sections.get(section, {}).get(key, field.default)) != field.default
+    ]
+    if of_tasks:
+        default += f" ({', '.join(of_tasks)})"
+    help = f"{text}. Default: {default}."
     kind = field.annotation
     if NoneType in get_args(kind):
         kind = get_args(kind)[0]

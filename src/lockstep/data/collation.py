@@ -1,34 +1,12 @@
-"""Samples to a batch as ``default_collate`` does it, and the value that keeps it from doing so."""
+"""The value that keeps ``default_collate`` from making a batch."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import default_collate
-
-
-def collated(samples: Sequence[Any]) -> Any:
-    """What ``default_collate`` makes of ``samples``; lists of numbers, as JSON has them, in a third of its time."""
-    first = samples[0]
-    if type(first) is dict and list in set(map(type, first.values())):
-        return {key: collated([sample[key] for sample in samples]) for key in first}
-    if type(first) in (int, float) and set(map(type, samples)) == {type(first)}:
-        with contextlib.suppress(OverflowError):
-            return torch.from_numpy(np.fromiter(samples, type(first), len(samples)))
-    if type(first) is list and set(map(type, samples)) == {list}:
-        kinds = set(map(type, chain.from_iterable(samples)))
-        if len(kinds) == 1 and kinds <= {float, int, bool} and len(set(map(len, samples))) == 1:
-            with contextlib.suppress(OverflowError):  # an integer of more than 64 bits
-                rows: NDArray[Any] = np.fromiter(chain.from_iterable(samples), kinds.pop()).reshape(len(samples), -1)
-                return list(torch.from_numpy(np.ascontiguousarray(rows.T)).unbind())
-    return default_collate(list(samples))
 
 
 class Misfit(NamedTuple):

@@ -19,6 +19,8 @@ from lockstep.data.sampling import check_shares
 from lockstep.errors import DataError
 
 Ints = NDArray[np.int64]
+#: Windows that may wait for a piece that fits.
+OPEN_WINDOWS = 64
 
 
 class Packed:
@@ -32,7 +34,6 @@ class Packed:
         window: tokens of a window.
         tokens: function that returns the sequence of a sample, or a field's name. ``None``: the sample is the sequence.
         lengths: tokens of each sample, if known; else the data set's ``lengths``, else every sample is read once.
-        open_windows: how many windows may wait for a piece that fits.
 
     Raises:
         DataError: an empty data set, a sequence that is none, or lengths that are not those of the samples.
@@ -45,13 +46,14 @@ class Packed:
         *,
         tokens: str | Callable[[Any], Any] | None = None,
         lengths: Sequence[int] | Ints | None = None,
-        open_windows: int = 64,
         pad: int = 0,
     ) -> None:
-        if window < 1 or open_windows < 1:
-            raise DataError(f"windows of {window} tokens, {open_windows} of them open", fix="give two numbers from 1")
-        if pad % 1:
-            raise DataError(f"the padding is {pad!r}", why="it is a token", fix="give a whole number")
+        if window < 1 or pad % 1:
+            raise DataError(
+                f"windows of {window} tokens, padded with {pad!r}",
+                why="a token is a whole number",
+                fix="give a window from 1 and a whole number as padding",
+            )
         check_shares(dataset, within="Packed")
         self.dataset = dataset
         self.window = window
@@ -67,7 +69,7 @@ class Packed:
                 f"lengths of shape {numbers.shape} and type {numbers.dtype} do not fit {len(dataset)} sequences",
                 fix="give one whole number from 0 for each",
             )
-        self._documents, self._starts, self._sizes, self._first = packed(self._lengths, window, open_windows)
+        self._documents, self._starts, self._sizes, self._first = packed(self._lengths, window)
         if len(self):
             self._tokens(int(self._documents[0]))
         else:
@@ -109,22 +111,15 @@ class Packed:
     def _tokens(self, index: int) -> NDArray[Any]:
         sample = self.dataset[index]
         sequence = self._take(sample) if callable(self._take) else sample if self._take is None else sample[self._take]
-        lengths = getattr(self, "_lengths", None)
-        fix = "give Packed(…, tokens=…) the function or field that returns them"
-        if not hasattr(sequence, "__len__") or isinstance(sequence, str | dict):
-            raise DataError(
-                f"sample {index} is not a sequence of tokens but {type(sequence).__name__}",
-                why="only numbers can be packed",
-                fix=fix,
-            )
-        tokens = as_tokens(sequence)
+        tokens = None if isinstance(sequence, str | dict) else as_tokens(sequence)
         if tokens is None:
             shape = f" of shape {list(sequence.shape)} and type {sequence.dtype}" if hasattr(sequence, "shape") else ""
             raise DataError(
                 f"sample {index} is a {type(sequence).__name__}{shape}, not a sequence of whole numbers",
                 why="a token is a whole number, and a sequence has one dimension",
-                fix=fix,
+                fix="give Packed(…, tokens=…) the function or field that returns them",
             )
+        lengths = getattr(self, "_lengths", None)
         if lengths is not None and len(tokens) != lengths[index]:
             raise DataError(
                 f"sequence {index} has {len(tokens)} tokens, not {lengths[index]}",
@@ -144,15 +139,15 @@ def as_tokens(sequence: Any) -> NDArray[Any] | None:
     return tokens if is_whole and tokens.ndim == 1 else None
 
 
-def packed(lengths: Ints, window: int, open_windows: int) -> tuple[Ints, Ints, Ints, Ints]:
+def packed(lengths: Ints, window: int) -> tuple[Ints, Ints, Ints, Ints]:
     """The pieces by window: the sequence of each, its start there, its size; and the first piece of each window."""
     counts = -(-lengths // window)
     documents = np.repeat(np.arange(len(lengths)), counts)
     number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = number * window
     sizes = np.minimum(lengths[documents] - starts, window)
-    free = np.zeros(open_windows, np.int64)
-    names = np.zeros(open_windows, np.int64)
+    free = np.zeros(OPEN_WINDOWS, np.int64)
+    names = np.zeros(OPEN_WINDOWS, np.int64)
     of_window = np.empty(len(sizes), np.int64)
     used = 0
     for piece, size in enumerate(sizes.tolist()):

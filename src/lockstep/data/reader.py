@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.data.arrays import draws_keyed, gather_of, is_hugging_face, leaf_of, leaves
-from lockstep.data.collation import collated, find_misfit
+from lockstep.data.collation import find_misfit
 from lockstep.data.order import derive_key, mixed, sample_rng, words_of
 from lockstep.errors import DataError, LockstepError, SampleError, TaskError
 
@@ -149,7 +149,7 @@ class Reader:
         self._seed = seed
         self._skipped = skipped
         self._least = min_samples
-        self._collate = collated if collate is default_collate else collate
+        self._collate = collate
         self._gather = gather_of(dataset, collate)
         self._has_sample = any(map(draws_keyed, leaves(dataset)))
         self._has_items = not self._has_sample and callable(getattr(dataset, "__getitems__", None))
@@ -204,7 +204,7 @@ class Reader:
             if drawn and self._sown is not None:
                 items, drawn = self._samples(request, None)
             self._sown = drawn | (self._sown or frozenset())
-            if items is None or self._collate is not collated:  # which draws nothing
+            if items is None or self._collate is not default_collate:  # which draws nothing
                 key = derive_key("batch draws", self._seed, epoch, position)
                 for generator in GENERATORS:
                     generator.seed(key)
@@ -243,8 +243,6 @@ class Reader:
         if sown or drawn is not None:
             draws = draw_keys(self._seed, request.epoch, request.keys)
             sowing = zip(*(map(generator.seed, draws) for generator in sown), strict=True) if sown else sowing
-        if drawn is None and self._skipped is None and not self._has_sample and not self._has_items:
-            return self._plain_samples(numbers, sowing)
         items: list[Any] = []
         readable: list[int] = []
         for index, key, draw_key, _ in zip(numbers, request.keys.tolist(), draws, sowing, strict=False):
@@ -270,16 +268,6 @@ class Reader:
         for index in readable:
             self._leave_out(index, few)
         return []
-
-    def _plain_samples(self, numbers: list[int], sowing: Iterable[Any]) -> list[Any]:
-        """Read as the loop in :meth:`_samples`, but only for the common case: saves 0.4 µs a sample."""
-        items: list[Any] = []
-        try:
-            for index, _ in zip(numbers, sowing, strict=False):
-                items.append(self._dataset[index])
-        except Exception as error:
-            self._leave_out(numbers[len(items)], error)
-        return items
 
     def _leave_out(self, index: int, error: Exception) -> None:
         """Record that a sample is left out because of ``error``; raise it where none may be."""
@@ -343,7 +331,7 @@ class Reader:
                 problem = f"sample {none[0]} of {name} is None"
                 fix = "exclude it with lockstep.data.select()"
             elif items is not None:
-                pairs = zip(items, numbers, strict=False) if self._collate is collated else ()
+                pairs = zip(items, numbers, strict=False) if self._collate is default_collate else ()
                 misfit = next(filter(None, starmap(find_misfit, pairs)), None)
                 fix = "return tensors, arrays or numbers" if isinstance(error, TypeError) else "make their shapes equal"
                 problem, fix = misfit or (problem, fix)

@@ -25,7 +25,7 @@ from inspect import isgenerator
 from itertools import islice
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -340,34 +340,21 @@ _RANK = {"get_rank", "get_world_size", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLUR
 def reads_rank(dataset: Any) -> str:
     """Return the name of a function of ``dataset`` that reads the rank; empty: none was detected.
 
-    Only names and texts are checked, in the code of its class, of functions in its attributes, and of their callees.
+    Only names and texts are checked, in the code of its methods and of functions in its attributes.
     """
-    things: list[Any] = []
+    functions: list[Any] = []
     for value in getattr(dataset, "__dict__", {}).values():  # generators and classes with __slots__ have none
-        things += value if type(value) in (list, tuple) else [value]
+        functions += value if type(value) in (list, tuple) else [value]
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] not in ("torch", "datasets"):
-            things += [getattr(m, "fget", None) or getattr(m, "__func__", m) for m in vars(kind).values()]
-    ahead = [one for one in things if isinstance(one, FunctionType)]
-    visited = set[CodeType]()
-    while ahead:
-        function = ahead.pop()
-        codes = [function.__code__]
-        for code in codes:
-            if code in visited:
-                continue
-            visited.add(code)
-            names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str)), function.__name__}
-            if names & _RANK:
+            functions += vars(kind).values()
+    for function in functions:
+        if isinstance(function, FunctionType):
+            code = function.__code__
+            texts = (constant for constant in code.co_consts if isinstance(constant, str))
+            if _RANK & {function.__name__, *code.co_names, *texts}:
                 return function.__qualname__
-            codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-            callees = [function.__globals__.get(name) for name in code.co_names]
-            ahead += [o for o in callees if isinstance(o, FunctionType) and _package(o) == _package(function)]
     return ""
-
-
-def _package(function: FunctionType) -> str:
-    return (function.__module__ or "").partition(".")[0]
 
 
 def as_stream(dataset: Any, *, epoch_samples: int | None, max_steps: int | None) -> Stream:

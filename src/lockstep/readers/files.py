@@ -28,29 +28,14 @@ def cache_folder() -> Path:
     return (user_cache if user_cache.is_absolute() else Path.home() / ".cache") / "lockstep"
 
 
-class DataFiles:
-    """The files of a data set; ``suffixes``: of those in a folder, of which the first names the kind."""
-
-    suffixes: tuple[str, ...] = ("",)
-
-    def __init__(self, files: Files) -> None:
-        self.files = find_files(files, self.suffixes)
-        folders = [f"{name}".rstrip("/") + "/" for name in _listed(files) if Path(name).is_dir()]
-        below = [name[len(folder) :] for name in self.files for folder in folders if name.startswith(folder)]
-        deeper = [name for name in below if "/" in name]
-        #: A note for the plan.
-        self.remark: str | None = None
-        if deeper:
-            count = f"{len(deeper)} of {len(self.files)}"
-            self.remark = f"{count} data files are in subfolders of the given folder, as {deeper[0]}."
-
-
-class FileSamples(DataFiles):
+class FileSamples:
     """Samples of the rows of files, by number: numbers count through all files.
 
     A subclass has ``tables(number)``: the rows of a file as Arrow tables, and ``records(table)``: the values of rows.
     """
 
+    #: Of the files in a folder; the first names the kind.
+    suffixes: tuple[str, ...] = ("",)
     tables: Callable[[int], Iterator[Any]]
     records: Callable[[Any], list[Any]]
 
@@ -62,7 +47,7 @@ class FileSamples(DataFiles):
         return FileStream(samples)
 
     def __init__(self, files: Files, transform: Callable[[Any], Any] | None, *, streaming: bool, key: str = "") -> None:
-        super().__init__(files)
+        self.files = find_files(files, self.suffixes)
         self.transform = transform
         digest = hashlib.sha256(f"{type(self).__name__} 1 {key}".encode())
         for name in self.files:
@@ -70,9 +55,8 @@ class FileSamples(DataFiles):
         #: Of the copy: it follows from the files' names, sizes and times.
         self.folder = cache_folder() / "datasets" / digest.hexdigest()[:20]
         self.rows: Any = None if streaming else _copies().copied(self, self.folder)
-        if not streaming:
-            copy_note = f"The rows of {len(self.files)} data files are read from a copy, {self.folder}."
-            self.remark = f"{self.remark} {copy_note}" if self.remark else copy_note
+        #: A note for the plan.
+        self.remark = f"The rows of {len(self.files)} data files are read from a copy, {self.folder}."
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -94,7 +78,6 @@ class FileStream:
 
     def __init__(self, source: FileSamples) -> None:
         self.source = source
-        self.remark = source.remark
         self._rows = _copies().streamed(source, source.folder)
 
     def __iter__(self) -> Iterator[Any]:

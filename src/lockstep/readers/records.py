@@ -22,12 +22,12 @@ from torch import Tensor
 from lockstep.data.arrays import resolve_index
 from lockstep.errors import DataError
 from lockstep.readers.files import (
-    DataFiles,
     Files,
     FileSamples,
     cache_folder,
     class_folders,
     file_system,
+    find_files,
     inside,
     open_file,
 )
@@ -319,7 +319,7 @@ def _decoded(extension: str, content: bytes) -> Any:
     return json.loads(content) if last in ("json", "jsn") else content
 
 
-class TokenFile(DataFiles):
+class TokenFile:
     """Flat files of token numbers: sample ``i`` of a file has the tokens from ``i·window`` on.
 
     Args:
@@ -342,7 +342,7 @@ class TokenFile(DataFiles):
         if window < 1 or self._dtype.kind not in "iu":
             fix = "give a window from 1, and a type of integers, such as 'uint16' or 'uint32'"
             raise DataError(f"windows of {window} tokens of dtype {dtype!r}", fix=fix)
-        super().__init__(files)
+        self.files = find_files(files, self.suffixes)
         self._paths = [*map(_local, self.files)]
         self._ends = np.cumsum([self._samples_of(number) for number in range(len(self.files))]).tolist()
 

@@ -21,7 +21,6 @@ from lockstep.lab.forecast.memory import estimate_memory, print_memory
 
 CASES = {
     "har": ({}, 64),
-    "har transformer": ({"task": {"name": "har", "model": "transformer"}}, 64),
     "autoencoder": ({}, 512),
     "speech": ({"task": {"utterances": 16}}, 4),
 }

@@ -17,6 +17,7 @@ from lockstep.data.arrays import ArrayDataset
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
 from lockstep.recipes.autoencoder.model import Autoencoder
+from lockstep.tasks import DEFAULTS
 
 #: Where each split lies in the source's order of 1,797 digits (see ``digits.txt``).
 SPLITS: dict[str, slice] = {"train": slice(0, 1400), "val": slice(1400, 1597), "test": slice(1597, 1797)}
@@ -78,11 +79,7 @@ class AutoencoderTask(Task):
     """Reconstruct images of handwritten digits, which are in the package, from a short code."""
 
     Config = AutoencoderConfig
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 40, "batch_size": 32, "early_stopping_patience": 10},
-        "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 1e-4},
-        "scheduler": {"name": "cosine", "warmup_epochs": 1},
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS["autoencoder"]
     monitor = ("val_loss", "min")
     config: AutoencoderConfig
     #: Scores of the last evaluation.

@@ -24,6 +24,7 @@ from lockstep.recipes.images.folders import (
     list_images,
 )
 from lockstep.recipes.images.resnet import ResNet
+from lockstep.tasks import DEFAULTS
 from lockstep.tasks.har.task import ClassScores
 from lockstep.tasks.har.vision import Vit
 
@@ -64,11 +65,7 @@ class ImagesTask(Task):
     """Classify images in class folders; by default handwritten digits, which are in the package."""
 
     Config = ImagesConfig
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 10, "batch_size": 32, "early_stopping_patience": 0},
-        "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 0.05, "weight_decay_on": "matrices"},
-        "scheduler": {"name": "cosine", "warmup_epochs": 1},
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS["images"]
     monitor = ("val_accuracy", "max")
     config: ImagesConfig
 

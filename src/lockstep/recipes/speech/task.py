@@ -26,15 +26,10 @@ from lockstep.recipes.speech.recogniser import Recogniser, output_lengths
 from lockstep.recipes.speech.synthesis import SET_PREFIX, SPLITS, Recipe, synthesise, synthesised_folder
 from lockstep.recipes.speech.vocabulary import BLANK, SYMBOLS, encode
 from lockstep.rundir.files import names_in
+from lockstep.tasks import DEFAULTS
 
 #: Pairs of transcript and hypothesis, shown after a validation.
 EXAMPLES = 3
-#: The settings that name data, by the source that they are for.
-DATA_SETTINGS = {
-    "manifest": ("train_manifest", "val_manifest", "test_manifest"),
-    "synthesised": ("utterances",),
-}
-
 #: Shape of each size; ``base`` has 7.16 million parameters, ``tiny`` trains on two cores in minutes.
 SIZES: dict[str, dict[str, Any]] = {
     "base": {"width": 512, "layers": 4, "heads": 8, "memory_size": 256, "theta": 1000.0},
@@ -52,15 +47,14 @@ class SpeechConfig(TaskConfig):
         **dict.fromkeys(("librispeech_train", "librispeech_val", "librispeech_test"), "write a manifest of it"),
         **dict.fromkeys(("lm_text", "lm_weight", "lm_bonus"), "leave it out: the beam search has no language model"),
         "form": "leave it out: the LMU is the whole cell",
+        "source": "leave it out: task.train_manifest decides",
         "alphabet": "leave it out: letters are A to Z",
         "perturb": "leave it out; task.augment masks features",
     }
-    source: Literal["auto", "synthesised", "manifest"] = Field(
-        default="auto",
-        description="auto: manifest when train_manifest is set, else digits and commands synthesised on this machine; "
-        "a data.data_dir with something else is refused",
+    train_manifest: Path | None = Field(
+        default=None,
+        description="JSON lines of audio_path, text and duration; unset: digits and commands synthesised here",
     )
-    train_manifest: Path | None = Field(default=None, description="JSON lines of audio_path, text and duration")
     val_manifest: Path | None = Field(default=None, description="the same, for validation")
     test_manifest: Path | None = Field(default=None, description="the same, for the test")
     utterances: int = Field(default=4000, ge=1, description="synthesised: training utterances")
@@ -89,13 +83,7 @@ class SpeechTask(Task):
     """Letters from speech with CTC; by default digits and commands that the machine itself speaks."""
 
     Config = SpeechConfig
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 36, "batch_size": 4, "max_grad_norm": 0.5, "early_stopping_patience": 8},
-        "optimizer": {"name": "adamw", "lr": 1.5e-3, "weight_decay": 1e-4},
-        "scheduler": {"name": "cosine", "warmup_epochs": 0.5},
-        "validation": {"batch_size": 32},
-        "telemetry": {"log_interval": 50},
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS["speech"]
     #: Letters come out right long before words do.
     monitor = ("val_cer", "min")
     config: SpeechConfig
@@ -106,50 +94,37 @@ class SpeechTask(Task):
     def prepare(self) -> None:
         """Synthesise missing data, and check every line of the manifests once."""
         self._refuse_foreign_settings()
-        if self.source == "synthesised":
+        is_synthesised = self.config.train_manifest is None
+        if is_synthesised:
+            if self.data.data_dir is not None:
+                _refuse_foreign_folder(Path(self.data.data_dir))
             synthesise(Recipe(self.config.utterances), self.data.data_dir)
         for manifest in self._manifests.values():
-            self._open(manifest, recheck=self.source == "manifest")
-
-    @cached_property
-    def source(self) -> Literal["synthesised", "manifest"]:
-        """The source of the utterances. Raises :class:`DataError`: ``data.data_dir`` has other data."""
-        config = self.config
-        folder = self.data.data_dir
-        if config.source != "auto":
-            return config.source
-        if config.train_manifest is not None:
-            return "manifest"
-        if folder is not None:
-            _refuse_foreign_folder(Path(folder))
-        return "synthesised"
+            self._open(manifest, recheck=not is_synthesised)
 
     def _refuse_foreign_settings(self) -> None:
-        source = self.source
-        fields = SpeechConfig.model_fields
-        unused = [name for owner, names in DATA_SETTINGS.items() if owner != source for name in names]
-        foreign = [f"task.{name}" for name in unused if getattr(self.config, name) != fields[name].default]
-        if self.data.download:
-            foreign.append("data.download")
-        if self.data.data_dir is not None and source == "manifest":
-            foreign.append("data.data_dir")
-        if foreign:
+        config = self.config
+        foreign = {"data.download": self.data.download}
+        if config.train_manifest is None:
+            foreign["task.val_manifest"] = config.val_manifest is not None
+            foreign["task.test_manifest"] = config.test_manifest is not None
+        else:
+            foreign["task.utterances"] = config.utterances != SpeechConfig.model_fields["utterances"].default
+            foreign["data.data_dir"] = self.data.data_dir is not None
+        names = [name for name, is_set in foreign.items() if is_set]
+        if names:
             raise ConfigError(
-                f"{', '.join(foreign)} would be ignored: the utterances are of the source {source}",
-                why="training on other data than was named is never a silent choice",
-                fix="leave it out; task.train_manifest chooses manifests (docs/speech.md)",
+                f"{', '.join(names)} would be ignored",
+                why="the utterances are those of task.train_manifest, or synthesised without it",
+                fix="leave it out, or name manifests (docs/speech.md)",
             )
 
     @property
     def _manifests(self) -> dict[str, Path]:
         """The manifests of the splits that there are."""
-        if self.source == "synthesised":
+        if self.config.train_manifest is None:
             folder = synthesised_folder(Recipe(self.config.utterances), self.data.data_dir)
             return {split: folder / f"{split}.jsonl" for split in SPLITS}
-        if self.config.train_manifest is None:
-            raise ConfigError(
-                "task.source=manifest needs a manifest to train on", fix="set task.train_manifest=my.jsonl"
-            )
         paths = {split: getattr(self.config, f"{split}_manifest") for split in SPLITS}
         return {split: path for split, path in paths.items() if path is not None}
 
@@ -273,8 +248,7 @@ def _refuse_foreign_folder(folder: Path) -> None:
     raise DataError(
         message,
         why="looked for speech that was synthesised there before",
-        fix="check --data-dir; your recordings need task.train_manifest=FILE, and task.source=synthesised makes speech "
-        "there",
+        fix="check --data-dir, or name an empty folder; your recordings need task.train_manifest=FILE",
     )
 
 

@@ -32,6 +32,7 @@ from lockstep.recipes.text.corpus import (
 )
 from lockstep.recipes.text.gpt import Gpt, generate
 from lockstep.rundir.files import write_text
+from lockstep.tasks import DEFAULTS
 
 
 class TextConfig(TaskConfig):
@@ -103,17 +104,7 @@ class TextTask(Task):
     """A language model of a corpus; by default bytes of texts about Python, which come with it."""
 
     Config = TextConfig
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 2, "batch_size": 16, "early_stopping_patience": 0},
-        "optimizer": {
-            "name": "adamw",
-            "lr": 3e-3,
-            "weight_decay": 0.1,
-            "weight_decay_on": "matrices",
-            "betas": [0.9, 0.95],
-        },
-        "scheduler": {"name": "cosine", "min_lr": 1e-4},
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS["text"]
     monitor = ("val_bits_per_byte", "min")
     config: TextConfig
 
@@ -121,6 +112,8 @@ class TextTask(Task):
         """Train the tokenizer, once per node."""
         if self.config.lora and self.config.model is None:
             raise ConfigError("task.lora needs task.model", why="adapters are added to a model of transformers")
+        if self.config.pack and self.config.model is not None:
+            raise ConfigError("task.pack does not work with task.model", fix="leave one of the two out")
         _ = self.tokenizer
 
     @property
@@ -202,7 +195,7 @@ class TextTask(Task):
         if config.model is not None:
             from lockstep.recipes.text.transformers_models import build
 
-            return build(config.model, self._vocabulary, config.context, config.lora, packs=config.pack)
+            return build(config.model, self._vocabulary, config.context, config.lora)
         try:
             return Gpt(
                 self._vocabulary,

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.data.packing import causal_mask
 from lockstep.errors import ConfigError, UnsupportedError
 
 
-def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) -> nn.Module:
+def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
     """The model of a config.json (with new weights), or of a folder (with its weights, if it has some), in float32.
 
     Raises:
         UnsupportedError: a library is not installed. ConfigError: no such model, it is too small for the tokens, or
-            its tokens see others than those before them (``packs``: in their document).
+            its tokens see those after them.
     """
     library = _import("transformers")
     if not path.exists():
@@ -42,7 +41,7 @@ def build(path: Path, vocabulary: int, context: int, lora: int, *, packs: bool) 
         model = _with_adapters(path, model, lora)
     model.register_forward_hook(_logits)
     if not next(model.parameters()).is_meta:
-        _check_attention(path, model, vocabulary, packs=packs)
+        _check_attention(path, model, vocabulary)
     return model
 
 
@@ -81,47 +80,22 @@ def _check_sizes(path: Path, config: Any, vocabulary: int, context: int) -> None
 
 
 @torch.no_grad()
-def _check_attention(path: Path, model: Any, vocabulary: int, *, packs: bool) -> None:
-    """Compare logits of tokens before and after later tokens, or other documents, are changed."""
-    device = next(model.parameters()).device
-    ids = torch.full((1, 8), vocabulary - 1, device=device)
-    later = ids.clone()
-    other = ids.clone()
-    later[:, 4:] = vocabulary - 2
-    other[:, :4] = vocabulary - 2
-    trains = model.training
+def _check_attention(path: Path, model: Any, vocabulary: int) -> None:
+    """Compare logits of tokens before and after later tokens are changed."""
+    ids = torch.full((1, 8), vocabulary - 1, device=next(model.parameters()).device)
+    changed = ids.clone()
+    changed[:, 4:] = vocabulary - 2
+    is_training = model.training
     model.eval()
-    try:
-        sees_later = _differ(model(ids)[:, :4], model(later)[:, :4])
-        if packs:
-            documents = torch.tensor([[1] * 4 + [2] * 4], device=device)
-            mask = causal_mask(documents)
-            positions = torch.tensor([[0, 1, 2, 3] * 2], device=device)
-            packed = model(ids, attention_mask=mask, position_ids=positions)
-            with_other = model(other, attention_mask=mask, position_ids=positions)
-            sees_other = _differ(packed[:, 4:], with_other[:, 4:])
-    except Exception as error:  # of any class, by model
-        why = f"{type(error).__name__}: {str(error)[:300]}"
-        fix = "use another model"
-        with_mask = " with task.pack" if packs else ""
-        raise ConfigError(f"the model of {path} cannot be called on tokens{with_mask}", why=why, fix=fix) from None
-    model.train(trains)
-    if sees_later:
+    logits = model(ids)[:, :4]
+    difference = (logits - model(changed)[:, :4]).abs().max()
+    model.train(is_training)
+    if difference > 1e-5 * logits.abs().max():
         raise ConfigError(
             f"the model of {path} sees the tokens that it predicts",
             why="its attention is not limited to earlier tokens",
             fix='set "is_decoder": true in its config.json, or use a model that generates text',
         )
-    if packs and sees_other:
-        raise ConfigError(
-            f"the model of {path} cannot be trained with task.pack",
-            why="it does not keep the documents of a window apart",
-            fix="leave task.pack out, or use another model",
-        )
-
-
-def _differ(logits: Tensor, other_logits: Tensor) -> bool:
-    return bool((logits - other_logits).abs().max() > 1e-5 * logits.abs().max())
 
 
 def _import(name: str) -> Any:

@@ -286,23 +286,19 @@ def _load(file: Path, *, classes: int | None) -> Windows:
 
 # Made-up windows of any number, shape and class count, for benchmarks and tests.
 
-#: Above it, samples repeat: a data set of any size then takes no more memory than this.
-POOL_BYTES = 256 * 1024**2
-
 
 def make_synthetic(samples: int, shape: tuple[int, int], classes: int, *, seed: int) -> HarData:
     """Each class is a wave with a separate frequency and phases in noise; a tenth as many windows validate, and test.
 
     Args:
-        samples: distinct training windows wanted; fewer are made when they would take more than ``POOL_BYTES``.
+        samples: training windows.
         shape: channels and time steps.
     """
-    distinct = max(1, min(samples, POOL_BYTES // (4 * shape[0] * shape[1])))
     phases = np.random.default_rng([seed, 0]).uniform(0, 2 * np.pi, (classes, shape[0], 1))
-    held_out = max(1, distinct // 10)
+    held_out = max(1, samples // 10)
     train, val, test = (
         _waves(count, shape, phases, np.random.default_rng([seed, part]))
-        for part, count in enumerate((distinct, held_out, held_out), start=1)
+        for part, count in enumerate((samples, held_out, held_out), start=1)
     )
     return HarData(train, val, test, _numbered(classes))
 
@@ -357,23 +353,6 @@ def as_dataset(windows: Windows, mode: Mode) -> ArrayDataset:
     count, channels, length = samples.shape
     window = torch.from_numpy(np.arange(count)).repeat_interleave(channels)
     return ArrayDataset(samples.reshape(-1, 1, length), labels.repeat_interleave(channels), window)
-
-
-class Repeated:
-    """``length`` samples out of fewer: sample ``i`` is ``dataset[i % len(dataset)]``."""
-
-    def __init__(self, dataset: ArrayDataset, length: int) -> None:
-        self._dataset = dataset
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return self._dataset[index % len(self._dataset)]
-
-    def __getitems__(self, indices: Any) -> tuple[Tensor, ...]:
-        return self._dataset.__getitems__(np.asarray(indices) % len(self._dataset))
 
 
 class AugmentedWindows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -89,72 +88,8 @@ class Mlp(nn.Module):
         return [self.layers[start:stop] for start, stop in pairwise([0, *cuts[1:], len(self.layers)])]
 
 
-class Transformer(nn.Module):
-    """A pre-norm encoder over patches of time, with fixed sine positions; the mean over patches is classified.
-
-    After "Attention Is All You Need" (Vaswani et al., 2017) and, for the patches, "An Image is Worth
-    16×16 Words" (Dosovitskiy et al., 2021).
-
-    Args:
-        width: features of a patch; a multiple of ``heads`` and of 2.
-        patch: time steps of a patch; a last, incomplete patch is left out.
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        classes: int,
-        length: int,
-        *,
-        width: int = 64,
-        depth: int = 2,
-        heads: int = 4,
-        patch: int = 5,
-        dropout: float = 0.1,
-    ) -> None:
-        super().__init__()
-        if width % heads or width % 2:
-            raise ValueError(f"the width {width} must be even and a multiple of the {heads} heads")
-        if length < patch:
-            raise ValueError(f"windows have only {length} steps: too few for patches of {patch}")
-        self.embed = _Patches(channels, width, patch, stride=patch)
-        self.embed.register_buffer("positions", _sine_positions(length // patch, width), persistent=False)
-        self.encoder = pre_norm_encoder(width, heads, 2 * width, depth, dropout)
-        self.head = _Mean(nn.Dropout(dropout), nn.Linear(width, classes))
-
-    def forward(self, samples: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(samples)))
-
-    def stages(self) -> list[nn.Module]:
-        """One for each layer, and both ends."""
-        assert self.encoder.norm is not None
-        return [self.embed, *self.encoder.layers, nn.Sequential(self.encoder.norm, self.head)]
-
-
 def pre_norm_encoder(width: int, heads: int, hidden: int, depth: int, dropout: float) -> nn.TransformerEncoder:
     """Pre-norm layers, and a norm at their end."""
     options = {"activation": "gelu", "batch_first": True, "norm_first": True}
     layer = nn.TransformerEncoderLayer(width, heads, hidden, dropout, **options)  # type: ignore[arg-type]
     return nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
-
-
-class _Patches(nn.Conv1d):
-    """(batch, channels, time) → patches with their positions, (batch, patches, width)."""
-
-    positions: Tensor
-
-    def forward(self, samples: Tensor) -> Tensor:
-        return super().forward(samples).transpose(1, 2) + self.positions
-
-
-class _Mean(nn.Sequential):
-    """Layers on the mean over patches of (batch, patches, width)."""
-
-    def forward(self, patches: Tensor) -> Tensor:
-        return super().forward(patches.mean(dim=1))  # type: ignore[no-untyped-call]
-
-
-def _sine_positions(steps: int, width: int) -> Tensor:
-    """Sine and cosine positions of section 3.5 of Vaswani et al. (2017); shape ``(steps, width)``."""
-    angles = torch.arange(steps)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    return torch.stack([angles.sin(), angles.cos()], dim=2).reshape(steps, width)

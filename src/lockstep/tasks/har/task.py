@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
+from lockstep.tasks import DEFAULTS
 from lockstep.tasks.har import data
 from lockstep.tasks.har.data import HarData, Mode, Standardiser, Windows
-from lockstep.tasks.har.models import Cnn, Mlp, Transformer
+from lockstep.tasks.har.models import Cnn, Mlp
 from lockstep.tasks.har.vision import LinePlots, Vit
 
 Source = Literal["watch", "uci", "pt", "synthetic"]
@@ -36,7 +37,7 @@ class HarConfig(TaskConfig):
         default="auto",
         description="auto: what data.data_dir holds (UCI-HAR or train, val, test.pt); without one, watch",
     )
-    model: Literal["cnn", "mlp", "transformer", "vit_plots"] = Field(
+    model: Literal["cnn", "mlp", "vit_plots"] = Field(
         default="cnn",
         description="the network; its sizes: hidden. vit_plots: a vision transformer over the windows as line plots",
     )
@@ -47,7 +48,7 @@ class HarConfig(TaskConfig):
     )
     hidden: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="cnn: channels per block; mlp: hidden layers; transformer, vit_plots: width; unset: its own",
+        description="cnn: channels per block; mlp: hidden layers; vit_plots: width; unset: its own",
     )
     dropout: float | None = Field(default=None, ge=0, lt=1, description="unset: the model's own")
     label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="share of each label spread over all classes")
@@ -77,12 +78,7 @@ class HarTask(Task):
     """Activities from motion sensors; by default shoulder exercises from a smart watch, in the package."""
 
     Config = HarConfig
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "training": {"epochs": 30, "batch_size": 32, "max_grad_norm": 1.0, "early_stopping_patience": 15},
-        "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-2},
-        "scheduler": {"name": "cosine"},
-        "telemetry": {"log_interval": 50},
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS["har"]
     monitor = ("val_accuracy", "max")
     config: HarConfig
 
@@ -170,11 +166,7 @@ class HarTask(Task):
         rotate = config.rotate_deg if config.rotate_deg is not None else WATCH_ROTATION_DEG * on_watch
         gain = config.gain if config.gain is not None else WATCH_GAIN * on_watch
         if not rotate and not gain:
-            plain = self._plain(windows)
-            wanted = config.synthetic_samples
-            if self.source != "synthetic" or wanted <= len(windows):
-                return plain
-            return data.Repeated(plain, wanted * (len(plain) // len(windows)))  # one window may be several samples
+            return self._plain(windows)
         if config.mode != "joint":
             raise ConfigError(
                 f"task.rotate_deg and task.gain need all channels, and do not work with task.mode={config.mode}",
@@ -204,8 +196,7 @@ class HarTask(Task):
                 sizes["width"] = hidden[0]
             if self.config.dropout is not None:
                 sizes["dropout"] = self.config.dropout
-            kinds: dict[str, Callable[..., nn.Module]] = {"cnn": Cnn, "mlp": Mlp, "transformer": Transformer}
-            kinds["vit_plots"] = _vit_of_plots
+            kinds: dict[str, Callable[..., nn.Module]] = {"cnn": Cnn, "mlp": Mlp, "vit_plots": _vit_of_plots}
             channels = channels if self.config.mode == "joint" else 1
             return kinds[name](channels, len(self.class_names), length, **sizes)
         except ValueError as error:
@@ -217,7 +208,7 @@ class HarTask(Task):
 
     def stages(self, model: nn.Module) -> list[nn.Module] | None:
         """Blocks or layers of the network, and its head; none of ``vit_plots``."""
-        return model.stages() if isinstance(model, Cnn | Mlp | Transformer) else None
+        return model.stages() if isinstance(model, Cnn | Mlp) else None
 
     # A batch: samples (n, channels, time) and labels (n,); under `flatten` also the window of each sample.
 
