@@ -175,8 +175,8 @@ def failure_line(run_dir: RunDir) -> str:
 
 
 def _nccl_records(run_dir: RunDir) -> str:
-    names = any(run_dir.logs.glob(f"{NCCL_DUMP}*"))
-    return f"torchfrtrace --prefix {NCCL_DUMP} {shlex.quote(str(run_dir.logs))}" if names else ""
+    has_records = any(run_dir.logs.glob(f"{NCCL_DUMP}*"))
+    return f"torchfrtrace --prefix {NCCL_DUMP} {shlex.quote(str(run_dir.logs))}" if has_records else ""
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
