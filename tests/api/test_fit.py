@@ -274,3 +274,66 @@ def test_a_layer_of_zeros_hides_no_loss_of_the_whole_batch(tmp_path: Path, loss:
     with pytest.raises(TaskError) as caught:
         lockstep.fit(model=model, loss=loss, train=dataset(40, 1), devices="cpu", save_dir=tmp_path / "run")
     assert "lockstep.Loss(total" in caught.value.fix
+
+
+class Drawing(nn.Module):
+    """Of a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(12, 6)
+        self.decoder = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean, spread = self.encoder(inputs).chunk(2, 1)
+        return self.decoder(mean + torch.randn_like(mean) * spread)
+
+
+def mixing() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("model", [Drawing, mixing, lambda: torch.compile(net())])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: F.mse_loss(model(batch[0]), F.one_hot(batch[1], 3).float()).sqrt(),
+        lambda model, batch: F.mse_loss(model(batch[0]), F.one_hot(batch[1], 3).float(), reduction="sum") * 0.1,
+        lambda model, batch: dice(model(batch[0]).softmax(1)[:, 1], (batch[1] == 1).float()),
+    ],
+)
+def test_models_that_draw_or_mix_rows_hide_no_loss_of_the_whole_batch(tmp_path: Path, model: Any, loss: Any) -> None:
+    with pytest.raises(TaskError) as caught:
+        lockstep.fit(model=model(), loss=loss, train=dataset(40, 1), devices="cpu", save_dir=tmp_path / "run")
+    assert "lockstep.Loss(total" in caught.value.fix
+
+
+@pytest.mark.slow
+def test_a_divided_model_with_a_loss_of_model_and_batch(tmp_path: Path) -> None:
+    model, plain = mixing(), mixing()
+    train, val = dataset(40, 1), dataset(8, 2)
+    common: dict[str, Any] = {
+        "train": train,
+        "val": val,  # one chunk for two ranks, which BatchNorm cannot divide further
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.5),
+        "config": {"scheduler.name": "constant", "training.max_grad_norm": None},
+        "devices": "cpu,cpu",
+        "strategy": "fsdp",
+        "epochs": 1,
+        "global_batch_size": 40,
+    }
+
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS)
+
+    weighted(plain, train.tensors).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    run = lockstep.fit(model=model, loss=weighted, save_dir=tmp_path / "weighted", **common)
+    torch.testing.assert_close(weights(model), weights(plain))
+    assert run.metrics["val_loss"] == pytest.approx(weighted(plain, val.tensors).item(), rel=1e-5)
+
+    with pytest.raises(TaskError) as caught:
+        lockstep.fit(model=mixing(), loss=lambda m, b: weighted(m, b).sqrt(), save_dir=tmp_path / "root", **common)
+    assert "lockstep.Loss(total" in caught.value.fix

@@ -54,6 +54,13 @@ def noted(folder: Path) -> Path:
     return path
 
 
+def test_a_number_that_the_run_adds_to_rows_is_monitored(tmp_path: Path) -> None:
+    module = own.Classifier(str(noted(tmp_path)))
+    config = settings(tmp_path) | {"checkpoint": {"monitor": "samples_per_s", "mode": "max"}}
+    result = fit(module, own.Numbered(), hardware=ONE, config=config)
+    assert result.best_epoch == max(result.history, key=lambda row: row["samples_per_s"])["epoch"]
+
+
 def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: Path) -> None:
     module, data = own.Classifier(str(noted(tmp_path))), own.Numbered()
     before = {name: value.clone() for name, value in module.state_dict().items()}

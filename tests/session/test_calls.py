@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lockstep
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.engine.session.saving import Made
-from lockstep.errors import ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, RankFailed, TaskError, UnsupportedError
 from lockstep.hardware import World
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import StopRequest
@@ -1326,3 +1326,25 @@ def test_samples_that_cannot_be_read_are_left_out(session: lockstep.Session, tmp
     assert len(bad) == 6
     assert set(found) >= set(order) - bad
     assert counted < 12, "a step without a readable sample changes nothing"
+
+
+def test_a_resume_compares_what_changes_bits_and_is_judged_by_its_metric(tmp_path: Path) -> None:
+    def train(epochs: int, **settings: Any) -> dict[str, Any]:
+        config = QUIET | {"training.reproducibility": "exact"} | settings
+        with lockstep.Session(
+            config, resume=True, global_batch_size=8, seed=0, save_dir=tmp_path / "run", epochs=epochs
+        ) as session:
+            model, optimizer = prepared(session)
+            for epoch in session.epochs(epochs):
+                for x, y in session.batches(data()):
+                    session.backward(squares(model, x, y), count=len(x))
+                    session.step(optimizer)
+                session.log(loss=1.0 + epoch, score=10.0 + epoch)
+        return lockstep.Run(tmp_path / "run").best_metric
+
+    assert train(2)["val_loss"] == 1.0
+    with pytest.raises(CheckpointError) as caught:
+        train(3, **{"training.threads": torch.get_num_threads() + 1})
+    assert "threads" in caught.value.why
+    judged = {"checkpoint.monitor": "val_score", "checkpoint.mode": "min"}
+    assert train(3, **judged)["val_score"] == 12.0, "the best of the epochs that this metric has judged"

@@ -1,6 +1,6 @@
 """Dropout and batch statistics off, for layers and functions of torch alike: to find where two runs part.
 
-Layers are set to evaluation mode, except those without running statistics, which stay as they are.
+Layers are set to evaluation mode. Those without running statistics stay as they are, except in :func:`quiet`.
 Functional calls are met by a ``TorchFunctionMode``, which also notes every random function that a forward pass
 draws from.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep._compat.torch import DropoutNd, NormBase, buffers_of
@@ -31,21 +31,30 @@ _RATES = {
 #: ``scaled_dot_product_attention`` is built in and has no signature: (query, key, value, mask, rate).
 _ATTENTION_RATE = 4
 #: Functions that draw random numbers.
+_NUMBERS = {
+    *("bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "poisson"),
+    *("rand", "rand_like", "randn", "randn_like"),
+}
+_INTEGERS = {"randint", "randint_like", "random_"}
 DRAWS = {
-    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "random_", "rand"),
-    *("rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson", "gumbel_softmax", "rrelu"),
+    *(*_NUMBERS, *_INTEGERS, "randperm", "multinomial", "gumbel_softmax", "rrelu"),
     *("fractional_max_pool2d", "fractional_max_pool3d"),
 }
 
 
 class _Watch(TorchFunctionMode):
-    """Records which functions draw random numbers in training, and turns dropout off on request."""
+    """Records which functions draw random numbers in training, and turns on request off what ``off`` names.
+
+    ``off``: of ``dropout``, ``batchnorm`` (running statistics are used) and ``mixing`` (BatchNorm without running
+    statistics leaves its input as it is, and a draw has one value for all rows).
+    """
 
     def __init__(self, draws: set[str], off: Sequence[str]) -> None:
         super().__init__()
         self._draws = draws
         self._no_dropout = "dropout" in off
         self._no_batchnorm = "batchnorm" in off
+        self._separates_rows = "mixing" in off
 
     def __enter__(self) -> _Watch:
         self._before = _host_generators()
@@ -69,6 +78,8 @@ class _Watch(TorchFunctionMode):
             call = signature(func).bind(*args, **kwargs)
             if call.arguments.get("running_mean") is not None:
                 call.arguments["training"] = False
+            elif self._separates_rows:
+                return call.arguments["input"]
             return func(*call.args, **call.kwargs)
         if name in _RATES and getattr(F, name) is func:
             call = signature(func).bind(*args, **kwargs)
@@ -82,6 +93,8 @@ class _Watch(TorchFunctionMode):
             self._drop(kwargs, "dropout_p", True)
         elif name in DRAWS:
             self._draws.add(name.rstrip("_"))
+            if self._separates_rows:
+                return _without_chance(name, func(*args, **kwargs), args, kwargs)
         return func(*args, **kwargs)
 
     def _drop(self, arguments: dict[str, Any], rate: str, training: bool) -> None:
@@ -91,6 +104,21 @@ class _Watch(TorchFunctionMode):
             arguments[rate] = 0.0
         else:
             self._draws.add("dropout")
+
+
+def _without_chance(name: str, drawn: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """``drawn`` by the function ``name``, with one number in place of all, or a permutation in order.
+
+    What is drawn by weights, or computed from draws, stays random.
+    """
+    if name in _NUMBERS:
+        drawn.detach().fill_(0.5)
+    elif name in _INTEGERS:
+        bounds = [value for value in args if isinstance(value, int)]
+        drawn.fill_(bounds[0] if len(bounds) > 1 else kwargs.get("low", 0))
+    elif name == "randperm":
+        drawn.copy_(drawn.sort().values)
+    return drawn
 
 
 def _host_generators() -> dict[str, Any]:
@@ -139,8 +167,18 @@ def _as_in_evaluation(module: nn.Module, inputs: Any) -> None:
 
 
 @contextmanager
+def separate_rows() -> Iterator[None]:
+    """Inside, functions of torch compute a row from that row alone: no dropout, batch statistics or draws.
+
+    Afterwards generators are as before.
+    """
+    with generators_kept(), _Watch(set(), ("dropout", "batchnorm", "mixing")):
+        yield
+
+
+@contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Inside, dropout and batch statistics are off. Afterwards generators, buffers and attributes are as before."""
+    """As :func:`separate_rows`, for the layers of ``model`` too; afterwards buffers and attributes are as before."""
     attributes = [(layer, dict(vars(layer))) for layer in model.modules()]
     buffers = [(layer, dict(buffers_of(layer))) for layer in model.modules()]
     copies = {id(tensor): tensor.clone() for tensor in model.buffers()}
@@ -150,7 +188,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
                 buffers_of(layer)[name] = None if tensor is None else copies[id(tensor)]
             if isinstance(layer, (DropoutNd, NormBase, nn.RNNBase)):
                 layer.training = False
-        with generators_kept(), _Watch(set(), ("dropout", "batchnorm")):
+        with separate_rows():
             yield
     finally:
         for layer, tensors in buffers:

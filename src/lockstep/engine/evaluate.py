@@ -40,7 +40,7 @@ class Evaluator:
     """How a rank goes through data with the others, in chunks of ``batch_size`` samples.
 
     The random numbers of a chunk depend on ``seed``, the ``step`` of the weights and the chunk's number alone.
-    ``ghosts``: a rank without a chunk evaluates a sample that counts nothing (for models whose forward is collective).
+    ``ghosts``: a rank without a chunk evaluates the first one, uncounted (for models whose forward is collective).
     ``together``: all ranks take part in every chunk, and one of them has its rows.
     """
 
@@ -70,7 +70,8 @@ class Evaluator:
         number = -(-samples // self.batch_size)
         size = self.batch_size
         number = number if limit is None else min(number, limit)
-        nothing = BatchRequest(0, 0, 0, int(self.ghosts), ghost=self.ghosts)
+        replayed = min(size, samples) if self.ghosts else 0  # the first chunk: a model may need several samples
+        nothing = BatchRequest(0, 0, 0, replayed, ghost=self.ghosts)
         starts = (size * (start + rank) for start in range(first, number, ranks))
         return [
             BatchRequest(0, 0, start, min(start + size, samples)) if start < number * size else nothing

@@ -313,6 +313,11 @@ class RunLog:
         self._ranks.end_epoch(self.state.step, self.state.epoch + 1)
         return total / count if count else math.nan
 
+    def epoch_numbers(self, lr: float) -> dict[str, float]:
+        """Return what the run adds to the row of an epoch, after :meth:`sum_epoch`; ``lr``: of the last step."""
+        speed = self._epoch_speed
+        return {"lr": lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
+
     def end_epoch(
         self,
         metrics: Mapping[str, float],
@@ -342,8 +347,7 @@ class RunLog:
             state.position = 0
         self._epoch = self._speed.mark()
         self._evaluation = {name: value for name, value in metrics.items() if name.startswith("val_")}
-        speed = self._epoch_speed
-        row = {**metrics, "lr": lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
+        row = {**metrics, **self.epoch_numbers(lr)}
         self._rank.sink.emit(
             EpochEnded(self._rank.attempt, epoch, state.step, row, improved, state.samples_seen, is_complete=ended)
         )

@@ -199,7 +199,7 @@ class RunLogCallback(Checkpoint):
             row,
             self._lr,
             ended=over,
-            judged=None if is_judged else self._of_main(row),
+            judged=None if is_judged else self._of_main(self._log.epoch_numbers(self._lr) | row),
             uses_patience=self._uses_patience,
         )
         if self._log.ended_by is EndedBy.COMPLETED:

@@ -10,15 +10,16 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 
-from lockstep._compat.torch import BatchNorm, has_compiled, tree_leaves, tree_map
-from lockstep.engine.ablation import quiet
-from lockstep.engine.generators import generators_kept
+from lockstep._compat.torch import tree_leaves, tree_map
+from lockstep.engine.ablation import quiet, separate_rows
 from lockstep.engine.loss import Term, terms_of
 from lockstep.engine.task import Loss
 from lockstep.errors import TaskError
@@ -29,6 +30,8 @@ _Form = int | Literal["rows", "sum"]
 _Evaluate = Callable[..., tuple[Any, list[Tensor]]]
 #: Parts of a batch that are compared with the whole: rather many; or two unequal ones, which are rather never empty.
 _PARTS = (8.0, 1.6)
+#: Of a model whose ranks call it equally often.
+_HALVES = (2.0,)
 #: Batches that are compared: these first ones, and those with a power of two as their number.
 _FIRST_BATCHES = 4
 
@@ -56,8 +59,8 @@ class Counted:
                         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
                         return copied(outputs, targets), [leaf for leaf in leaves if leaf.requires_grad]
 
-                    with generators_kept():
-                        self._compare(of_part, (output, target), target, 1e-4)
+                    with separate_rows():
+                        self._compare(of_part, (output, target), target, 1e-4, _PARTS)
                 loss = self._sum(criterion, value, rows_of(target))
                 if not isinstance(loss.count, Tensor) and not loss.count:  # 0 / 0, whose gradient is not a number
                     loss = Loss(_zero(output), 0)
@@ -66,10 +69,11 @@ class Counted:
     def of_batch(self, criterion: Callable[..., Any], model: nn.Module, batch: Any) -> Loss:
         """As :meth:`of_output`, for a criterion that calls the model."""
         is_training = torch.is_grad_enabled()
-        if not self._gives_counts and _samples(batch) and _is_of_rows(model) and self._is_due():
+        if not self._gives_counts and _samples(batch) and self._is_due():
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            with quiet(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
-                self._compare(lambda part: (criterion(model, part), []), (batch,), batch, 1e-3)
+            eager = nullcontext() if torch.compiler.is_compiling() else set_stance("force_eager")
+            with quiet(model), torch.autocast(device.type, enabled=False), torch.enable_grad(), eager:
+                self._compare(lambda part: (criterion(model, part), []), (batch,), batch, 1e-3, _parts_of(model))
         with torch.set_grad_enabled(is_training or self._form not in ("rows", "sum")):
             value = criterion(model, batch)
             loss = _given(value, batch)
@@ -85,17 +89,19 @@ class Counted:
         self._batches += 1
         return self._batches <= _FIRST_BATCHES or self._batches.bit_count() == 1
 
-    def _compare(self, evaluate: _Evaluate, values: tuple[Any, ...], batch: Any, tolerance: float) -> None:
-        """Compare a batch with its parts. ``values``: of its rows, for ``evaluate``.
+    def _compare(
+        self, evaluate: _Evaluate, values: tuple[Any, ...], batch: Any, tolerance: float, sizes: Sequence[float]
+    ) -> None:
+        """Compare a batch with its parts. ``values``: of its rows, for ``evaluate``; ``sizes``: the numbers of parts.
 
         Raises :class:`TaskError`: its parts do not add up.
         """
         rows = rows_of(batch)
         leaves = tree_leaves((values, batch))
-        if rows < 2 or not all(isinstance(leaf, Tensor) and (not leaf.dim() or len(leaf) == rows) for leaf in leaves):
+        if not all(isinstance(leaf, Tensor) and (not leaf.dim() or len(leaf) == rows) for leaf in leaves):
             return
         is_half = any(leaf.is_floating_point() and leaf.itemsize < 4 for leaf in leaves)
-        for parts in _PARTS:
+        for parts in sizes:
             size = max(min(2, rows - 1), math.ceil(rows / parts))
             forms = _forms_of(evaluate, values, rows, size, 3e-2 if is_half else tolerance)
             if forms is None:
@@ -177,12 +183,13 @@ def _forms_of(
 
     Raises :class:`TaskError` where no form does.
     """
-    slices = [slice(None), slice(None), *(slice(start, start + size) for start in range(0, rows, size))]
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            again, *parts = [_part(evaluate, values, part, rows) for part in slices]
-    except Exception:  # it needs the whole batch: the graph decides
+    starts = range(0, rows, size) if rows > 1 else (0, 0)
+    slices = [slice(None), slice(None), *(slice(start, start + size) for start in starts)]
+    with warnings.catch_warnings(action="ignore"):
+        evaluated = [_part(evaluate, values, part, rows) for part in slices]
+    if rows < 2 or None in evaluated:  # it needs the whole batch: the graph decides
         return None
+    again, *parts = filter(None, evaluated)
     if again.value.dim():
         return None
     if not _adds_up([again.value.item(), parts[0].value.item()], tolerance):  # it draws random numbers, or is infinite
@@ -207,8 +214,12 @@ def _forms_of(
     return fitting
 
 
-def _part(evaluate: _Evaluate, values: tuple[Any, ...], part: slice, rows: int) -> _Part:
-    value, outputs = evaluate(*_rows(values, part))
+def _part(evaluate: _Evaluate, values: tuple[Any, ...], part: slice, rows: int) -> _Part | None:
+    """Evaluate some rows; ``None`` after an error: the next rows are evaluated even so, as on other ranks."""
+    try:
+        value, outputs = evaluate(*_rows(values, part))
+    except Exception:
+        return None
     number = len(range(*part.indices(rows)))
     return _Part(value if outputs else value.detach(), terms_of(value, number), number, outputs)
 
@@ -282,11 +293,9 @@ def _zero(output: Any) -> Tensor:
     return sum((leaf.sum().where(torch.tensor(False, device=leaf.device), 0.0) for leaf in leaves), torch.zeros(()))
 
 
-def _is_of_rows(model: nn.Module) -> bool:
-    """Whether parts of a batch can be given to the model without its batch statistics, on this rank alone."""
-    mixes_rows = any(isinstance(layer, BatchNorm) and layer.running_mean is None for layer in model.modules())
-    is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())  # among ranks
-    return not (mixes_rows or is_divided or has_compiled(model))
+def _parts_of(model: nn.Module) -> Sequence[float]:
+    """The numbers of parts that a batch is compared in: calls of a model that is divided among ranks are collective."""
+    return _HALVES if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) else _PARTS
 
 
 def _rows(values: Any, part: slice) -> Any:

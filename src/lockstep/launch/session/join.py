@@ -134,6 +134,10 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     placement = place_together(team, config) if world.from_outside else _local_placement(config, world)
     if started:
         run, is_resume = _launched_run(started[0])
+        if world.is_main and config.save_dir is not None and config.save_dir.resolve() != run.path.resolve():
+            warn(
+                f"save_dir={config.save_dir} has no effect under `lockstep run`: use --save-dir. The run is {run.path}."
+            )
     else:
         run, is_resume = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
     stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
