@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError, RunFolderError
-from lockstep.rundir.files import flattened, names_in, read_bytes, read_json
+from lockstep.errors import LockstepError
+from lockstep.rundir.files import flattened, names_in, read_bytes
 from lockstep.rundir.folder import RunDir, RunRecord
 from lockstep.rundir.summary import Comparison, compare
 
@@ -88,18 +88,6 @@ def _drawn(run: RunDir) -> dict[str, bytes]:
     files = (run.pictures / name for name in sorted(names_in(run.pictures)) if name.endswith(".png"))
     newest = {file.stem.rpartition("-epoch-")[0]: file for file in files}
     return {name: read_bytes(file, max_bytes=MAX_PICTURE_BYTES) for name, file in newest.items()}
-
-
-def is_bench(folder: Path) -> bool:
-    """Whether ``folder`` was written by ``lockstep bench``."""
-    return (folder / "report.json").is_file() and not (folder / "run.json").exists()
-
-
-def read_bench(folder: Path) -> Row:
-    report = read_json(folder / "report.json")
-    if not isinstance(report, dict) or not isinstance(report.get("kind"), str):
-        raise RunFolderError(f"{folder / 'report.json'} is not a benchmark's report", why="it names no kind")
-    return report
 
 
 def thinned(rows: Sequence[Row]) -> Sequence[Row]:
