@@ -334,6 +334,9 @@ def test_a_divided_model_with_a_loss_of_model_and_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(model), weights(plain))
     assert run.metrics["val_loss"] == pytest.approx(weighted(plain, val.tensors).item(), rel=1e-5)
 
+    def root(model: nn.Module, batch: Any) -> Tensor:
+        return weighted(model, batch).sqrt()
+
     with pytest.raises(TaskError) as caught:
-        lockstep.fit(model=mixing(), loss=lambda m, b: weighted(m, b).sqrt(), save_dir=tmp_path / "root", **common)
+        lockstep.fit(model=mixing(), loss=root, save_dir=tmp_path / "root", **common)
     assert "lockstep.Loss(total" in caught.value.fix
