@@ -84,7 +84,7 @@ VERBS = (
     ("runs", _AFTER, "List the runs, newest first."),
     ("show", _AFTER, "Show one run: its state, plan, metrics, checkpoints and logs."),
     ("compare", _AFTER, "Compare runs: results, settings and plans."),
-    ("report", _AFTER, "Write one HTML page about runs and benchmarks, and its pictures."),
+    ("report", _AFTER, "Write one HTML page about runs, and its pictures."),
     ("evaluate", _AFTER, "Compute the metrics of a run's checkpoint on its validation or test data."),
     ("predict", _AFTER, "Write a model's prediction for each sample of a data set to a file."),
     ("generate", _AFTER, "Continue a text with a trained language model."),

@@ -22,7 +22,7 @@ from lockstep.audit.observer.record import Recorder, script_line
 MAX_INDICES = 500_000
 #: Batches of a pass and worker whose random state is compared.
 MAX_DRAWS = 3
-#: Items of a list, and attributes of an object, of which about so many are hashed.
+#: Items of a list, and attributes of an object, that are hashed: at most about this many.
 _MAX_ITEMS = 16
 
 
