@@ -6,6 +6,7 @@ trains as under the user's torchrun (:mod:`lockstep.launch.rank`).
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -17,13 +18,13 @@ from lockstep.config import RunConfig
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.errors import UsageError
-from lockstep.hardware.world import World
-from lockstep.launch.engines.node_folder import RESULT, begun_run, content_of, note_run, previous_start, raise_error
+from lockstep.hardware.world import World, restart_count
+from lockstep.launch.engines.node_folder import RESULT, begun_run, content_of, failure_reason, note_run, raise_error
 from lockstep.launch.engines.spec import Job, NodeRange, attached_engine
 from lockstep.launch.failure import records
 from lockstep.launch.local import worker
 from lockstep.launch.meeting.membership import Team
-from lockstep.launch.meeting.preparation import Start, TrainRequest, prepare_together
+from lockstep.launch.meeting.preparation import PreviousStart, Start, TrainRequest, prepare_together
 from lockstep.launch.prepare import place
 from lockstep.launch.rank import train_as_rank
 from lockstep.rundir.folder import RunDir, new_run_id, read_json, write_json
@@ -86,7 +87,8 @@ def train_as_node_rank(rank: worker.Rank) -> int:
     runs = [begun_run(rank.folder)]
     request = TrainRequest(**read_json(folder.path / _REQUEST))
     if runs[0] is not folder:
-        request = replace(request, previous=previous_start(runs[0]))
+        previous = PreviousStart(str(runs[0].path), restart_count(os.environ), failure_reason(folder))
+        request = replace(request, previous=previous)
 
     def prepare(team: Team, ending: ExitStack) -> Start:
         start = prepare_together(team, load_task(folder, config), config, request, ending)

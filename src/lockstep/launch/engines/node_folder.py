@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.hardware.world import restart_count
 from lockstep.launch.failure.report import error_of, failure_line
-from lockstep.launch.meeting.preparation import PreviousStart
 from lockstep.rundir.folder import RunDir, read_json, write_json
 
 #: The run that the ranks have begun; why they failed; the result of the first one.
@@ -39,6 +36,6 @@ def begun_run(folder: RunDir) -> RunDir:
     return folder if path is None else RunDir(Path(path))
 
 
-def previous_start(run: RunDir) -> PreviousStart:
-    """Describe ``run``, which the ranks of this node had begun when their agent started them again."""
-    return PreviousStart(str(run.path), restart_count(os.environ), failure_line(run))
+def failure_reason(folder: RunDir) -> str:
+    """The first line of the failure of the run that the ranks have begun; empty without one."""
+    return failure_line(begun_run(folder))

@@ -28,10 +28,10 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, ma
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
 from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
-from lockstep.launch.engines.node_folder import ERROR, begun_run
+from lockstep.launch.engines.node_folder import ERROR, begun_run, failure_reason
 from lockstep.launch.engines.spec import AttachedEngine, EngineSpec, Job
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import failure_line, keep_failure, read_failure
+from lockstep.launch.failure.report import keep_failure, read_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process import environment, signals
@@ -228,7 +228,7 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
         errors.append(
             RankFailed(
                 f"fewer than {job.nodes.minimum} nodes joined {meeting.address} within {meeting.join_timeout_s:g} s",
-                why=failure_line(begun_run(folder)) or "the others have not started, or cannot reach it",
+                why=failure_reason(folder) or "the others have not started, or cannot reach it",
                 fix="start the same command on the other nodes; raise launch.join_timeout_s if they start late",
             )
         )
