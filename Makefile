@@ -20,12 +20,13 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check coverage lint docs drills clean browser smoke-oldest compat
+.PHONY: help setup train test slow check coverage lint docs drills clean browser smoke-oldest compat
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
 	@echo "              (make train DEVICES=gpu:0 ARGS='--epochs 5')"
-	@echo "make test     set up, then lint and the whole test suite"
+	@echo "make test     set up, then lint and the tests"
+	@echo "make slow     the tests that take several seconds each: faults, engines, long journeys (CI runs them, too)"
 	@echo "make check    lint, and the tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions, and the tools of its tests"
@@ -65,8 +66,11 @@ browser:
 	  $(APT) update && DEBIAN_FRONTEND=noninteractive $(APT) install -y chromium; } 3>&1 </dev/null >/dev/null \
 	|| echo "no chromium here: the browser tests are skipped, with CI=true they fail (Debian: apt-get install chromium)"
 
-test: lint browser ## lint, then every test
-	$(RUN) -m pytest $(PARALLEL) -m "not drill" $(PYTEST_ARGS) $(TESTS)
+test: lint browser ## lint, then the tests
+	$(RUN) -m pytest $(PARALLEL) -m "not drill and not slow" $(PYTEST_ARGS) $(TESTS)
+
+slow: setup browser ## the tests that take several seconds each
+	$(RUN) -m pytest $(PARALLEL) -m "slow and not drill" $(PYTEST_ARGS) $(TESTS)
 
 check: lint ## lint, and the tests without ranks, commands or a browser
 	$(RUN) -m pytest $(PARALLEL) -m "not drill and not processes and not slow" $(PYTEST_ARGS) $(TESTS)

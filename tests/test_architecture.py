@@ -312,6 +312,7 @@ def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if is_private(name) and name in ours() - of_tests)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_few_tests_use_private_names() -> None:
     uses = [f"{file.relative_to(ROOT)}:{line}: {name}" for file in TESTS for line, name in private_uses(tree(file))]
     assert len(uses) <= MOST_PRIVATE_NAMES, "\n".join(uses)

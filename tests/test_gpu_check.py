@@ -24,6 +24,7 @@ def check(out: Path, *arguments: str, script: str = "check.sh", minutes: str = "
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_each_step_is_written_and_a_failure_does_not_end_the_check(tmp_path: Path) -> None:
     done = check(tmp_path, "--device", "gpu:7", "--quick", "--only", "devices,train_one,doctor")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -45,6 +46,7 @@ def test_each_step_is_written_and_a_failure_does_not_end_the_check(tmp_path: Pat
     assert "samples/s" in json.loads((tmp_path / "train_one.json").read_text())["detail"]
 
 
+@pytest.mark.slow
 def test_a_contest_that_is_ended_has_its_rounds_so_far(tmp_path: Path) -> None:
     """Killed, as by the limit of its step, once the first round has been written."""
     file = tmp_path / "har_cnn.json"

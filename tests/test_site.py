@@ -79,8 +79,11 @@ def follow(page: str, folder: Path, shorter: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("shorter", [SHORTER, pytest.param([], marks=pytest.mark.drill)], ids=["short", "whole"])
 @pytest.mark.parametrize(
     "pages",
-    [["install.md", "first-run.md"], ["own-model.md", "several-devices.md"], ["own-loop.md"]],
-    ids=["first", "model", "loop"],
+    [
+        pytest.param(["install.md", "first-run.md"], id="first"),
+        pytest.param(["own-model.md", "several-devices.md"], id="model", marks=pytest.mark.slow),
+        pytest.param(["own-loop.md"], id="loop", marks=pytest.mark.slow),
+    ],
 )
 def test_readers_see_what_the_first_pages_show(
     pages: list[str], shorter: list[tuple[str, str]], tmp_path: Path
@@ -103,6 +106,7 @@ def test_drawings_are_what_the_script_draws() -> None:
     assert drawn == written, "run: python docs/drawings.py"
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="pip install 'lockstep-train[docs]'")
     build = f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {tmp_path / 'site'}"

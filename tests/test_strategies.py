@@ -74,6 +74,7 @@ def test_the_page_offers_a_registered_strategy(tmp_path: Path) -> None:
         assert "summed one parameter after the other" in hardware["strategy"]["description"]
 
 
+@pytest.mark.slow
 def test_commands_know_a_strategy_that_the_environment_names(tmp_path: Path, run_cli: Any) -> None:
     (tmp_path / FILE.name).write_bytes(FILE.read_bytes())
     env = {MODULES: FILE.stem}

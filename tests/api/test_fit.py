@@ -90,6 +90,7 @@ def test_a_loss_of_model_and_batch_and_its_parameters(tmp_path: Path) -> None:
     assert len(again.history) == 4
 
 
+@pytest.mark.slow
 def test_each_form_of_a_loss_trains_the_same(tmp_path: Path) -> None:
     losses = [
         F.cross_entropy,
@@ -194,6 +195,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_means_over_something_else_than_rows_are_those_of_the_whole_batch(tmp_path: Path) -> None:
     for name, (data, loss) in MEANS.items():
         model, plain, train, val = net(), net(), data(40, 1), data(30, 2)

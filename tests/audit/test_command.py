@@ -19,6 +19,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", BAD)
 def test_script_that_cannot_be_judged(code: str, run_cli: RunCli, tmp_path: Path) -> None:
     source, shown = BAD[code]

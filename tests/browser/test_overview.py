@@ -153,6 +153,7 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
     assert "group=optimizer.lr" in page.url
 
 
+@pytest.mark.slow
 def test_the_way_back_leads_to_the_table_as_it_was(server: Address, open_page: OpenPage) -> None:
     runs = runs_of(server)
     for number in range(40):

@@ -73,6 +73,7 @@ def test_a_first_visit_asks_for_each_module_at_once_and_for_few_answers(server: 
     expect(page.get_by_text("Not found")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: OpenPage, tmp_path: Path) -> None:
     # Below a path, as a proxy shows it.
     with studio(tmp_path, [], base_path="/user/me") as address:
@@ -112,6 +113,7 @@ def back(page: Page) -> None:
     page.get_by_role("link", name="← Runs").click()
 
 
+@pytest.mark.slow
 def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
     runs, state = page.get_by_role("region", name="Runs"), page.get_by_role("region", name="State")
@@ -211,6 +213,7 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     assert {run["name"] for run in server.get("/api/runs")["runs"]} == {"renamed", "third"}
 
 
+@pytest.mark.slow
 def test_runs_that_are_deleted_damaged_or_too_many(server: Address, open_page: OpenPage) -> None:
     made = [make_run(runs_of(server), f"{'x' * length}", "completed", steps=2) for length in range(20, 41)]
     page = open_page(server.url)
@@ -389,6 +392,7 @@ def zoom_and_back(page: Page) -> None:
     expect(page).not_to_have_url(re.compile("zoom"))
 
 
+@pytest.mark.slow
 def test_what_a_page_says_of_a_run_stays_true(server: Address, open_page: OpenPage) -> None:
     run = make_run(runs_of(server), "live", "running", created_at=datetime.now(UTC) - timedelta(hours=5))
     run.update(placement={"devices": ["gpu:0"]})
@@ -598,6 +602,7 @@ def tab_to(page: Page, name: str) -> None:
     raise AssertionError(f"Tab never reaches {name!r}")
 
 
+@pytest.mark.slow
 def test_the_keyboard_alone_does_everything(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url)
     keys = page.keyboard
@@ -707,6 +712,7 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
         assert not serious, "\n".join(serious)
 
 
+@pytest.mark.slow
 def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     canary, code = tmp_path / "canary", tmp_path / "modules" / "stranger_module.py"
     code.parent.mkdir()
@@ -730,6 +736,7 @@ def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, mon
     assert not canary.exists()
 
 
+@pytest.mark.slow
 def test_what_a_silent_server_said_looks_old_and_errors_end_with_it(open_page: OpenPage, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "first", "stopped")
     (run.checkpoints / folder_name(30)).mkdir()

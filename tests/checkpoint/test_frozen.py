@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -42,6 +43,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> Any:
     return weights
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_is_saved_once_in_a_run_and_its_continuation(tmp_path: Path) -> None:
     whole, _ = attempt(Frozen, tmp_path / "whole", **settings(2))
     attempt(Frozen, tmp_path / "parts", **settings(1))

@@ -31,6 +31,7 @@ def wrecks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return root, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_every_stage_is_drilled(wrecks: tuple[Path, dict[str, list[str]]]) -> None:
     assert wrecks[1] == {"beside": BESIDE, "over": OVER}
 

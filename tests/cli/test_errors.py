@@ -92,6 +92,7 @@ def test_too_little_memory_for_torch_is_one_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_thread_that_cannot_start_is_one_error(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(
         "import threading\nfrom lockstep.tasks.har import HarTask\n\nclass Task(HarTask):\n    def model(self):\n"

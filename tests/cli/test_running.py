@@ -207,6 +207,7 @@ def test_evaluate_refuses_a_device_that_is_not_here(here: Path, capsys: pytest.C
     assert "there is no gpu:77" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_export_writes_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "run", "--out", "weights", "--no-program"]) == 0
     modes = {file.stat().st_mode & 0o777 for file in Path("weights").iterdir()}
@@ -233,6 +234,7 @@ class OtherModel(Task):
         return torch.nn.Linear(8, 3)
 
 
+@pytest.mark.slow
 def test_a_program_needs_no_library_but_torch(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["train", "tiny.py:Named", *PLAIN, "--max-steps", "2", "--save-dir", str(folder)]) == 0
@@ -345,6 +347,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_threads_of_a_command_do_not_spin_while_they_wait_unless_they_are_told_to(run_cli: RunCli) -> None:
     shown = run_cli("plan", "har", "--devices", "cpu", env={"OMP_DISPLAY_ENV": "true"})
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown.err

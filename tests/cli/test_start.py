@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.gloo import clean_environment
 
 RUNS = f"{sys.executable} -m lockstep runs --runs-dir"
 
 
+@pytest.mark.slow
 def test_a_command_whose_standard_files_are_closed(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("")
     for closed in (">&-", "<&- >&- 2>&-"):

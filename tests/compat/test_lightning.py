@@ -19,23 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what these versions of the 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Doubled(compat.ReducedEarlyStopping):
-    seen: float | None = None
-
-    def reduced(self, current: torch.Tensor) -> torch.Tensor:
-        self.seen = float(current)
-        return current * 2
-
-
-def test_early_stopping_decides_on_the_reduced_value() -> None:
-    stopping = Doubled("x", patience=1)
-    trainer = Trainer(max_steps=1, accelerator="cpu", callbacks=[stopping], **QUIET)
-    trainer.fit(Logging(), torch.utils.data.DataLoader(torch.zeros(2, 32), batch_size=2))
-    assert stopping.seen == 3.0
-    assert float(stopping.best_score) == 6.0
-    assert compat.STEPPED in trainer.fit_loop.state_dict()["epoch_loop.state_dict"]
-
-
 class Logging(BoringModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("x", 3.0)
@@ -57,6 +40,7 @@ def test_hooks_of_loops_and_names_of_what_is_logged() -> None:
             compat.call_before(loop, "on_advance_end", partial(bool, allowed))
         trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(2, 32), batch_size=2))
         assert module.ends == allowed
+    assert compat.STEPPED in trainer.fit_loop.state_dict()["epoch_loop.state_dict"]
     lightning_results.agree_on_names(trainer)
     assert isinstance(trainer.validate_loop._results, lightning_results.AgreedResults)
     assert isinstance(trainer._logger_connector, lightning_results.AgreedConnector)

@@ -219,6 +219,7 @@ def in_ranks(rank: int, size: int) -> tuple[list[float], bool, list[float]]:
     return model.weight.flatten().tolist(), compat.default_store().check([f"from-{rank}"]), output.tolist()
 
 
+@pytest.mark.slow
 def test_process_groups() -> None:
     first, second = run_ranks(in_ranks, 2)
     assert first == ([1.0, 1.0], True, [0.0, 2.0])

@@ -258,6 +258,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_exact_mode_has_equal_bits_on_one_and_two_ranks(files: str, tmp_path: Path) -> None:
     two = run_ranks(trains_exactly, 2, tmp_path, env={"FOLDER": files}, timeout_s=120)[0]
     one = trains_exactly(0, 1, tmp_path)
@@ -318,6 +319,7 @@ def trains_large(rank: int, size: int, folder: Path, resume: bool) -> None:
         pq.read_table(os.environ["FOLDER"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_more_data_than_memory_two_ranks_killed_and_one_resumes(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")

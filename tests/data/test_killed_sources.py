@@ -174,6 +174,7 @@ def there(source: str, folder: str) -> None:
         save_for_hugging_face(Path(folder))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_shuffled_row_groups_and_tokens_outlive_kills(files: str, tmp_path: Path) -> None:
     check(["parquet mixed", "tokens uniform"], tmp_path, 0)
 

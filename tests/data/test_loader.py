@@ -216,6 +216,7 @@ def test_workers_and_gathers_take_the_dealt_items() -> None:
             padded.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sigchld")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_that_does_not_come_up_is_replaced_and_no_batch_is_lost(

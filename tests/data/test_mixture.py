@@ -32,6 +32,7 @@ class Sized:
         return index
 
 
+@pytest.mark.slow
 @given(
     shares=st.lists(st.integers(0, 60), min_size=1, max_size=7).filter(any),
     sizes=st.lists(st.integers(1, 40) | st.just(10**9), min_size=7, max_size=7),

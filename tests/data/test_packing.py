@@ -93,6 +93,7 @@ def texts(rank: int, size: int, folder: Path, mode: str) -> Any:
     return weights, [row["loss"] for row in RunDir(folder).steps()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), [("fast", 3), ("exact", 2)])
 def test_two_packed_sources_of_text_train_alike_on_one_rank_and_several(
     mode: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -418,6 +418,7 @@ def test_copied_rows_train_alike_on_one_and_two_ranks(tmp_path: Path, monkeypatc
     assert two.metrics["val_loss"] == pytest.approx(one.metrics["val_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_ends_the_command_with_its_name(tmp_path: Path, run_cli: Any) -> None:
     (tmp_path / "rows.csv").write_text('a,b\n1,2\n"3,4\n')
     (tmp_path / "task.py").write_text(
@@ -467,6 +468,7 @@ def skips(rank: int, size: int, folder: Path, config: dict[str, Any]) -> list[tu
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducibility", ["fast", "exact"])
 def test_a_micro_batch_without_a_readable_row_counts_nothing_on_any_ranks(
     reproducibility: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from tests.e2e.test_train import SAME, TOY, finish, start, train, wait_for_step
 from tests.gloo import ROOT, clean_environment
 
 
+@pytest.mark.slow
 def test_validation_between_epochs_finds_the_best_there(tmp_path: Path) -> None:
     train(tmp_path, "--devices", "cpu", "--set", "validation.every_steps=3", "--epochs", "1", "--log-interval", "1")
     run = RunDir.open(tmp_path / "run")
@@ -25,6 +26,7 @@ def test_validation_between_epochs_finds_the_best_there(tmp_path: Path) -> None:
     assert len(run.epochs()) == 1
 
 
+@pytest.mark.slow
 def test_overfitting_a_few_batches_uses_the_same_samples_in_every_epoch(tmp_path: Path) -> None:
     train(
         tmp_path, "--devices", "cpu", "--epochs", "3", "--set", "debug.overfit_batches=2",
@@ -36,6 +38,7 @@ def test_overfitting_a_few_batches_uses_the_same_samples_in_every_epoch(tmp_path
     assert used[0] == used[1] == used[2]
 
 
+@pytest.mark.slow
 def test_anomaly_detection_names_the_operator(tmp_path: Path) -> None:
     output = train(tmp_path, "--devices", "cpu", "--set", "debug.detect_anomaly=true", "--set", "task.nan_at=2", code=1)
     assert "returned nan values" in output
@@ -63,6 +66,7 @@ def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_that_srun_started_are_ranks(tmp_path: Path) -> None:
     """What ``srun -n 2`` leaves in the environment is enough; the rendezvous follows from the job's number."""
     with socket.socket() as probe:
@@ -122,6 +126,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, file:
     assert RunDir.open(tmp_path / "run").read().status == "completed"
 
 
+@pytest.mark.slow
 def test_loader_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     process = start(
         "train", TOY, "--save-dir", "run", "--devices", "cpu", "--num-workers", "2", "--set", "task.dataset=plain",

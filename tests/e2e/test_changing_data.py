@@ -118,6 +118,7 @@ session.print("weight", model.weight.item())
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_session_read_the_data_of_their_epoch(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     assert numbers(run("script.py", cwd=tmp_path), "weight") == [WEIGHT]

@@ -48,6 +48,7 @@ def run(cwd: Path, *settings: str, code: int = 0) -> tuple[str, RunDir]:
     return output, RunDir.open(cwd / "run")
 
 
+@pytest.mark.slow
 def test_a_hook_talks_to_all_ranks(tmp_path: Path) -> None:
     _, folder = run(tmp_path)
     assert [row["scalars"] for row in folder.steps()] == [{"same": 1.0, "mean": pytest.approx(2 / 3)}] * 3
@@ -72,6 +73,7 @@ def test_a_call_on_one_rank_ends_the_run_and_names_the_other(tmp_path: Path) -> 
     assert folder.status() == "failed"
 
 
+@pytest.mark.slow
 def test_an_error_in_one_ranks_hook_is_told_before_those_who_missed_it(tmp_path: Path) -> None:
     output, _ = run(tmp_path, "task.at_step_4=error on rank 1", code=1)
     assert "rank 1 of 2 failed: ValueError: the hook broke" in output

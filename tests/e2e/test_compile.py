@@ -161,6 +161,7 @@ print(type(model).__name__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_model_that_the_user_compiles_is_saved_under_its_own_names(tmp_path: Path) -> None:
     environment = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")

@@ -31,6 +31,7 @@ def settings(folder: Path, *devices: str, **training: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_draws_without_a_generator_are_those_of_one_device_on_two_and_after_a_resume(tmp_path: Path) -> None:
     """Splits, augmentation, mixing in ``collate``, and the weights that training starts from."""
     exact = {"reproducibility": "exact"}
@@ -63,6 +64,7 @@ def test_noise_does_not_stop_a_resume_and_other_data_do_until_they_are_accepted(
     assert longer(6).step == 6, "from here on, these are the run's data"
 
 
+@pytest.mark.slow
 def test_in_fast_mode_and_with_workers_samples_draw_the_same(tmp_path: Path) -> None:
     mixing = {"task": {"mixes": False}}
     lockstep.train(Drawing, {**settings(tmp_path / "alone", "cpu"), **mixing})

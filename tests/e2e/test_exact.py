@@ -37,6 +37,7 @@ def test_weights_are_equal_bit_for_bit_on_any_world_size(alone: Path, tmp_path: 
         assert (row["val_loss"], row["val_accuracy"]) == (other["val_loss"], other["val_accuracy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -320,6 +320,7 @@ def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -
     assert "training.batch_size" not in output
 
 
+@pytest.mark.slow
 def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=memory", devices="cpu") as run:
         output = run.finish(1)
@@ -406,10 +407,10 @@ def test_a_run_that_is_killed_or_stopped_goes_on(tmp_path: Path, strike: Callabl
 @pytest.mark.parametrize(
     ("place", "does", "limit", "torchrun"),
     [
-        ("prepare", "stands_still", "distributed.timeout_s", False),
-        ("model", "stands_still", "distributed.timeout_s", False),
+        pytest.param("prepare", "stands_still", "distributed.timeout_s", False, marks=pytest.mark.slow),
+        pytest.param("model", "stands_still", "distributed.timeout_s", False, marks=pytest.mark.slow),
         ("compute", "stands_still", "distributed.timeout_s", False),
-        ("compute", "stands_still", "distributed.timeout_s", True),
+        pytest.param("compute", "stands_still", "distributed.timeout_s", True, marks=pytest.mark.slow),
         ("compute", "calls_alone", "launch.hang_timeout_s", False),
     ],
 )
@@ -431,6 +432,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
     assert does in (RunDir.open(tmp_path / "run").read().error or "")
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     """SIGHUP goes to all processes of a terminal, loader workers included."""
     with drive(tmp_path, *SLOW, devices="cpu") as run:
@@ -477,6 +479,7 @@ def interrupt(folder: Path, number: int) -> None:
     assert drive.run.read().status != "running"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_an_impatient_hand_leaves_a_clean_end(number: int, tmp_path: Path) -> None:
     interrupt(tmp_path, number)

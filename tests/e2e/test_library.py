@@ -50,6 +50,7 @@ def test_a_script_without_a_main_guard_trains_a_class_of_its_own_on_two_ranks(tm
     assert "accuracy" in run("script.py", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun_trains_twice(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

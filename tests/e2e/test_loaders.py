@@ -18,6 +18,7 @@ TASK = f"{FILE}:Loading"
 SHORT = ("--epochs", "1", "--batch-size", "4", "--num-workers", "1", "--save-dir", "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), [("many", "cpu,cpu"), ("unpicklable", "cpu")])
 def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run(
     kind: str, devices: str, run_cli: RunCli, tmp_path: Path
@@ -28,6 +29,7 @@ def test_a_batch_that_a_worker_cannot_hand_over_ends_the_run(
     assert RunDir.open(tmp_path / "run").status() == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "devices"), [(TASK, "cpu"), (f"{FILE}:Streaming", "cpu,cpu")])
 def test_workers_and_streams_do_not_depend_on_the_length_of_the_temporary_folder(
     task: str, devices: str, run_cli: RunCli, tmp_path: Path
@@ -40,6 +42,7 @@ def test_workers_and_streams_do_not_depend_on_the_length_of_the_temporary_folder
     assert not [file for file in folder.rglob("*") if not file.is_dir()]
 
 
+@pytest.mark.slow
 def test_a_stop_ends_a_run_that_waits_for_its_workers(tmp_path: Path) -> None:
     more = ("--devices", "cpu", "--set", "task.kind=stuck", "--set", "launch.stop_grace_s=1")
     process = start("train", TASK, *SHORT, *more, cwd=tmp_path)
@@ -51,6 +54,7 @@ def test_a_stop_ends_a_run_that_waits_for_its_workers(tmp_path: Path) -> None:
     assert RunDir.open(tmp_path / "run").status() == "failed"
 
 
+@pytest.mark.slow
 def test_a_first_step_without_data_is_a_hang(run_cli: RunCli) -> None:
     more = ("--devices", "cpu,cpu", "--set", "task.kind=stuck", "--set", "launch.hang_timeout_s=1")
     result = run_cli("train", TASK, *SHORT, *more)

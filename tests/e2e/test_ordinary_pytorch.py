@@ -44,7 +44,9 @@ SETTINGS: dict[str, Any] = {
     "validation": {"sanity_steps": 0},
 }
 Weights = dict[str, Tensor]
-#: The groups that three ranks, whose shares are uneven, train in `make test`; the others are trained in `make drills`.
+#: Groups and numbers of ranks of `make test`. The others are trained in `make slow`, or, by three ranks, whose shares
+#: are uneven, in `make drills`.
+QUICK = (("buffers", 2), ("fine-tuning", 2), ("normalisation", 3))
 UNEVEN = ("losses", "normalisation")
 #: By number of ranks; exact mode needs one that divides the lanes.
 MODES: dict[int, tuple[str, ...]] = {2: ("fast", "exact"), 3: ("fast",)}
@@ -253,13 +255,15 @@ def gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().double().max()) if a.numel() else 0.0
 
 
+def _mark(group: str, ranks: int) -> tuple[pytest.MarkDecorator, ...]:
+    if (group, ranks) in QUICK:
+        return ()
+    return (pytest.mark.slow,) if ranks == 2 or group in UNEVEN else (pytest.mark.drill,)
+
+
 @pytest.mark.parametrize(
     ("group", "ranks"),
-    [
-        pytest.param(group, ranks, marks=() if ranks == 2 or group in UNEVEN else pytest.mark.drill)
-        for ranks in MODES
-        for group in GROUPS
-    ],
+    [pytest.param(group, ranks, marks=_mark(group, ranks)) for ranks in MODES for group in GROUPS],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_catalogue(group: str, ranks: int, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def flags(manifest: Path) -> tuple[str, ...]:
     return ("--set", f"task.train_manifest={manifest}", "--set", f"task.val_manifest={manifest}", *TINY, *SHARED)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains_and_recordings_are_transcribed(
     tmp_path: Path, manifest: Path, run: Callable[..., str]
 ) -> None:
@@ -73,6 +74,7 @@ def test_exact_mode_gives_the_same_weights_on_one_and_two_ranks(tmp_path: Path, 
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_bad_lines_are_all_told_before_training_or_left_out_on_request(
     tmp_path: Path, manifest: Path, run: Callable[..., str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_one_device_writes_a_complete_run_folder(reference: Path) -> None:
     assert list((reference / "logs").glob("events.out.tfevents*"))
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_computes(reference: Path, tmp_path: Path) -> None:
     output = train(tmp_path, "--devices", "cpu,cpu", *SAME)
     assert output.count("summary") == 1, "rank 0 alone speaks"
@@ -178,6 +179,7 @@ def test_a_killed_rank_is_reported_once_and_the_run_goes_on(reference: Path, tmp
     assert_close(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 def test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks(tmp_path: Path) -> None:
     output = train(tmp_path, "--devices", "cpu,cpu", "--set", "task.nan_at=2", "--log-interval", "1")
     assert output.count("warning: 1 step skipped without a finite gradient") == 1
@@ -215,6 +217,7 @@ def test_workers_change_nothing(tmp_path: Path, dataset: str) -> None:
     assert_close(*folders, tolerance=1e-12)
 
 
+@pytest.mark.slow
 def test_init_from_starts_anew_with_the_weights_of_another_run(reference: Path, tmp_path: Path) -> None:
     train(
         tmp_path, "--devices", "cpu", "--init-from", str(reference), "--set", "task.batchnorm=true", "--fast-dev-run",
@@ -225,6 +228,7 @@ def test_init_from_starts_anew_with_the_weights_of_another_run(reference: Path, 
     assert (ours["0.weight"] - best["0.weight"]).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_a_time_limit_and_early_stopping_end_a_run_in_order(tmp_path: Path) -> None:
     train(
         tmp_path, "--devices", "cpu", "--set", "training.max_time_s=0.5", "--set", "task.pause_s=0.1", "--epochs", "50"
@@ -236,6 +240,7 @@ def test_a_time_limit_and_early_stopping_end_a_run_in_order(tmp_path: Path) -> N
     assert len(losses(tmp_path / ".." / "run")) < 10
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_runs_own_settings_and_an_early_stop_stays(tmp_path: Path) -> None:
     train(tmp_path, "--devices", "cpu", "--set", "task.dropout=0.5", "--max-steps", "5")
     train(tmp_path, "--resume", "--set", "training.max_steps=8", "--early-stopping-patience", "1", "--lr", "1e-9")
@@ -246,6 +251,7 @@ def test_a_resume_keeps_the_runs_own_settings_and_an_early_stop_stays(tmp_path: 
     assert "task differs" in output
 
 
+@pytest.mark.slow
 def test_a_rescaled_run_ends_where_its_epochs_end(tmp_path: Path) -> None:
     train(tmp_path, "--devices", "cpu", "--batch-size", "32", "--max-steps", "5")
     change = ("--set", "training.max_steps=9", "--set", "training.batch_size=8")

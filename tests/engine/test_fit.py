@@ -187,6 +187,7 @@ class Level(Toy):
         return SimpleNamespace(update=lambda *rows: None, compute=lambda: {"level": -self.context.step})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [{}, {"every_steps": 10}, {"every_epochs": 2}])
 def test_an_evaluation_at_a_stop_judges_nothing(validation: dict[str, int], tmp_path: Path) -> None:
     training = {"threads": 1, "early_stopping_patience": 2, "epochs": 9}
@@ -229,6 +230,7 @@ class LateMixup(Toy):
         self.step = state["step"]
 
 
+@pytest.mark.slow
 def test_what_a_loss_draws_from_pythons_and_numpys_generators_is_resumed(tmp_path: Path) -> None:
     constant = {"scheduler": {"name": "constant", "warmup_steps": 0}}
     whole = weights(trained(tmp_path / "whole", task=LateMixup, **constant))
@@ -453,6 +455,7 @@ def of_extra(rank: int, size: int, folder: Path, given: list[tuple[str, int]]) -
     return {name: value["steps"] for name, value in found.items() if name.endswith("_extra_state")}
 
 
+@pytest.mark.slow
 def test_what_a_model_keeps_besides_tensors_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     found = run_ranks(of_extra, 2, folder, [("ddp", 3), ("fsdp", 6), ("pipeline", 9)])
@@ -535,6 +538,7 @@ def exactly(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
     return attempt(Scheduled, folder / f"of {ranks}", rank, ranks, training=training)[0]
 
 
+@pytest.mark.slow
 def test_context_and_callbacks_on_two_ranks_in_exact_mode(tmp_path: Path) -> None:
     alone, (two, _) = exactly(0, 1, tmp_path), run_ranks(exactly, 2, tmp_path)
     assert two.keys() == alone.keys() and all(torch.equal(two[name], value) for name, value in alone.items())

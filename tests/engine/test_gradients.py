@@ -181,6 +181,7 @@ def test_any_split_trains_as_one_process(together: Together, tmp_path: Path, ran
         assert_same(together(ranks)[1][case], alone, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_synchronised_batchnorm_trains_as_on_the_whole_batch(together: Together, tmp_path: Path, ranks: int) -> None:
     for number, case in enumerate(synchronised_cases(ranks)):

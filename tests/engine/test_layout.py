@@ -66,6 +66,7 @@ def _same_weights(rank: int, ranks: int, folder: Path) -> list[dict[str, Tensor]
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_fused_optimizer_meets_gradients_in_the_layout_of_its_weights(tmp_path: Path) -> None:
     """Gradients of a small model on CPU ranks travel in one message, row by row."""

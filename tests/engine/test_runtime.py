@@ -43,6 +43,7 @@ def _as_before() -> Iterator[None]:
     assert state() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "found"),
     [
@@ -178,6 +179,7 @@ print(json.dumps(found | {"left": resident()}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_a_step_finds_the_memory_of_the_one_before_unless_the_user_has_set_something_else() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env={})

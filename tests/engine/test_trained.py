@@ -111,6 +111,7 @@ def on_ranks(rank: int, ranks: int, folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_modules_and_scheduler_of_the_task_on_any_ranks_are_what_a_plain_loop_makes_of_them(tmp_path: Path) -> None:
     expected, rates = plain_loop()
     attempt(ArcFace, tmp_path / "resumed", **settings(1, training={"max_steps": 4}))

@@ -75,6 +75,7 @@ def by_hand_in_ranks(rank: int, ranks: int, batches: list[tuple[int, int]]) -> l
     return found
 
 
+@pytest.mark.slow
 def test_by_hand_a_step_reduces_once_and_a_rank_without_samples_takes_part() -> None:
     batches = [(128, 64), (128, 16), (333, 111)]  # 1000 = 3 × 333 + 1
     alone = run_ranks(by_hand_in_ranks, 1, batches)[0]

@@ -40,10 +40,12 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_its_own_test_passes() -> None:
     assert "Ran 5 tests" in finish(start(FOLDER, "-m", "unittest", "tests/test_lightning_parameters.py"))
 
 
+@pytest.mark.slow
 def test_the_command_line_reconstructs_the_digits(tmp_path: Path) -> None:
     quiet = ("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
     config = str(FOLDER / "config" / "cli_config.yaml")
@@ -79,6 +81,7 @@ def test_the_command_line_reconstructs_the_digits(tmp_path: Path) -> None:
     assert ((reconstructions.flatten() - images.flatten()) ** 2).mean() < 0.5 * images.var()
 
 
+@pytest.mark.slow
 def test_the_script_trains(tmp_path: Path) -> None:
     config: dict[str, Any] = yaml.safe_load((FOLDER / "config" / "config.yaml").read_text())
     config["training"] = {"epochs": 2, "threads": 1}
@@ -109,6 +112,7 @@ print(is_main_process(), len(DigitsDataset("val", file)))
 """
 
 
+@pytest.mark.slow
 def test_one_download_before_there_is_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     content = as_table()

@@ -40,6 +40,7 @@ def printed(output: str) -> list[float]:
     return [float(word) for line in output.splitlines() if line.startswith("loss ") for word in line.split()[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_one_process_and_two_ranks_compute_what_the_original_does(name: str, tmp_path: Path) -> None:
     script, in_order = str(FOLDER / f"{name}_session.py"), tmp_path / "in_order.py"

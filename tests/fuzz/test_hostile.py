@@ -21,7 +21,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError
 from lockstep.recipes.speech.audio import read_audio
-from lockstep.recipes.speech.manifest import open_rows, read_rows
+from lockstep.recipes.speech.manifest import open_manifest
 from lockstep.rundir.folder import RunDir
 from tests.fuzz import mutators as m
 from tests.gloo import ROOT
@@ -265,7 +265,7 @@ def test_a_spoilt_configuration(numbers: range, tmp_path: Path) -> None:
 
 
 def spoilt_manifest(file: Path) -> None:
-    open_rows(read_rows(file), file.name)
+    open_manifest(file, recheck=True)
 
 
 def spoilt_recording(file: Path) -> None:

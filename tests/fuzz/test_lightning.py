@@ -57,6 +57,7 @@ def load(what: str, path: Path) -> tuple[int, str, str]:
     return command("lightning", what, "-c", "cli_config.yaml", "--ckpt_path", path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_holds_values_only_is_used(here: Path) -> None:
     code, _, error = load("fit", here / "good.ckpt")
     assert code == 0, error

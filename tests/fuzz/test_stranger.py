@@ -235,6 +235,7 @@ def run_cases(
         shutil.rmtree(case)
 
 
+@pytest.mark.slow
 def test_a_strangers_run(
     trained: Path, tmp_path: Path, listener: tuple[int, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +299,7 @@ def test_script_json_starts_only_a_script_that_the_user_has_started(
         assert command("resume", run, "--devices", "cpu")[0] == 2, "with other arguments it is something else"
 
 
+@pytest.mark.slow
 def test_the_pages_routes(trained: Path, tmp_path: Path, listener: tuple[int, list[Any]]) -> None:
     world = World.make(tmp_path, *listener)
     attacks: dict[str, Callable[[Path], object]] = {

@@ -92,6 +92,7 @@ def test_available_gpus_have_three_keys() -> None:
         assert set(gpu) == {"index", "name", "memory_gb"}
 
 
+@pytest.mark.slow
 def test_detection_agrees_with_torch_and_touches_no_gpu() -> None:
     program = """if True:
         import json, sys
@@ -264,6 +265,7 @@ def test_the_build_is_read_without_importing() -> None:
     assert read_torch_build() == TorchBuild(torch.version.cuda, torch.version.hip)
 
 
+@pytest.mark.slow
 def test_the_probe_agrees_with_torch_here_and_passes_over_a_file_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def losses(run: lockstep.Run) -> list[float]:
     return list({row["step"]: row["loss"] for row in run.steps}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "size", "tries"), [("cpu", 64, 4), ("cpu,cpu", 8, 1)])
 def test_the_micro_batch_is_halved_until_it_fits(tmp_path: Path, devices: str, size: int, tries: int) -> None:
     run = lockstep.train(Large, settings(tmp_path / "run", devices, batch_size=size))
@@ -59,6 +60,7 @@ def test_the_micro_batch_is_halved_until_it_fits(tmp_path: Path, devices: str, s
     assert sum(note["key"] == "out_of_memory" for plan in plans for note in plan["notes"]) == tries
 
 
+@pytest.mark.slow
 def test_what_is_too_large_at_one_sample_or_not_to_be_retried_fails(tmp_path: Path) -> None:
     with pytest.raises(RankOutOfMemory, match="out of memory"):
         lockstep.train(Large, settings(tmp_path / "fail", "cpu", batch_size=8, on_oom="fail"))

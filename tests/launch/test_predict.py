@@ -40,6 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return RunDir(lockstep.train("autoencoder", settings).run_dir)
 
 
+@pytest.mark.slow
 def test_a_file_is_the_same_on_one_two_and_three_ranks(run: RunDir, tmp_path: Path) -> None:
     files = [tmp_path / f"{ranks}.csv" for ranks in (1, 2, 3)]
     for ranks, file in enumerate(files, start=1):

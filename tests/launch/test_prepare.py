@@ -169,6 +169,7 @@ with claimed(RunDir(Path(sys.argv[1]))):
 """
 
 
+@pytest.mark.slow
 def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> None:
     run, _ = stopped_at_once(tmp_path / "run")
     other = subprocess.Popen(

@@ -203,6 +203,7 @@ def test_an_old_run_folder_is_not_written_into(config: Path, tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_a_fit_whose_module_fails_leaves_no_folder_and_a_second_one_has_its_own(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +242,7 @@ def test_predictions_are_in_the_run_folder_of_the_checkpoint(
     assert torch.load(file) == [[0, 10], [20, 30], [40]]
 
 
+@pytest.mark.slow
 def test_last_and_best_are_of_the_latest_run(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")  # restored after LightningCLI has set them
@@ -330,6 +332,7 @@ server.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_ranks_are_started_from_a_notebook_like_parent_and_a_servers_thread(tmp_path: Path) -> None:
     settings = {"seed_everything": False, "trainer": CONFIG["trainer"]}
     settings |= {"hardware": {"selected_devices": ["cpu", "cpu"]}}

@@ -146,6 +146,7 @@ def test_two_ranks_take_loaders_and_a_batch_that_the_module_divides(tmp_path: Pa
             fit(NoData(), train, config=settings(tmp_path / "refused", "cpu", "cpu"))
 
 
+@pytest.mark.slow
 def test_on_one_device_loaders_keep_their_own_order(tmp_path: Path) -> None:
     pair = {"a": loader(), "b": loader(32)}
     cases: list[tuple[pl.LightningModule, Any]] = [
@@ -177,6 +178,7 @@ def test_a_loaders_own_order_is_resumed_in_mid_epoch(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_what_modules_log_decides_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def trained(module: pl.LightningModule, **trainer: Any) -> tuple[Any, str, list[dict[str, Any]]]:
         folder = tmp_path / type(module).__name__

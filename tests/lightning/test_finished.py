@@ -30,6 +30,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_config(tmp_path, model={"class_path": "tests.lightning.trainings.Breaking"})
 
 
+@pytest.mark.slow
 def test_a_failed_fit_is_resumed_then_evaluated_and_exported(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: 
         assert torch.equal(value, module.state_dict()[name])
 
 
+@pytest.mark.slow
 def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path: Path) -> None:
     """Every epoch uses every sample once, whatever number of ranks takes which part of it."""
     (noted(tmp_path) / "slow").touch()
@@ -205,6 +206,7 @@ def test_activations_are_computed_again_for_the_same_weights(tmp_path: Path) -> 
     assert any("training.on_oom" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_module_is_evaluated_and_exported_by_its_own_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +273,7 @@ print("val_number", results[0].best_metric["val_number"])
 """
 
 
+@pytest.mark.slow
 def test_a_program_on_standard_input_trains_a_class_of_its_own_on_two_ranks_from_a_thread(tmp_path: Path) -> None:
     """No main guard, no file to run again; a module that optimizes manually, with BatchNorm, in mixed precision."""
     env = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")

@@ -319,6 +319,7 @@ def test_a_named_pipe_in_place_of_a_file_does_not_hang_anyone(tmp_path: Path, na
 ROWS = st.dictionaries(st.sampled_from(["attempt", "step", "epoch", "loss"]), JSON_VALUES)
 
 
+@pytest.mark.slow
 @ON_TMP_PATH
 @given(
     st.sampled_from(

@@ -680,6 +680,7 @@ def two_passes(reproducibility: str, norm: type[nn.Module], **how: Any) -> list[
         return [value.flatten().tolist() for module in (one, two) for value in module.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_second_passes_are_exact_on_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exact = two_passes("exact", nn.BatchNorm1d)
@@ -1039,6 +1040,7 @@ def on_ranks(bucket_cap_mb: float | None = None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_gather_ghosts_and_evaluation_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     alone = on_ranks()
@@ -1096,6 +1098,7 @@ def with_second_order() -> list[float]:
         return [float(p.detach().sum()) for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward")  # torch says once a process that this makes a cycle
 def test_second_order_gradients_are_those_of_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -1119,6 +1122,7 @@ def streamed(epochs: int, stop: int = 0) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_stream_is_read_once_on_any_ranks_and_resumed(tmp_path: Path) -> None:
     steps = [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
     place = {"save_dir": tmp_path / "run"}
@@ -1230,6 +1234,7 @@ def numbered(session: lockstep.Session, make: Any) -> Any:
     return torch.arange(64.0).view(16, 4), torch.ones(16, 1)
 
 
+@pytest.mark.slow
 def test_what_an_epoch_makes_once_is_kept_for_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, samples = trained_on_made_data(tmp_path / "whole", 12, once)
     for stop in (3, 6, 10):  # within the first epoch, at its end, within the last one

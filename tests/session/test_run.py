@@ -53,6 +53,7 @@ def test_the_numbers_of_one_process_are_those_of_two_ranks(folder: Path, alone: 
     assert [row["val_accuracy"] for row in one.epochs()] == [row["val_accuracy"] for row in two.epochs()]
 
 
+@pytest.mark.slow
 def test_its_run_folder_is_that_of_any_run(folder: Path, on_two: str) -> None:
     record, plan = RunDir.open(folder / "two").read(), RunDir.open(folder / "two").plan()
     assert (record.status, record.task, record.best_epoch is None) == ("completed", "script.py", False)
@@ -102,6 +103,7 @@ def test_a_finished_run_ends_the_script_and_one_that_failed_after_its_loop_runs_
     assert RunDir.open(tmp_path / "run").read().status == "completed"
 
 
+@pytest.mark.slow
 def test_a_second_session_of_a_run_is_refused(tmp_path: Path) -> None:
     """Its checkpoints would be those that a resume gives to the first."""
     (tmp_path / "script.py").write_text(AFTER + AFTER)
@@ -111,6 +113,7 @@ def test_a_second_session_of_a_run_is_refused(tmp_path: Path) -> None:
     assert [RunDir.open(path).status() for path in (tmp_path / "runs").iterdir()] == ["completed"] * 2
 
 
+@pytest.mark.slow
 def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
     made = RunDir.create(folder / "task", RunConfig(), run_id="run-task", command=[])
     made.update(status="completed")
@@ -120,11 +123,13 @@ def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
     assert sorted(made.path.iterdir()) == files
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_ranks(folder: Path, alone: str) -> None:
     output = run(*TORCHRUN, "script.py", cwd=folder)
     assert numbers(output, "weights") == pytest.approx(numbers(alone, "weights"), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "error"),
     [("sys.exit(3)", "SystemExit: 3\n"), ("raise SystemExit(3)", "SystemExit: raised before the end of the loop")],
@@ -138,6 +143,7 @@ def test_a_script_that_exits_with_a_status_has_failed(ends: str, error: str, fol
     assert (record.error or "").startswith(error)
 
 
+@pytest.mark.slow
 def test_settings_that_a_session_cannot_follow_are_refused(folder: Path) -> None:
     command = (*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", "--save-dir", "refused")
     output = run(*command, "--set", "launch.max_restarts=2", cwd=folder, code=2)
@@ -180,6 +186,7 @@ def test_verify_finds_means_that_weigh_the_same_by_the_noise_of_the_script(folde
     assert json.loads(said)["first_step"] == 6, "the last batch of the epoch has 3 samples: 2 and 1"
 
 
+@pytest.mark.slow
 def test_verify_finds_a_state_that_is_carried_as_a_number(folder: Path) -> None:
     """The mean of the last batch shifts the next one: on two ranks it is that of half a batch."""
     carried = CLASSIFIER.replace("pause =", "shift, pause = 0.0,").replace(
@@ -265,6 +272,7 @@ for epoch in session.epochs(3):
 """
 
 
+@pytest.mark.slow
 def test_what_a_loop_draws_outside_its_bodies_is_alike_on_any_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ROLLOUTS)
     found = []
@@ -294,6 +302,7 @@ for _ in session.epochs(1):
 """
 
 
+@pytest.mark.slow
 def test_a_resume_from_another_folder_runs_the_script_in_its_own(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "script.py").write_text(BESIDE)
@@ -327,6 +336,7 @@ if joins:
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_session(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WITHOUT)
     on_two = ("script.py", "--devices", "cpu,cpu")
@@ -340,6 +350,7 @@ def test_a_script_without_a_session(tmp_path: Path) -> None:
     assert RunDir.open(tmp_path / "joined").read().status == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
@@ -376,6 +387,7 @@ except BaseException:
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_reported_whichever_ends_first(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WRAPPED)
     said = run(*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", cwd=tmp_path, code=2)

@@ -16,6 +16,7 @@ from lockstep.studio.settings import offered_tasks
 from tests.gloo import heavy_after
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_and_a_runs_folder_that_is_a_file(run_cli: Any, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -46,6 +47,7 @@ os.kill(os.getppid(), signal.SIGINT)
 """
 
 
+@pytest.mark.slow
 def test_the_browser_is_given_a_private_file_and_finds_a_listener(run_cli: Any, tmp_path: Path) -> None:
     """Every user of the machine can read the words of a command."""
     browser, seen = tmp_path / "browser", tmp_path / "seen.json"

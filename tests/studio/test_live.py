@@ -244,6 +244,7 @@ def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> 
         assert (page.messages[-1]["run"], page.messages[-1]["request"]) == ("run-0000000a", 5)
 
 
+@pytest.mark.slow
 def test_a_tab_that_asks_and_never_reads_takes_little_memory_and_is_closed_at_the_end(
     run: RunDir, tmp_path: Path
 ) -> None:

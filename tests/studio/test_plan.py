@@ -41,6 +41,7 @@ def plan(address: Address, devices: list[str], **settings: Any) -> Any:
     return address.post("/api/plan", {"task": TOY, "config": config})
 
 
+@pytest.mark.slow
 def test_two_gpus(two_gpus: Address) -> None:
     answer = plan(two_gpus, ["gpu:0", "gpu:1"], training={"batch_size": 32})
     labels = answer["labels"]
@@ -216,6 +217,7 @@ def test_tasks_and_schema(two_gpus: Address) -> None:
     assert "description" in schema["schema"]["$defs"]["TrainingConfig"]["properties"]["epochs"]
 
 
+@pytest.mark.slow
 def test_a_task_file_of_the_folder_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     (here / "runs" / "run-1").mkdir(parents=True)
@@ -267,6 +269,7 @@ def test_saved_configurations(two_gpus: Address) -> None:
     assert two_gpus.call("GET", "/api/configs/two ranks", 404)["code"] == "CONFIG_NOT_FOUND"
 
 
+@pytest.mark.slow
 def test_the_planner_is_closed_in_the_middle_of_an_answer(tmp_path: Path) -> None:
     """And nobody who waits for his turn starts another helper."""
     file, trace = tmp_path / "endless.py", tmp_path / "begun"

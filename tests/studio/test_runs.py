@@ -185,6 +185,7 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(address: Address, tmp
         bystander.wait()
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(address: Address, tmp_path: Path) -> None:
     """Its settings reach the command in a file, whatever they contain."""
     given = {"data_dir": "/nowhere: # {at}"}

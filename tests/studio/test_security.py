@@ -280,6 +280,7 @@ NOT_THE_PAGES = {
 }
 
 
+@pytest.mark.slow
 def test_settings_that_reach_out_are_refused_wherever_settings_are_taken(address: Address, folder: Path) -> None:
     assert set(NOT_THE_PAGES) == set(address.get("/api/schema")["refused"]), "the form does not offer them"
     for key, value in NOT_THE_PAGES.items():

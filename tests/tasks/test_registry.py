@@ -172,6 +172,7 @@ def test_a_task_without_a_loss_is_told_so_and_its_defaults_may_have_dotted_keys(
     assert "3 epochs × 4 steps" in said.out
 
 
+@pytest.mark.slow
 def test_a_crash_of_native_code_on_one_device_shows_its_line(here: Path) -> None:
     crash = "        import ctypes\n        ctypes.string_at(0)  # here\n"
     before, loss, after = FILE.partition("    def loss(self, model, batch):\n")
@@ -256,6 +257,7 @@ def task(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:Mine"
 
 
+@pytest.mark.slow
 def test_a_class_in_a_file_needs_to_have_been_named_by_the_user(
     here: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

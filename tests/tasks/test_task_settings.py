@@ -228,6 +228,7 @@ os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
 """
 
 
+@pytest.mark.slow
 def test_a_file_named_as_a_module_of_python_with_the_head_of_a_tutorial(tmp_path: Path, run_cli: RunCli) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "logging.py").write_text(HEAD + FILE)

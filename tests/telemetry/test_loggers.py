@@ -101,6 +101,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             yield record
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     telemetry = {"wandb": True, "wandb_project": "rehearsal", "tensorboard": "off"}
     run = make_run(tmp_path / "run", telemetry=telemetry, training={"epochs": 3})
@@ -157,6 +158,7 @@ def mlflow_run(store: Path) -> Any:
     return client, found
 
 
+@pytest.mark.slow
 def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = resolve({"training": {"epochs": 3}, "name": "first try", "telemetry": {"mlflow_experiment": "segments"}})

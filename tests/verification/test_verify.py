@@ -104,6 +104,7 @@ def test_ordinary_code_is_equal(tmp_path: Path, task: type[Toy]) -> None:
     assert str(report).count("\n") >= 7 and len(repr(report)) < 200, "a line for each step and the verdict"
 
 
+@pytest.mark.slow
 def test_no_number_in_both_runs_is_not_equality_and_the_report_is_written_and_printed(tmp_path: Path) -> None:
     flags = ("--devices", "cpu,cpu", "--steps", "6", "--json", "--save-dir", "report")
     process = start("verify", "tests.verification.parting:NotANumber", *flags, cwd=tmp_path)

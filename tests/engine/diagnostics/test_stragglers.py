@@ -138,6 +138,7 @@ class Lame(Toy):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 def test_a_run_names_its_slow_rank_and_shows_every_ranks_memory(on_two: Trained) -> None:
     found = RunDir.open(on_two.lame).ranks()
     assert [row["step"] for row in found] == list(range(1, 15))

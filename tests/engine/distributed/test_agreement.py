@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,6 +78,7 @@ def differing(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     return errors
 
 
+@pytest.mark.slow
 def test_the_first_tensor_that_differs_is_named(tmp_path: Path) -> None:
     for errors in run_ranks(differing, 2, tmp_path):
         assert errors.keys() == PARTS.keys()
@@ -100,6 +102,7 @@ class Apart(Toy):
         return [(noise, 5)]
 
 
+@pytest.mark.slow
 def test_ranks_that_part_end_the_run_at_the_next_checkpoint(tmp_path: Path) -> None:
     task = f"{__file__}:Apart"
     output = finish(start("train", task, "--save-dir", "run", "--devices", "cpu,cpu", cwd=tmp_path), code=1)

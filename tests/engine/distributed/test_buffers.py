@@ -254,6 +254,7 @@ def assert_equal(states: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "ddp"])
 def test_declared_buffers_are_merged_after_every_step_whenever_they_are_saved(by_rank: Any, kind: str) -> None:
     expected = train(net(Counter()), 0, 1)
@@ -277,6 +278,7 @@ def test_running_statistics_do_not_depend_on_when_they_are_saved_and_agree(by_ra
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "ddp"])
 def test_a_replayed_sample_changes_no_buffer(by_rank: Any, kind: str) -> None:
     expected = train(net(Counter(), nn.BatchNorm1d(WIDTH)), 0, 1, sync=True)
@@ -288,6 +290,7 @@ def test_instance_statistics_beside_synchronised_batchnorm_are_those_of_one_devi
     assert_equal([found[f"instance {kind}"] for found in by_rank], train(net(Rows()), 0, 1, sync=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_any_setting_of_batchnorm_is_that_of_one_device(by_rank: Any, layer: str) -> None:
     expected = train(net(LAYERS[layer]()), 0, 1, sync=True)

@@ -201,6 +201,7 @@ def masked(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.slow
 def test_infinite_values_stay_and_statistics_are_averaged_on_divided_models(tmp_path: Path) -> None:
     (ema, swa, ddp), _ = run_ranks(masked, 2, tmp_path)
     for averaging, results in ((EMA, (ema, ddp)), (SWA, (swa,))):
@@ -225,6 +226,7 @@ def longer() -> dict[str, Any]:
     return {**RUN, "training": {**RUN["training"], "epochs": 3}}
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_averages_of_one(tmp_path: Path) -> None:
     (exact, sharded, resumed), _ = run_ranks(on_ranks, 2, tmp_path)
     settings = {**RUN, "training": {**RUN["training"], "reproducibility": "exact"}}

@@ -154,6 +154,7 @@ def run(script: str, folder: Path) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_neither_for_optimizers_and_their_steps_nor_for_determinism(tmp_path: Path) -> None:
     script = """
 import sys, torch

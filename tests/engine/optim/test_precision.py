@@ -61,6 +61,7 @@ def on_ranks(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     return attempt(Toy, folder, rank, ranks, **SAME, scheduler={"name": "constant", "warmup_steps": 0})[0]
 
 
+@pytest.mark.slow
 def test_one_rank_is_the_plain_loop_bit_for_bit_and_two_are_to_rounding(tmp_path: Path) -> None:
     one = train("tests.toys:Toy", tmp_path / "one", "cpu", merge(SAME, {"training": {"max_steps": 7}}))
     go_on(one, "cpu", {"training": {"max_steps": None}})

@@ -138,6 +138,7 @@ def on_ranks(rank: int, ranks: int, folder: Path) -> Any:
     return found, refused
 
 
+@pytest.mark.slow
 def test_freezing_and_unfreezing_on_any_ranks_is_what_a_plain_loop_does(tmp_path: Path) -> None:
     start, expected = Thawing().model().state_dict(), plain_loop()
     for name in ("stopped", "forgetful"):

@@ -64,6 +64,7 @@ def test_step_says_where_time_and_memory_go(tmp_path: Path, capsys: pytest.Captu
     assert "most samples/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_comm_measures_every_operation_and_every_link() -> None:
     three = {"hardware": {"selected_devices": ["cpu"] * 3}}
     report = bench_comm(three, max_bytes=4096)
@@ -109,6 +110,7 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
     assert "| epoch s | speed up | efficiency | memory mb per device |" in columns
 
 
+@pytest.mark.slow
 def test_between_cases_the_compiler_is_not_imported(tmp_path: Path) -> None:
     code = "import sys, torch; from lockstep.lab.bench.measure import release; release(torch.device('cpu'))"
     assert_idle = f"{code}; assert 'torch._dynamo' not in sys.modules"
@@ -127,6 +129,7 @@ def test_a_pipelines_largest_batch_is_tried_with_as_many_micro_batches_as_its_de
     assert {row["status"] for row in report.rows} == {"ok"}
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_on_one_rank_is_a_result() -> None:
     greedy = {**TWO, "training": {"threads": 1, "batch_size": 2, "global_batch_size": 16}}
     task = {"mb": 100, "only_rank_1": True}
@@ -303,6 +306,7 @@ class TornItems(torch.utils.data.Dataset[Any]):
         return self.items[index]
 
 
+@pytest.mark.slow
 def test_samples_that_cannot_be_read_are_left_out_where_a_run_leaves_them_out() -> None:
     settings = {**ONE, "data": {"on_bad_row": "skip"}}
     rows = bench_step(Subject(Torn, settings), steps=2, warm_up=1).rows

@@ -49,6 +49,7 @@ def test_two_ranks_on_the_cpu(tmp_path: Path, temporary: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_on_two_nodes(tmp_path: Path, temporary: Path) -> None:
     """Two agents, a rank each; the first one's rank reports for both."""
     port = str(free_port())
@@ -100,6 +101,7 @@ def test_a_read_only_run_folder_fails_with_its_fix(tmp_path: Path, capsys: pytes
     assert "NOT READY for training on cpu, cpu: 1 failed" in output
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_fail_with_the_reason(run_cli: RunCli, tmp_path: Path, temporary: Path) -> None:
     result = run_cli("doctor", "--devices", "cpu,cpu", env={"GLOO_SOCKET_IFNAME": "absent0", "TMPDIR": str(temporary)})
     assert result.code == 1

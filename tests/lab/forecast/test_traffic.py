@@ -13,6 +13,7 @@ from tests.gloo import ROOT, clean_environment
 RANKS = 256
 
 
+@pytest.mark.slow
 def test_traffic_and_memory_of_256_ranks() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.lab.forecast.world_of_256"]
     environ = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")

@@ -81,6 +81,7 @@ def read_page(path: Path) -> Links:
     return page
 
 
+@pytest.mark.slow
 def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, cli: Cli, tmp_path: Path) -> None:
     code, out, _ = cli("report", runs / "a", runs / "b", "--out", tmp_path / "out")
     assert code == 0
@@ -132,6 +133,7 @@ def test_a_run_against_itself_and_alone(runs: Path, cli: Cli) -> None:
     assert "no run 'nothing'" in cli("report", "nothing", "--runs-dir", runs)[2]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_a_gap_that_the_page_tells_of(runs: Path, cli: Cli, tmp_path: Path) -> None:
     shutil.copytree(runs / "a", tmp_path / "a", symlinks=True)
     (tmp_path / "a" / "metrics.json").write_text('{"epochs": 5}')

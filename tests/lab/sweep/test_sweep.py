@@ -54,6 +54,7 @@ class Line(Task):
 SWEEP = ("sweep", "line.py:Line", "--seeds", "2", "--devices", "cpu", "--parallel", "2")
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_trains_what_is_left(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

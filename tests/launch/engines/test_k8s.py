@@ -76,6 +76,7 @@ def validate_pod(pod: dict[str, Any]) -> None:
     kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
 
 
+@pytest.mark.slow
 def test_documents_have_known_keys_only_and_hold_the_job(capsys: PRINTED, tmp_path: Path) -> None:
     more = ("--k8s-volume", "runs:/shared", "--gpus-per-node", "a100:4", "--save-dir", "/shared/my/run")
     train_job = printed(capsys, *K8S, *more, "--nodes", "2", "--k8s-namespace", "team", "--lr", "0.5")
@@ -254,6 +255,7 @@ def write_kubeconfig(file: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(file.parent)
 
 
+@pytest.mark.slow
 def test_a_job_is_created_followed_shown_and_deleted(api_server: type[ApiServer], capsys: PRINTED) -> None:
     path = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/default/trainjobs"
     job = (*K8S, "--k8s-volume", "runs")

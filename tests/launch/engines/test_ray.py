@@ -163,6 +163,7 @@ def test_ranks_under_ray_train_what_local_ranks_train(cluster: Cluster, tmp_path
     assert weights(under_ray) == weights(local)
 
 
+@pytest.mark.slow
 def test_without_a_cluster_is_refused(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(TASK)
     environment = clean_environment(RAY_ADDRESS=f"127.0.0.1:{free_port()}", PYTHONPATH=str(ROOT / "src"))

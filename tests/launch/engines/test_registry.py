@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY
 from tests.gloo import ROOT
@@ -26,6 +28,7 @@ SPEC = EngineSpec(name="mine", summary="for a test", make=Mine, options=(EngineO
 """
 
 
+@pytest.mark.slow
 def test_an_engine_of_a_package_has_its_flags_and_gets_the_job(run_cli: RunCli, tmp_path: Path) -> None:
     package = tmp_path / "site"
     (package / "mine-1.0.dist-info").mkdir(parents=True)

@@ -223,6 +223,7 @@ def test_a_job_on_two_nodes(reference: tuple[Path, str], lockstep: Run) -> None:
     assert f"{job_id(run)}, COMPLETED" in lockstep("show", str(run))[1]
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_queues_again_and_ends_as_if_nothing_had_been(
     reference: tuple[Path, str], slurm: dict[str, str], tmp_path: Path
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_waiting_job_leaves_the_queue_when_it_is_stopped(
     assert process.returncode == 143
 
 
+@pytest.mark.slow
 def test_stop_leaves_a_job_of_another_folder_alone(slurm: dict[str, str], tmp_path: Path, lockstep: Run) -> None:
     later = ("--sbatch-option", "begin=now+1hour")
     process = command(tmp_path, slurm, "train", TOY, *JOB, *later, "--save-dir", "my run")

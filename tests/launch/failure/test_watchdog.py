@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from lockstep.hardware.world import World
@@ -90,6 +91,7 @@ def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_moves() -> None:
     outcomes = run_ranks(stand_still, 2)
     assert [outcome["early"] for outcome in outcomes] == [0, 0]

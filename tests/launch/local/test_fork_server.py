@@ -37,6 +37,7 @@ def see(rank: Rank, name: str) -> tuple[str, str, str, int, set[int], int]:
     return process.name(), process.cwd(), os.environ[name], torch.get_num_threads(), numpy, os.getpgrp() - os.getpid()
 
 
+@pytest.mark.slow
 def test_launches_of_one_process_share_a_server_and_nothing_else(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
     assert server().pid != servers[0]
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB", "end,end")
     assert launch(run_dir, 2, rank_main=STUB) == 0
@@ -66,6 +68,7 @@ def test_a_killed_server_is_replaced(run_dir: RunDir, monkeypatch: pytest.Monkey
     assert server().pid != found.pid
 
 
+@pytest.mark.slow
 def test_a_server_killed_during_a_launch_ends_its_ranks(caller: Caller) -> None:
     process = caller.start("ignore", "ignore")
     caller.wait_until_ready()
@@ -92,6 +95,7 @@ threading.Thread(target=fork, daemon=True).start()
 """
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_its_caller_though_a_fork_of_that_has_its_socket(caller: Caller, run_dir: RunDir) -> None:
     caller.start("ignore", "ignore", prepare=FORKING.format(path=str(run_dir.path)), stop_grace_s=0.5)
     caller.wait_until_ready()
@@ -114,6 +118,7 @@ def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir, mo
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_caller_that_ignores_the_end_of_children(caller: Caller) -> None:
     caller.start("end", prepare="import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + FORK_HERE)
     assert caller.finish()[::2] == (0, "")
@@ -139,6 +144,7 @@ class Words(lockstep.Task):
 """
 
 
+@pytest.mark.slow
 def test_sets_have_one_order_on_one_device_and_on_several(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "words.py").write_text(ORDERED)
     orders = []
@@ -176,6 +182,7 @@ def with_site(folder: Path, text: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src"), str(ROOT)]), "ASKED": str(folder / "asked")}
 
 
+@pytest.mark.slow
 def test_only_ranks_ask_the_gpu(run_cli: RunCli, tmp_path: Path) -> None:
     """CUDA cannot be used in a fork of a process that has."""
     ended = run_cli("train", "tests.toys:Toy", "--devices", "gpu:0,gpu:0", env=with_site(tmp_path, SITE), fresh=True)

@@ -27,6 +27,7 @@ def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
         return launch(run_dir, len(actions), rank_main=STUB, settings=LaunchConfig(max_restarts=max_restarts))
 
 
+@pytest.mark.slow
 def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:
     caller.start("end", "end", fresh=True)
     code, out, err = caller.finish()
@@ -113,6 +114,7 @@ def test_all_ranks_are_started_again(run_dir: RunDir) -> None:
     assert json.loads((run_dir.logs / "launcher.json").read_text())["starts"] == 2
 
 
+@pytest.mark.slow
 def test_one_signal_is_one_stop_for_every_rank(caller: Caller) -> None:
     process = caller.start("stop", "stop")
     caller.wait_until_ready()
@@ -123,6 +125,7 @@ def test_one_signal_is_one_stop_for_every_rank(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_in_a_terminal_is_one_stop(caller: Caller) -> None:
     keyboard, terminal = os.openpty()
     process = caller.start("stop", "stop", terminal=terminal)
@@ -137,6 +140,7 @@ def test_one_ctrl_c_in_a_terminal_is_one_stop(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_ranks_are_up_waits_for_them(caller: Caller) -> None:
     process = caller.start("stop-at-once", "stop-at-once")
     process.send_signal(0)
@@ -147,6 +151,7 @@ def test_a_stop_before_the_ranks_are_up_waits_for_them(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(caller: Caller) -> None:
     process = caller.start("ignore", "with-children", stop_grace_s=600)
     caller.wait_until_ready()
@@ -159,6 +164,7 @@ def test_a_second_ctrl_c_ends_at_once(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_follow_a_stop_are_killed(caller: Caller) -> None:
     process = caller.start("ignore", "stop-at-once", stop_grace_s=0.2)
     caller.wait_until_ready()
@@ -170,6 +176,7 @@ def test_ranks_that_do_not_follow_a_stop_are_killed(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed(caller: Caller) -> None:
     caller.start("with-children", "ignore", fresh=True)
     caller.wait_until_ready()
@@ -181,6 +188,7 @@ def test_the_launcher_is_killed(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_the_caller_is_killed(caller: Caller) -> None:
     process = caller.start("with-children", "stop")
     caller.wait_until_ready()
@@ -191,6 +199,7 @@ def test_the_caller_is_killed(caller: Caller) -> None:
     assert caller.launcher()["exit_code"] == 143
 
 
+@pytest.mark.slow
 def test_caller_and_launcher_are_killed(caller: Caller) -> None:
     process = caller.start("ignore", "ignore")
     caller.wait_until_ready()
@@ -201,6 +210,7 @@ def test_caller_and_launcher_are_killed(caller: Caller) -> None:
     caller.assert_nobody_left()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_its_children_along(caller: Caller) -> None:
     caller.start("stop-at-once", "with-children")
     caller.wait_until_ready()

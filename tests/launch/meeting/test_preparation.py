@@ -45,6 +45,7 @@ def make_run(folder: Path, run_id: str) -> None:
     RunDir.create(folder / "run", config, run_id=run_id, command=["test"]).update(status="failed")
 
 
+@pytest.mark.slow
 def test_nodes_that_share_a_folder_train_one_run(tmp_path: Path) -> None:
     """The path may differ; no file of the check stays behind."""
     (tmp_path / "disk").mkdir()
