@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.runtime import join
+from lockstep.engine.runtime import serve_store
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 from lockstep.planning import LoaderPlan
@@ -86,7 +87,8 @@ def by_hand(model: nn.Module, data: tuple[Tensor, Tensor], rank: int) -> dict[st
 def in_turns(rank: TrialRank, rounds: int) -> None:
     """On a rank: seconds and bytes of each form."""
     torch.set_num_threads(1)
-    join("gloo", CPU, rank.world, TIMEOUT_S)
+    serve_store()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     collectives = Collectives(rank.world)
     torch.manual_seed(0)
     data = torch.randn(SAMPLES, INPUTS), torch.randint(OUTPUTS, (SAMPLES,))

@@ -13,6 +13,7 @@ import argparse
 import shutil
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.partition import Undivided
-from lockstep.engine.runtime import join
+from lockstep.engine.runtime import serve_store
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
@@ -42,7 +43,8 @@ CPU = torch.device("cpu")
 def in_turns(rank: TrialRank, rounds: int, folder: Path) -> None:
     """On a rank: seconds and bytes of both forms, for models of several widths."""
     torch.set_num_threads(1)
-    join("gloo", CPU, rank.world, TIMEOUT_S)
+    serve_store()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     collectives = Collectives(rank.world)
     for width in WIDTHS:
         torch.manual_seed(0)
