@@ -36,7 +36,7 @@ class ImagesConfig(TaskConfig):
         **dict.fromkeys(("mixup", "cutmix"), "leave it out; a task of your own can mix images in its loss"),
         "skip_broken": "use data.on_bad_row=skip",
         "weights": "use init_from with a run",
-        "freeze_epochs": "use optimizer.layer_decay for lower rates in earlier layers",
+        "freeze_epochs": "return parameter groups with lower rates from Task.optimizer() of a task of your own",
     }
     data: Path | None = Field(
         default=None,
