@@ -1,6 +1,6 @@
 """A sum and a count from the value of a criterion, which may be a mean over anything: ``lockstep.fit(loss=…)``.
 
-What a mean was divided by is in its graph: class weights, ignored targets and masks are counted as the criterion does.
+The divisor of a mean is read from its graph: class weights, ignored targets and masks count as in the criterion.
 On several batches the result is compared with those of parts of the batch, which ranks have.
 """
 
@@ -24,7 +24,7 @@ from lockstep.engine.loss import Term, terms_of
 from lockstep.engine.task import Loss
 from lockstep.errors import TaskError
 
-#: What to multiply a value with: the divisor of its term of that number, the rows of the batch, or nothing.
+#: Factor of a value: the divisor of its term of that number, the rows of the batch, or nothing.
 _Form = int | Literal["rows", "sum"]
 #: From rows of a batch: the value of the criterion, and the outputs of the model that it was computed from.
 _Evaluate = Callable[..., tuple[Any, list[Tensor]]]
@@ -47,7 +47,7 @@ class Counted:
     def of_output(self, criterion: Callable[..., Any], output: Any, target: Any) -> Loss:
         """The loss of a batch. Raises :class:`TaskError` where no count makes the criterion a sum over rows."""
         is_training = torch.is_grad_enabled()
-        with torch.enable_grad():  # the graph shows what a mean was divided by, in evaluations as well
+        with torch.enable_grad():  # the graph shows the divisor of a mean, in evaluations as well
             value = criterion(output if is_training else _with_gradient(output), target)
             loss = _given(value, target)
             if loss is None:
@@ -144,11 +144,11 @@ def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
     if form == "rows":
         return Loss(value * rows, rows)
     items = next((term.items for term in terms[form : form + 1]), None)
-    if items is None and not value.item():  # what a criterion returns where nothing is to be counted
+    if items is None and not value.item():  # a criterion that counted nothing
         return Loss(value, 0)
     if items is None:
         raise _not_of_rows(
-            "the graph of the loss does not show what its mean was divided by, as under training.compile_loss"
+            "the graph of the loss does not show the divisor of its mean, as under training.compile_loss"
         )
     if isinstance(items, Tensor) or not items:  # where torch's losses count nothing, they are 0 / 0
         value = torch.where(torch.as_tensor(items > 0, device=value.device), value, 0.0)
@@ -196,7 +196,7 @@ def _forms_of(
         return None
     divisors = _divisors([part.terms for part in parts])
     candidates: dict[_Form, list[float]] = {**divisors, "rows": [float(part.rows) for part in parts]}
-    # A term's value may be 0 in a batch, as of outputs that are 0: then its divisor alone shows what it adds.
+    # A term's value may be 0 in a batch, as of outputs that are 0: then its divisor alone shows its share.
     forms = [
         form for form, counts in candidates.items() if all(map(_is_proportional, divisors.values(), repeat(counts)))
     ]
@@ -225,7 +225,7 @@ def _part(evaluate: _Evaluate, values: tuple[Any, ...], part: slice, rows: int) 
 
 
 def _divisors(terms: Sequence[Sequence[Term]]) -> dict[_Form, list[float]]:
-    """What each term was divided by, in the whole batch and its parts, where all of them show it."""
+    """Return the divisors of each term in the whole batch and its parts, if all of them show one."""
     divisors: dict[_Form, list[float]] = {}
     if len({len(each) for each in terms}) == 1:
         for number, term in enumerate(zip(*terms, strict=True)):
@@ -235,9 +235,9 @@ def _divisors(terms: Sequence[Sequence[Term]]) -> dict[_Form, list[float]]:
     return divisors
 
 
-def _is_proportional(numbers: list[float], others: list[float]) -> bool:
-    scaled = zip(numbers, others, strict=True)
-    return all(math.isclose(one * others[0], other * numbers[0], rel_tol=1e-5) for one, other in scaled)
+def _is_proportional(divisors: list[float], counts: list[float]) -> bool:
+    pairs = zip(divisors, counts, strict=True)
+    return all(math.isclose(divisor * counts[0], count * divisors[0], rel_tol=1e-5) for divisor, count in pairs)
 
 
 def _gradients_are_equal(losses: Sequence[Loss], outputs: Sequence[list[Tensor]], tolerance: float) -> bool:
@@ -266,9 +266,9 @@ def _is_multiple(term: Term, rows: int) -> bool:
     return term.items is not None and float(term.items) >= rows and float(term.items) % rows == 0
 
 
-def _not_of_rows(what: str) -> TaskError:
+def _not_of_rows(problem: str) -> TaskError:
     return TaskError(
-        what,
+        problem,
         why="ranks and micro-batches have parts of a batch: their losses add up only as a sum and its count, the "
         "number of targets, or the sum of their weights, that a mean is divided by",
         fix="state both, for example:\n"

@@ -82,12 +82,12 @@ class TaskFromParts(Task):
         return self._counted.of_output(self._criterion, output, target), rows
 
     def metrics(self) -> Any:
-        given = self._metrics
-        if given is None:
+        metrics = self._metrics
+        if metrics is None:
             return super().metrics()
         from torchmetrics import Metric, MetricCollection
 
-        return copy.deepcopy(given) if isinstance(given, Metric | MetricCollection | dict) else given()
+        return copy.deepcopy(metrics) if isinstance(metrics, Metric | MetricCollection | dict) else metrics()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         if self._optimizer is None:

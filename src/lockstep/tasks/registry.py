@@ -43,44 +43,44 @@ def class_name(task: str) -> str:
 
 
 def find_task(name: str) -> type[Task]:
-    """The class that ``name`` means."""
-    where = BUILT_IN.get(name, name)
-    if where.endswith(".py"):
-        names = _task_names(_imported(where))
+    """Return the class of the built-in task ``name``, or of ``file.py:Class`` or ``package.module:Class``."""
+    full_name = BUILT_IN.get(name, name)
+    if full_name.endswith(".py"):
+        names = _task_names(_imported(full_name))
         raise TaskError(
-            f"{where} is a file, and one of its tasks must be named",
+            f"{full_name} is a file, and one of its tasks must be named",
             why=_listed(names),
-            fix=f"lockstep train {where}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
+            fix=f"lockstep train {full_name}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
         )
-    if ":" not in where:
+    if ":" not in full_name:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise TaskError(
             f"there is no task {name!r}",
             why=f"the built-in ones are {', '.join(sorted(BUILT_IN))}",
-            fix=f"did you mean {close[0]}?" if close else "name one of these, or your own as my_file.py:MyTask",
+            fix=f"did you mean {close[0]}?" if close else "name one of these, or your task as my_file.py:MyTask",
         )
-    return task_class(find_class(where), where)
+    return task_class(find_class(full_name), full_name)
 
 
-def task_class(found: type, where: str = "") -> type[Task]:
-    """``found`` as a task; ``where``: what names it."""
-    if issubclass(found, Task):
-        return found
-    if inherits(found, "LightningModule"):
-        kind: type[Task] = load_object(MODULE_TASK)(found)
+def task_class(kind: type, name: str = "") -> type[Task]:
+    """Return ``kind``, or the task class of a LightningModule. ``name``: of the class, for people."""
+    if issubclass(kind, Task):
         return kind
-    if inherits(found, "LightningDataModule"):
+    if inherits(kind, "LightningModule"):
+        module_task: type[Task] = load_object(MODULE_TASK)(kind)
+        return module_task
+    if inherits(kind, "LightningDataModule"):
         raise TaskError(
-            f"{found.__name__} is a LightningDataModule, not a task",
-            why="it has the data of a LightningModule, which is what is trained",
-            fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={where}",
+            f"{kind.__name__} is a LightningDataModule, not a task",
+            why="it has the data of a LightningModule, and the module is trained",
+            fix=f"name the module, and this beside it: lockstep train FILE.py:MODULE --set task.datamodule={name}",
         )
-    is_model = any(base.__module__.startswith("torch.nn.") for base in found.__mro__)
+    is_model = any(base.__module__.startswith("torch.nn.") for base in kind.__mro__)
     raise TaskError(
-        f"{found.__name__} is not a task",
+        f"{kind.__name__} is not a task",
         why="it is a model" if is_model else "it does not inherit from lockstep.Task",
         fix="write a subclass of lockstep.Task whose methods datasets, model and loss return the data, "
-        f"{f'{found.__name__}(...)' if is_model else 'the model'} and the loss, and name that class",
+        f"{f'{kind.__name__}(...)' if is_model else 'the model'} and the loss, and name that class",
     )
 
 
@@ -89,21 +89,21 @@ def inherits(kind: type, name: str) -> bool:
     return any(base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING for base in kind.__mro__)
 
 
-def find_class(where: str) -> type:
-    """The class at ``path/to/file.py:Class`` or ``package.module:Class``."""
-    place, _, attribute = where.rpartition(":")
+def find_class(name: str) -> type:
+    """Import the class at ``path/to/file.py:Class`` or ``package.module:Class``."""
+    module_name, _, attribute = name.rpartition(":")
     here = Path.cwd()
     if not is_in_run_folder(here):  # files of a run are not code
-        _search(here, place)  # as `python -m` does; a console script has its own folder instead
-    module = _imported(place)
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type):
+        _search(here, module_name)  # as `python -m` does; a console script has its folder instead
+    module = _imported(module_name)
+    kind = getattr(module, attribute, None)
+    if not isinstance(kind, type):
         raise TaskError(
-            f"{place} has no class {attribute!r}",
+            f"{module_name} has no class {attribute!r}",
             why=_listed(_task_names(module)),
             fix="check the name after the colon",
         )
-    return found
+    return kind
 
 
 def _task_names(module: Any) -> list[str]:
@@ -156,21 +156,21 @@ def check_methods(kind: type[Task]) -> None:
             fix="write a class of settings: a subclass of lockstep.TaskConfig, or a dataclass",
         )
     for name, method in vars(Task).items():
-        own = getattr(kind, name)
-        if name.startswith("_") or not isinstance(method, FunctionType) or own is method:
+        override = getattr(kind, name)
+        if name.startswith("_") or not isinstance(method, FunctionType) or override is method:
             continue
         names = [*signature(method).parameters]
         fix = f"define it as `def {name}({', '.join(names)})`"
-        if not callable(own) or isinstance(own, type):
+        if not callable(override) or isinstance(override, type):
             raise TaskError(
-                f"{kind.__name__}.{name} is a {type(own).__name__}",
+                f"{kind.__name__}.{name} is a {type(override).__name__}",
                 why=f"{name}() is a method of lockstep.Task, which the attribute hides",
                 fix=f"{fix}, or give the attribute another name",
             )
         is_bound = isinstance(getattr_static(kind, name), staticmethod | classmethod)
-        optional = ["model"] * (name in ("remarks", "pictures") and "model" in signature(own).parameters)
+        optional = ["model"] * (name in ("remarks", "pictures") and "model" in signature(override).parameters)
         try:
-            signature(own).bind(*names[is_bound:], *optional)
+            signature(override).bind(*names[is_bound:], *optional)
         except ValueError:  # a function in C has no signature
             continue
         except TypeError as error:
@@ -203,31 +203,31 @@ def configured(task: Task, config: Any = None) -> Task:
     return task
 
 
-def _imported(place: str) -> Any:
+def _imported(name: str) -> Any:
     """The module ``path/to/file.py`` or ``package.module``, imported as if it were called without arguments."""
-    given = sys.argv
-    sys.argv = [place]
+    caller_argv = sys.argv
+    sys.argv = [name]
     try:
         with world_kept(os.environ):
-            return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     except LockstepError:
         raise
     except SystemExit as end:
         raise TaskError(
-            f"importing {place} ended with sys.exit({'' if end.code is None else repr(end.code)})",
-            why="what a script does when it is called was done by the import, without arguments of a command line",
+            f"importing {name} ended with sys.exit({'' if end.code is None else repr(end.code)})",
+            why="the import ran the script, without arguments of a command line",
             fix="put its argument parser and its training under `if __name__ == '__main__':`, or train it with a "
             "session: lockstep run",
         ) from end
     except Exception as error:
-        own = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(Path(place).resolve())]
-        at = f", in line {own[-1].lineno}: {own[-1].line}" if own else ""
+        frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(Path(name).resolve())]
+        at = f", in line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
         fix = "fix that line, or the installation of the package that it imports"
-        if not own:
+        if not frames:
             fix = "fix it; a package must be installed or in the working folder, or be named as path/to/file.py:Class"
-        raise TaskError(f"importing {place} failed", why=f"{type(error).__name__}: {error}{at}", fix=fix) from error
+        raise TaskError(f"importing {name} failed", why=f"{type(error).__name__}: {error}{at}", fix=fix) from error
     finally:
-        sys.argv = given
+        sys.argv = caller_argv
 
 
 def _import_file(path: Path) -> Any:
@@ -266,7 +266,7 @@ def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
 
     try:
         run.task_file.write_bytes(cloudpickle.dumps(task))
-    except Exception as error:  # whatever the task's own objects raise
+    except Exception as error:  # any that the task's objects raise
         raise TaskError(
             f"the task {kind.__qualname__} cannot be sent to other processes",
             why=f"{type(error).__name__}: {error}",

@@ -39,7 +39,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class HarData:
-    """What a source delivers."""
+    """Windows of the three splits of a source, and the names of its classes."""
 
     train: Windows
     val: Windows
@@ -53,41 +53,41 @@ class HarData:
 
 
 def checked(
-    samples: npt.NDArray[Any], labels: npt.NDArray[Any], *, classes: int | None, where: str, first: int = 0
+    samples: npt.NDArray[Any], labels: npt.NDArray[Any], *, classes: int | None, name: str, first: int = 0
 ) -> Windows:
     """``samples`` and ``labels`` as :class:`Windows`, with labels from 0 instead of ``first``.
 
-    ``where``: what to call the data in an error. ``classes``: how many; ``None``: any label from ``first`` on.
+    ``name``: of the data, in errors. ``classes``: their number; ``None``: any label from ``first`` on.
     """
     if samples.ndim != 3 or 0 in samples.shape[1:]:
-        raise _wrong(f"{where}: the samples have shape {samples.shape}, not (windows, channels, time)")
+        raise _wrong(f"{name}: the samples have shape {samples.shape}, not (windows, channels, time)")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise _wrong(
-            f"{where}: the labels have shape {labels.shape} and type {labels.dtype}, not one integer per window"
+            f"{name}: the labels have shape {labels.shape} and type {labels.dtype}, not one integer per window"
         )
     if len(samples) != len(labels):
-        raise _wrong(f"{where}: {len(samples)} windows but {len(labels)} labels")
+        raise _wrong(f"{name}: {len(samples)} windows but {len(labels)} labels")
     if len(samples) == 0:
-        raise _wrong(f"{where}: there is no window in it")
+        raise _wrong(f"{name}: there is no window in it")
     with np.errstate(invalid="ignore", over="ignore"):
         samples = np.ascontiguousarray(samples, dtype=np.float32)
         # The sum is finite when all values are, and needs no array of flags as large as the data.
         is_finite = np.isfinite(samples.sum(dtype=np.float64))
     if not is_finite:
         bad = int(np.flatnonzero(~np.isfinite(samples).all(axis=(1, 2)))[0])
-        raise _wrong(f"{where}: window {bad} holds values that are not finite", fix="remove it, or fill its gaps")
+        raise _wrong(f"{name}: window {bad} holds values that are not finite", fix="remove it, or fill its gaps")
     lowest = int(labels.min())
     highest = int(labels.max())
     if lowest < first or (classes is not None and highest >= first + classes):
-        known = f"{first} to {first + classes - 1}" if classes is not None else f"whole numbers from {first}"
-        raise _wrong(f"{where}: labels go from {lowest} to {highest}, out of range; the classes are {known}")
+        valid_labels = f"{first} to {first + classes - 1}" if classes is not None else f"whole numbers from {first}"
+        raise _wrong(f"{name}: labels go from {lowest} to {highest}, out of range; the classes are {valid_labels}")
     return Windows(samples, labels.astype(np.int64) - first)
 
 
 def _wrong(
-    what: str, fix: str = "restore the files, or save them again in the form that docs/har.md describes"
+    problem: str, fix: str = "restore the files, or save them again in the form that docs/har.md describes"
 ) -> DataError:
-    return DataError(what, fix=fix)
+    return DataError(problem, fix=fix)
 
 
 def by_subject(
@@ -115,8 +115,9 @@ def by_subject(
 
 WINDOW_S = 2.0
 #: The first six of the ten subjects train.
-VAL_SUBJECTS, TEST_SUBJECTS = (7, 8), (9, 10)
-#: What a reflection at the body's plane of symmetry reverses: an arrow's x (ax); for a rotation, which is a
+VAL_SUBJECTS = (7, 8)
+TEST_SUBJECTS = (9, 10)
+#: Channels that a reflection at the body's plane of symmetry reverses: an arrow's x (ax); for a rotation, which is a
 #: pseudovector, everything but x (wy, wz).
 MIRRORED = ("ax", "wy", "wz")
 
@@ -146,9 +147,9 @@ def load_watch(*, val_subjects: Sequence[int] | None, test_subjects: Sequence[in
     names = tuple(arrays["class_names"].tolist())
     labels = np.repeat(arrays["label"], counts)
     subjects = np.repeat(arrays["subject"], counts)
-    windows = checked(np.concatenate(cut), labels, classes=len(names), where="watch.npz")
-    train, kept, held_out = by_subject(windows, subjects, val, test)
-    return HarData(train, kept, held_out, names)
+    windows = checked(np.concatenate(cut), labels, classes=len(names), name="watch.npz")
+    train, validation, held_out = by_subject(windows, subjects, val, test)
+    return HarData(train, validation, held_out, names)
 
 
 def cut_windows(recording: Floats, length: int, hop: int) -> Floats:
@@ -176,18 +177,18 @@ SHA256 = "c00b803081a5c797cd5e4b83700a9810b38d53d9d84e01917e090e1fdbc81031"
 
 
 def find_uci(folder: Path) -> Path | None:
-    """The data set's own folder: ``folder``, or the one in it, if it looks like UCI-HAR."""
-    for place in (folder, folder / FOLDER):
-        if any((place / name).is_dir() for name in ("train/Inertial Signals", "test/Inertial Signals")):
-            return place
+    """Return the folder of the data set, if there is one: ``folder``, or ``UCI HAR Dataset`` in it."""
+    for candidate in (folder, folder / FOLDER):
+        if any((candidate / name).is_dir() for name in ("train/Inertial Signals", "test/Inertial Signals")):
+            return candidate
     return None
 
 
 def fetch_uci(folder: Path, *, url: str = URL, sha256: str = SHA256) -> Path:
-    """Download and unpack the data set into ``folder`` unless it is there; returns its own folder."""
-    found = find_uci(folder)
-    if found is not None:
-        return found
+    """Download and unpack the data set into ``folder`` unless it is there; return its folder."""
+    unpacked = find_uci(folder)
+    if unpacked is not None:
+        return unpacked
     outer = download(url, folder / "uci-har.zip", sha256)
     put_unpacked(outer, folder / FOLDER, partial(_unpack, outer))
     return folder / FOLDER
@@ -203,8 +204,8 @@ def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:
     windows, subjects = _read_split(folder, "train")
     here = sorted(set(subjects.tolist()))
     val = here[-max(1, len(here) // VAL_SHARE) :] if val_subjects is None else list(val_subjects)
-    train, kept, _ = by_subject(windows, subjects, val, ())
-    return HarData(train, kept, _read_split(folder, "test")[0], CLASSES)
+    train, held_out, _ = by_subject(windows, subjects, val, ())
+    return HarData(train, held_out, _read_split(folder, "test")[0], CLASSES)
 
 
 def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]]:
@@ -219,8 +220,8 @@ def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]
             raise _wrong(f"{file} has {len(signals[-1])} windows, y_{part}.txt has {len(labels)}")
     if len(subjects) != len(labels):
         raise _wrong(f"{folder / part}: {len(subjects)} subjects but {len(labels)} labels")
-    where = f"{folder}/{part}"
-    return checked(np.stack(signals, axis=1), labels, classes=len(CLASSES), first=1, where=where), subjects
+    windows = checked(np.stack(signals, axis=1), labels, classes=len(CLASSES), first=1, name=f"{folder}/{part}")
+    return windows, subjects
 
 
 def _read_numbers(file: Path, kind: type[np.generic], *, columns: int) -> npt.NDArray[Any]:
@@ -256,9 +257,9 @@ def load_tensors(folder: Path) -> HarData:
     val, test = (_load(folder / f"{part}.pt", classes=classes) for part in PARTS[1:])
     for part, windows in zip(PARTS[1:], (val, test), strict=True):
         shape = windows.samples.shape[1:]
-        wanted = train.samples.shape[1:]
-        if shape != wanted:
-            raise _wrong(f"{part}.pt has windows of shape {shape}, train.pt of {wanted}")
+        train_shape = train.samples.shape[1:]
+        if shape != train_shape:
+            raise _wrong(f"{part}.pt has windows of shape {shape}, train.pt of {train_shape}")
     return HarData(train, val, test, _numbered(classes))
 
 
@@ -281,7 +282,7 @@ def _load(file: Path, *, classes: int | None) -> Windows:
         raise DataError(f"{file} does not hold samples and labels", fix=fix)
     if samples.is_complex() or samples.dtype == torch.bool:
         raise DataError(f"{file}: the samples are of type {samples.dtype}", fix="save them as 32-bit floats")
-    return checked(samples.float().numpy(), labels.numpy(), classes=classes, where=str(file))
+    return checked(samples.float().numpy(), labels.numpy(), classes=classes, name=str(file))
 
 
 # Made-up windows of any number, shape and class count, for benchmarks and tests.
@@ -362,7 +363,7 @@ class AugmentedWindows:
     axes (the same for every sensor) and a random gain of each channel stand for both.
 
     Args:
-        windows: in the sensors' own units, channels in xyz triples (needed for a rotation only).
+        windows: in the sensors' units, channels in xyz triples (needed for a rotation only).
         rotate_deg: standard deviation of the angle, about a random axis.
         gain: standard deviation of a channel's gain around 1.
     """

@@ -83,13 +83,14 @@ class Mlp(nn.Module):
         return self.layers(samples)
 
     def stages(self) -> list[nn.Module]:
-        """One for each linear layer, with what stands behind it."""
-        cuts = [place for place, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        """Return one for each linear layer, with its activation and dropout."""
+        cuts = [index for index, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
         return [self.layers[start:stop] for start, stop in pairwise([0, *cuts[1:], len(self.layers)])]
 
 
 def pre_norm_encoder(width: int, heads: int, hidden: int, depth: int, dropout: float) -> nn.TransformerEncoder:
     """Pre-norm layers, and a norm at their end."""
-    options = {"activation": "gelu", "batch_first": True, "norm_first": True}
-    layer = nn.TransformerEncoderLayer(width, heads, hidden, dropout, **options)  # type: ignore[arg-type]
+    layer = nn.TransformerEncoderLayer(
+        width, heads, hidden, dropout, activation="gelu", batch_first=True, norm_first=True
+    )
     return nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)

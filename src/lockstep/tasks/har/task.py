@@ -25,9 +25,10 @@ from lockstep.tasks.har.vision import LinePlots, Vit
 Source = Literal["watch", "uci", "pt", "synthetic"]
 Subjects = tuple[int, ...]
 
-#: What the watch data is augmented with when the settings do not say; chosen by cross-validation over
+#: Default augmentation of the watch data, chosen by cross-validation over
 #: the subjects that train and validate.
-WATCH_ROTATION_DEG, WATCH_GAIN = 30.0, 0.1
+WATCH_ROTATION_DEG = 30.0
+WATCH_GAIN = 0.1
 
 
 class HarConfig(TaskConfig):
@@ -48,9 +49,9 @@ class HarConfig(TaskConfig):
     )
     hidden: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="cnn: channels per block; mlp: hidden layers; vit_plots: width; unset: its own",
+        description="cnn: channels per block; mlp: hidden layers; vit_plots: width; unset: the model's default",
     )
-    dropout: float | None = Field(default=None, ge=0, lt=1, description="unset: the model's own")
+    dropout: float | None = Field(default=None, ge=0, lt=1, description="unset: the model's default")
     label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="share of each label spread over all classes")
     rotate_deg: float | None = Field(
         default=None,
@@ -94,13 +95,13 @@ class HarTask(Task):
     @cached_property
     def source(self) -> Source:
         """Where the windows come from, decided."""
-        given = self.config.source
-        if given in ("watch", "synthetic") and self.data.data_dir is not None:
+        setting = self.config.source
+        if setting in ("watch", "synthetic") and self.data.data_dir is not None:
             raise ConfigError(
-                f"task.source={given} reads no folder, but data.data_dir is set", fix="leave one of the two out"
+                f"task.source={setting} reads no folder, but data.data_dir is set", fix="leave one of the two out"
             )
-        if given != "auto":
-            return given
+        if setting != "auto":
+            return setting
         if self.data.data_dir is None and not self.data.download:
             return "watch"
         folder = self._folder()
@@ -121,12 +122,12 @@ class HarTask(Task):
 
     @cached_property
     def windows(self) -> HarData:
-        """The windows of the source, in its own units."""
+        """The windows of the source, in its units."""
         config = self.config
         source = self.source
         for name, sources in (("val_subjects", ("watch", "uci")), ("test_subjects", ("watch",))):
             if getattr(config, name) is not None and source not in sources:
-                raise ConfigError(f"task.{name} means nothing to {source}, which has its own split", fix="leave it out")
+                raise ConfigError(f"task.{name} has no effect on {source}, whose split is fixed", fix="leave it out")
         if source == "watch":
             return data.load_watch(
                 val_subjects=config.val_subjects, test_subjects=config.test_subjects, mirror=config.mirror
@@ -137,14 +138,14 @@ class HarTask(Task):
             )
         if source == "pt":
             return data.load_tensors(self._folder())
-        found = data.find_uci(self._folder())
-        if found is None:
+        folder = data.find_uci(self._folder())
+        if folder is None:
             raise DataError(
                 f"{self._folder()} does not hold UCI-HAR",
                 why="looked for train/Inertial Signals in it and in 'UCI HAR Dataset' below it",
                 fix="check --data-dir, or add --download",
             )
-        return data.load_uci(found, val_subjects=config.val_subjects)
+        return data.load_uci(folder, val_subjects=config.val_subjects)
 
     @cached_property
     def standardiser(self) -> Standardiser:
@@ -156,9 +157,9 @@ class HarTask(Task):
         return self.windows.class_names
 
     def datasets(self) -> Datasets:
-        given = self.windows
-        val, test = (self._plain(part) if len(part) else None for part in (given.val, given.test))
-        return Datasets(self._training(given.train), val, test)
+        windows = self.windows
+        val, test = (self._plain(part) if len(part) else None for part in (windows.val, windows.test))
+        return Datasets(self._training(windows.train), val, test)
 
     def _training(self, windows: Windows) -> Any:
         config = self.config
@@ -243,7 +244,7 @@ class HarTask(Task):
         return WindowScores(classes, self.windows.shape[0]) if self.config.mode == "flatten" else ClassScores(classes)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a user of the weights needs: the standardisation of each channel, and the names of the classes."""
+        """Return the standardisation of each channel and the names of the classes, which users of the weights need."""
         return {
             "mean": torch.from_numpy(self.standardiser.mean),
             "std": torch.from_numpy(self.standardiser.std),
@@ -271,7 +272,7 @@ def count(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
 
 
 def scores(confusion: Tensor) -> dict[str, Tensor]:
-    """Accuracy and macro F1 of a confusion matrix; not a number where it counts nothing.
+    """Accuracy and macro F1 of a confusion matrix; not a number if it counts nothing.
 
     F1 is the mean over the classes that occur, in truth or prediction, as torchmetrics' macro average.
     """
@@ -297,7 +298,7 @@ class ClassScores:
 
 
 class WindowScores:
-    """Scores of windows when each channel of a window was classified on its own (mode ``flatten``), and of channels.
+    """Scores of windows when each channel of a window was classified alone (mode ``flatten``), and of channels.
 
     A window's class is the one with the largest mean probability over its channels. Rows may come in any order and in
     any batches; a window is counted when the last of its ``channels`` has arrived.
@@ -313,10 +314,10 @@ class WindowScores:
     def update(self, probabilities: Tensor, target: Tensor, window: Tensor) -> None:
         """Take rows: ``probabilities`` (rows, classes), ``target`` (rows,), ``window`` (rows,)."""
         self._channels = self._channels + count(probabilities.argmax(1), target, self.classes)
-        came = probabilities.float(), target, window
-        probabilities, target, window = map(torch.cat, zip(self.waiting, came, strict=True))
-        _, place, rows = window.unique(return_inverse=True, return_counts=True)
-        complete = (rows == self.channels)[place]
+        batch = probabilities.float(), target, window
+        probabilities, target, window = map(torch.cat, zip(self.waiting, batch, strict=True))
+        _, window_indices, channel_counts = window.unique(return_inverse=True, return_counts=True)
+        complete = (channel_counts == self.channels)[window_indices]
         self._windows = self._windows + self._of_windows(probabilities[complete], target[complete], window[complete])
         self.waiting = probabilities[~complete], target[~complete], window[~complete]
 
@@ -330,7 +331,7 @@ class WindowScores:
         return {**scores(windows), "confusion": windows, **of_channels}
 
     def _of_windows(self, probabilities: Tensor, target: Tensor, window: Tensor) -> Tensor:
-        ids, place = window.unique(return_inverse=True)
-        sums = torch.zeros(len(ids), self.classes).index_add_(0, place, probabilities)
-        truth = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, target)
+        ids, window_indices = window.unique(return_inverse=True)
+        sums = torch.zeros(len(ids), self.classes).index_add_(0, window_indices, probabilities)
+        truth = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, window_indices, target)
         return count(sums.argmax(1), truth, self.classes)
