@@ -1,4 +1,4 @@
-"""Training in a loop of your own, on any number of devices."""
+"""Training in a loop that you write, on any number of devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lockstep.launch.session.script import call_on_ranks
 
 T = TypeVar("T")
 
-#: What a loop decides itself.
+#: Settings that a loop replaces.
 _DEFAULTS: Mapping[str, Any] = {
     "training": {"max_grad_norm": None, "early_stopping_patience": 0},
     "scheduler": {"name": "constant", "warmup_steps": 0},
@@ -72,15 +72,15 @@ class Session:
         self, config: RunConfig | Mapping[str, Any] | None = None, *, resume: bool = False, **settings: Unpack[Settings]
     ) -> None:
         join.close_open_session(None)
-        given = join.with_settings_of_launch(mapping_of(config, settings))
-        given = merge(given, {"task": {"name": Path(sys.argv[0]).name or "session"}})
-        whole = resolve(_DEFAULTS, given)
+        overrides = join.with_settings_of_launch(mapping_of(config, settings))
+        overrides = merge(overrides, {"task": {"name": Path(sys.argv[0]).name or "session"}})
+        whole = resolve(_DEFAULTS, overrides)
         with ExitStack() as ending:
             self._joined = join.join_session(whole, resume=resume, ending=ending)
             device = rank_device(self._joined.placement.devices, self._joined.world)
             self._ending = ending.pop_all()
         seed_everything(whole.training.seed)
-        self._loop = Loop(self._joined, whole, given, device, self._ending)
+        self._loop = Loop(self._joined, whole, overrides, device, self._ending)
         join.open_sessions.append(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._joined.world.size
 
     @property
@@ -119,19 +119,19 @@ class Session:
         """Finished steps of the run: global batches, earlier attempts included."""
         return self._loop.state.step
 
-    # What is trained.
+    # Models, optimizers and schedulers.
 
     @overload
-    def prepare(self, one: T, /) -> T: ...
+    def prepare(self, thing: T, /) -> T: ...
 
     @overload
-    def prepare(self, one: T, two: Any, /, *more: Any, **named: Any) -> tuple[Any, ...]: ...
+    def prepare(self, first: T, second: Any, /, *rest: Any, **named: Any) -> tuple[Any, ...]: ...
 
     @overload
     def prepare(self, **named: Any) -> Any: ...
 
     def prepare(self, *things: Any, **named: Any) -> Any:
-        """Take modules, optimizers and schedulers: what the loop trains; returns them, in the order given. Collective.
+        """Take the modules, optimizers and schedulers of the loop, and return them in the same order. Collective.
 
         Modules are moved to the rank's device and get rank 0's weights, and keep their type, methods and parameters; no
         wrapper is around them. Schedulers are stepped by :meth:`step`, and prepared optimizers by nothing else.
@@ -147,8 +147,8 @@ class Session:
             raise TaskError("prepare() was called after the first batch", fix="call it before the loop")
         for name, thing in [*((None, thing) for thing in things), *named.items()]:
             self._loop.prepared.add(thing, name)
-        found = (*things, *named.values())
-        return found[0] if len(found) == 1 else found
+        prepared = (*things, *named.values())
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def checkpoint(self, **things: Stateful) -> None:
         """Keep the state of ``things`` in every checkpoint, too: an average of weights, a scheduler, a replay buffer.
@@ -241,8 +241,9 @@ class Session:
         Raises:
             TaskError: ``total`` is a mean; neither or both of ``count`` and ``weight``; outside :meth:`batches`.
         """
-        how = {"retain_graph": retain_graph, "create_graph": create_graph}
-        self._loop.running("backward").backward(total, count, weight, models, **how)
+        self._loop.running("backward").backward(
+            total, count, weight, models, retain_graph=retain_graph, create_graph=create_graph
+        )
 
     def step(self, optimizer: Optimizer, *, max_norm: float | None = None) -> bool:
         """Sum the gradients over ranks, divide, clip, step the optimizer and its prepared scheduler, clear. Collective.
@@ -289,7 +290,7 @@ class Session:
         return self._loop.again()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The run's precision, for the forward pass; nothing where it is 32."""
+        """The run's precision, for the forward pass; nothing for 32."""
         return self._loop.prepared.autocast()
 
     @property
@@ -372,10 +373,10 @@ class Session:
         """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
         return cast(AbstractContextManager[None], self._loop.ranks.main_first(per_node=per_node))
 
-    def print(self, *values: Any, **how: Any) -> None:
+    def print(self, *values: Any, **options: Any) -> None:
         """``print`` on rank 0 alone."""
         if self.is_main:
-            print(*values, **how)
+            print(*values, **options)
 
     # Starting and ending.
 
@@ -390,13 +391,13 @@ class Session:
         """Call ``function(*arguments)``, which makes a session, on new processes: from a notebook, for example.
 
         Args:
-            function: sent by value, with what it refers to, if it lives in a notebook or a script.
+            function: one of a notebook or a script is sent by value, with the objects that it refers to.
             config: as of a session, and over that of the session that ``function`` makes; so are the other keywords.
             resume: resume the unfinished run in ``save_dir``, if there is one.
             settings: ``devices="gpu:0,gpu:1"`` says how many ranks there are.
 
         Returns:
-            What it returned on rank 0; ``None`` where :meth:`epochs` has ended it.
+            The result of rank 0; ``None`` if :meth:`epochs` has ended it.
 
         Raises:
             LockstepError: a rank failed; which one and why. KeyboardInterrupt: the run was stopped.

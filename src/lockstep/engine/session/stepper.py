@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -101,9 +101,12 @@ class SessionOptimizer:
         #: The window of the first one.
         self._window = -1
         #: Gradients before and after the last one, as :meth:`_gradients` gives them.
-        self._before, self._after = _NONE, _NONE
-        #: Which backward call of a micro-batch is the newest, and which was the last one before a step.
-        self._newest, self._last = 0, 0
+        self._before = _NONE
+        self._after = _NONE
+        #: The newest backward call of a micro-batch.
+        self._newest = 0
+        #: The last backward call before a step.
+        self._last = 0
         #: The optimizer whose step has used the gradients of parameters that both have, and not those of all of them.
         self.used_by: str | None = None
         #: Sums whose gradients are divided already.
@@ -180,7 +183,8 @@ class SessionOptimizer:
             self.notice_clearing()
         if not self.calls:
             self._window = window
-        self._newest, self._before = call, self._gradients()
+        self._before = self._gradients()
+        self._newest = call
         if self._buckets is not None:
             self._buckets.discard()  # another call follows after all: the sum is made again
             if last and call == self._last:
@@ -337,7 +341,9 @@ class SessionOptimizer:
             gradients = gradients if self._divided is None else self._divided.local(gradients)
             foreach_mul_(gradients, sums.divisor / (self.update.precision.seed_value() * count))
             self._after = self._gradients()
-        self._earlier, self.held = 0, sums  # all of the window is in the sum, so that it may be cleared
+        # All of the window is in the sum, so that it may be cleared.
+        self._earlier = 0
+        self.held = sums
 
     def apply(self, sums: Reduced, step: int, max_norm: float | None, *, want_norm: bool) -> None:
         """Divide, clip, and step optimizer and scheduler, unless the gradient is not finite; then clear it."""
@@ -395,16 +401,22 @@ def build_steppers(
 
 
 def backward(
-    total: Tensor, precision: Precision, inputs: Any, how: Mapping[str, Any], *, counts: bool
+    total: Tensor, precision: Precision, inputs: Any, *, retain_graph: bool, create_graph: bool, counts: bool
 ) -> Tensor | float:
-    """Run the backward pass of ``total``, whose gradients are zeros unless it ``counts``; its value, not read on a GPU.
+    """Run the backward pass of ``total``, whose gradients are zeros unless it ``counts``.
 
-    ``inputs``: the parameters that get gradients, ``None``: all; ``how``: as of ``torch.autograd.backward``.
+    Args:
+        total: shape ().
+        inputs: the parameters that get gradients; ``None``: all.
+        retain_graph: as of ``torch.autograd.backward``; so is ``create_graph``.
+
+    Returns:
+        The value of ``total``, not read on a GPU.
     """
     seed = precision.seed().to(total.dtype)
     seed = seed if counts else torch.zeros_like(seed)
-    if inputs is None and not any(how.values()) and type(total) is Tensor:
+    if inputs is None and not (retain_graph or create_graph) and type(total) is Tensor:
         _compat.backward(total, seed)
     else:
-        torch.autograd.backward(total, seed, inputs=inputs, **how)
+        torch.autograd.backward(total, seed, inputs=inputs, retain_graph=retain_graph, create_graph=create_graph)
     return total.item() if total.device.type == "cpu" else total.detach()

@@ -41,7 +41,7 @@ MAX_FOLLOWED_WINDOWS = 64
 def outside_batches(call: str) -> TaskError:
     return TaskError(
         f"session.{call} was used outside a loop over session.batches()",
-        why="the session divides gradients by what the batches of a step count",
+        why="the session divides gradients by the counts of a step's batches",
         fix="use it in the body of `for batch in session.batches(train_set):`",
     )
 
@@ -263,7 +263,7 @@ class SessionTraining(Training):
         return self.window
 
     def end_window(self, window: Window, waited_s: float, *, epoch_over: bool) -> None:
-        """Count the window, log, and save where that is due; sets ``log.ended_by`` where ranks agreed to stop."""
+        """Count the window, log, and save if that is due; set ``log.ended_by`` if ranks agreed to stop."""
         state = self.state
         log = self.log
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
@@ -313,7 +313,14 @@ class SessionTraining(Training):
     # Backward calls and steps.
 
     def backward(
-        self, total: Any, count: Any, weight: Any, models: Iterable[nn.Module] | nn.Module | None, **how: Any
+        self,
+        total: Any,
+        count: Any,
+        weight: Any,
+        models: Iterable[nn.Module] | nn.Module | None,
+        *,
+        retain_graph: bool,
+        create_graph: bool,
     ) -> None:
         window = self._inside("backward")
         samples = None
@@ -322,7 +329,7 @@ class SessionTraining(Training):
             self._beside.refuse_scaled()
             samples = window.requests[self.place].size
         total, count = checked_sum(total, count, weight, samples)
-        if how.get("create_graph") and self._shards:
+        if create_graph and self._shards:
             raise self._shards.second_order("backward(..., create_graph=True)")
         if models is not None and self._shards:
             raise UnsupportedError(
@@ -335,7 +342,14 @@ class SessionTraining(Training):
         for stepper in self.steppers.values():
             stepper.before_backward(self.state.step, self._calls, last=self.is_last)
         with self._origins.paused():
-            value: Tensor | float = backward(total, self.precision, inputs, how, counts=not self.is_ghost)
+            value: Tensor | float = backward(
+                total,
+                self.precision,
+                inputs,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                counts=not self.is_ghost,
+            )
         if self.is_ghost:
             value = 0.0
             count = 0.0
