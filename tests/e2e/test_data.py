@@ -55,7 +55,7 @@ def test_noise_does_not_stop_a_resume_and_other_data_do_until_they_are_accepted(
 
     assert longer(4).step == 4, "what differs each time is left out of the comparison"
     monkeypatch.setattr(Unseeded, "scale", 0)
-    with pytest.raises(CheckpointError, match="the training data is not what this run was trained on") as caught:
+    with pytest.raises(CheckpointError) as caught:
         longer(5)
     assert "--accept-data" in caught.value.fix
     assert longer(5, accept_data=True).step == 5

@@ -1246,13 +1246,13 @@ def test_what_an_epoch_makes_once_is_kept_for_a_resume(tmp_path: Path, capsys: p
     assert "session.once" not in capsys.readouterr().err
 
     trained_on_made_data(tmp_path / "new", 3, every_time)
-    with pytest.raises(LockstepError, match="not what this run was trained on") as caught:
+    with pytest.raises(CheckpointError) as caught:
         trained_on_made_data(tmp_path / "new", 12, every_time)
     assert "session.once" in caught.value.fix
     trained_on_made_data(tmp_path / "numbers", 3, numbered)
     capsys.readouterr()
     trained_on_made_data(tmp_path / "numbers", 12, numbered)
-    assert "session.once(make, ...) keeps it" in capsys.readouterr().err
+    assert "session.once" in capsys.readouterr().err
 
 
 def test_what_an_epoch_without_batches_has_made_is_not_kept() -> None:

@@ -109,7 +109,7 @@ class _Watch(TorchFunctionMode):
 def _without_chance(name: str, drawn: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """``drawn`` by the function ``name``, with one number in place of all, or a permutation in order.
 
-    What is drawn by weights, or computed from draws, stays random.
+    Draws by weights, and values computed from draws, stay random.
     """
     if name in _NUMBERS:
         drawn.detach().fill_(0.5)

@@ -31,7 +31,9 @@ class Fitting(Protocol):
 def build_training(rank: RankContext, task: Task, datasets: Datasets, snapshot: Snapshot | None) -> TaskTraining:
     """Build the training of ``task`` on a rank, from ``snapshot`` or from the start. Collective."""
     parts = build_parts(rank, task, datasets, snapshot)
-    rank, strategy, debug = parts.rank, parts.strategy, rank.config.debug
+    debug = rank.config.debug
+    rank = parts.rank
+    strategy = parts.strategy
     done = parts.state.epoch * rank.plan.batch.samples + parts.state.position
     saved = None if snapshot is None else snapshot.trainer.get("stream")
     begin_stream(datasets, rank.run_dir.path, rank.attempt, rank.world, done, rank.plan.batch.global_batch, saved)

@@ -58,8 +58,17 @@ class Evaluator:
     def of_plan(
         cls, plan: Plan, collectives: Collectives, device: torch.device, precision: Precision, step: int = 0
     ) -> Evaluator:
-        together = {"ghosts": plan.sharded, "together": plan.pipelined}
-        return cls(collectives, device, precision, plan.loader, plan.eval_batch_size, plan.seed, step, **together)
+        return cls(
+            collectives,
+            device,
+            precision,
+            plan.loader,
+            plan.eval_batch_size,
+            plan.seed,
+            step,
+            ghosts=plan.sharded,
+            together=plan.pipelined,
+        )
 
     def chunks(self, samples: int, *, first: int = 0, limit: int | None = None) -> list[BatchRequest]:
         """This rank's chunk of every round from chunk ``first`` on; an empty one, or a ghost, when it has none for it.

@@ -153,8 +153,16 @@ class TaskTraining(Training):
         state = self.state
         log = self.log
         trace = self._trace
-        start: dict[str, int] = {"epoch": state.epoch, "position": state.position}
-        loader = loaded(self._source, rank.plan, rank.world, **start, settled=self._validation.settle_loader)
+        epoch = state.epoch
+        position = state.position
+        loader = loaded(
+            self._source,
+            rank.plan,
+            rank.world,
+            epoch=epoch,
+            position=position,
+            settled=self._validation.settle_loader,
+        )
         batches = TimedBatches(loader if trace is None else trace.batches(loader))
         self._task_hooks = self._task.hooks()
         self._parts.train()
@@ -162,7 +170,7 @@ class TaskTraining(Training):
         log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)
         with contextlib.closing(loader):
-            windows = self._begin_windows(walk(rank.plan, rank.world, **start))
+            windows = self._begin_windows(walk(rank.plan, rank.world, epoch=epoch, position=position))
             steps = training_steps(self._parts, windows, batches, lambda: log.requests(state.step + 1))
             with profiled(rank, steps, state.step) if rank.config.telemetry.profile else nullcontext(steps) as watched:
                 for step in watched:

@@ -33,7 +33,7 @@ def measure(reopened: Reopened) -> dict[str, Any]:
         values = evaluate(subject.evaluator, subject.task, subject.model, subject.dataset, report=report)
     return {
         "samples": len(subject.dataset),
-        "metrics": {f"{reopened.wanted.split}_{name}": value for name, value in values.items()},
+        "metrics": {f"{reopened.evaluation.split}_{name}": value for name, value in values.items()},
     }
 
 
@@ -63,7 +63,7 @@ class Subject(NamedTuple):
 
 
 def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
-    """Build the subject of an evaluation; ``read`` opens the path of ``wanted.data``. Collective if divided."""
+    """Build the subject of an evaluation; ``read`` opens the path of ``evaluation.data``. Collective if divided."""
     request, task, datasets, snapshot, world, collectives, device = reopened
     plan = request.plan
     split = request.split

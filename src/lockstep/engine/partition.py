@@ -96,7 +96,9 @@ class Through(Task):
         super().__init__(task.config)
         self._task = task
         self._ask = ask
-        self.collate, self.metrics, self.merge = task.collate, task.metrics, task.merge  # type: ignore[method-assign]
+        self.collate = task.collate  # type: ignore[method-assign]
+        self.metrics = task.metrics  # type: ignore[method-assign]
+        self.merge = task.merge  # type: ignore[method-assign]
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         result: tuple[Loss, tuple[Any, ...]] = self._ask(self._task.validate, model, batch)

@@ -40,9 +40,9 @@ class Evaluation:
 
 
 class Reopened(NamedTuple):
-    """What one rank evaluates with, among the others. ``datasets``: the run's; ``None``: the file ``wanted.data``."""
+    """A checkpoint and data on one rank. ``datasets``: the run's; ``None``: the file ``evaluation.data``."""
 
-    wanted: Evaluation
+    evaluation: Evaluation
     task: Task
     datasets: Datasets | None
     snapshot: Snapshot
@@ -51,15 +51,15 @@ class Reopened(NamedTuple):
     device: torch.device
 
 
-def reopen(wanted: Evaluation, task: Task, world: World, collectives: Collectives) -> Reopened:
+def reopen(evaluation: Evaluation, task: Task, world: World, collectives: Collectives) -> Reopened:
     """The checkpoint and the data of an evaluation, on every rank. Collective."""
-    store = CheckpointStore(wanted.run.checkpoints)
-    snapshot = load_shared(store, wanted.step, collectives, in_pieces=wanted.plan.sharded and world.size > 1)
-    datasets = None if wanted.data is not None else open_data(task, wanted.config, collectives)
+    store = CheckpointStore(evaluation.run.checkpoints)
+    snapshot = load_shared(store, evaluation.step, collectives, in_pieces=evaluation.plan.sharded and world.size > 1)
+    datasets = None if evaluation.data is not None else open_data(task, evaluation.config, collectives)
     if datasets is not None and world.size > 1:
         check_same_data(datasets, collectives)
-    device = rank_device(tuple(wanted.plan.placement["devices"]), world)
-    return Reopened(wanted, task, datasets, snapshot, world, collectives, device)
+    device = rank_device(tuple(evaluation.plan.placement["devices"]), world)
+    return Reopened(evaluation, task, datasets, snapshot, world, collectives, device)
 
 
 def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:

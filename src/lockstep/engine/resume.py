@@ -134,25 +134,27 @@ def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False
     if not accepted and not same_data(saved, here):
         accepts = "; to resume with these data, add --accept-data" if same_length else ""
         raise CheckpointError(
-            "the training data is not what this run was trained on",
+            "the training data is not that of this run",
             why=f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}",
             fix=f"point data.data_dir at the same data, or start a new run with --init-from{accepts}{remedy}",
         )
     version = manifest.get("order_version")
     seed = manifest.get("seed")
     order = manifest.get("order", {})
-    what = fix = ""
+    difference = fix = ""
     if version != ORDER_VERSION:
-        what = f"the run's order is version {version}, this Lockstep's is {ORDER_VERSION}"
+        difference = f"the run's order is version {version}, this Lockstep's is {ORDER_VERSION}"
         fix = "resume with the version of Lockstep that run.json names, or start a new run with --init-from"
     elif OrderPlan.model_validate(order) != plan.order:
-        what = f"the run's order is {OrderPlan.model_validate(order)}; that of the plan is {plan.order}"
+        difference = f"the run's order is {OrderPlan.model_validate(order)}; that of the plan is {plan.order}"
         fix = "leave the weights and the settings of data (sampling, bucketing, epoch_samples) as they were"
     elif seed != plan.seed:
-        what = f"the run's seed is {seed}, not {plan.seed}"
+        difference = f"the run's seed is {seed}, not {plan.seed}"
         fix = "leave training.seed as it was"
-    if what:
-        raise CheckpointError(what, why="in another order samples would repeat and others would be left out", fix=fix)
+    if difference:
+        raise CheckpointError(
+            difference, why="in another order samples would repeat and others would be left out", fix=fix
+        )
 
 
 def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:

@@ -265,7 +265,8 @@ class RunLog:
 
     def _check_skipped(self) -> None:
         """Refuse to continue when too many steps had no finite gradient. Equal on all ranks: all raise, or none."""
-        (step, skipped), state = self._skipped_before, self.state
+        step, skipped = self._skipped_before
+        state = self.state
         steps = state.step - step
         if steps < min(100, self.total):
             return
@@ -314,7 +315,7 @@ class RunLog:
         return total / count if count else math.nan
 
     def epoch_numbers(self, lr: float) -> dict[str, float]:
-        """Return what the run adds to the row of an epoch, after :meth:`sum_epoch`; ``lr``: of the last step."""
+        """Return learning rate, speed and duration of an epoch, after :meth:`sum_epoch`; ``lr``: of the last step."""
         speed = self._epoch_speed
         return {"lr": lr, "samples_per_s": speed.samples_per_s, "duration_s": speed.seconds}
 
@@ -340,7 +341,8 @@ class RunLog:
         state = self.state
         epoch = self.state.epoch + 1
         if ended:
-            (total, count), (before_total, before_count) = self.losses.read(), self._interval_sums
+            total, count = self.losses.read()
+            before_total, before_count = self._interval_sums
             self._interval_sums = before_total - total, before_count - count  # the next interval includes their rest
             self.losses.reset()
             state.epoch = epoch

@@ -44,13 +44,13 @@ class TaskRunner:
         """Make a task of class ``kind`` from the arguments that its settings give."""
         return kind(**arguments)
 
-    def complete(self, given: Mapping[str, Any], config: RunConfig) -> RunConfig:
-        """Complete ``config``, of which ``given`` was set; raise if it cannot train the task."""
-        return one_micro_batch(given, config)
+    def complete(self, overrides: Mapping[str, Any], config: RunConfig) -> RunConfig:
+        """Complete ``config``, of which ``overrides`` were set; raise if it cannot train the task."""
+        return one_micro_batch(overrides, config)
 
-    def native_settings(self, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-        """Return ``given`` with the settings that train the task with Lockstep's loop; ``config`` is complete."""
-        return given
+    def native_settings(self, overrides: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+        """Return ``overrides`` with the settings that train the task with Lockstep's loop; ``config`` is complete."""
+        return overrides
 
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts for the plan; raise if the configured optimizer cannot be made."""
@@ -105,17 +105,17 @@ class TaskRunner:
 
 
 def runner_of(task: Task) -> TaskRunner:
-    """Return what runs ``task``."""
+    """Return the runner of ``task``."""
     return runner_class(type(task))(task)
 
 
 def runner_class(kind: type[Task]) -> type[TaskRunner]:
-    """Return what runs tasks of class ``kind``."""
+    """Return the runner of tasks of class ``kind``."""
     runner: type[TaskRunner] = load_object(kind._lockstep_runner)
     return runner
 
 
 def load_object(path: str) -> Any:
-    """Import what ``package.module:name`` names."""
+    """Import the object ``package.module:name``."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

@@ -31,7 +31,7 @@ _EXPANDABLE = "expandable_segments:True"
 def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool = False) -> Iterator[None]:
     """Set torch's switches for float32 kernels: ``matmul`` is ``highest``, ``high`` (TF32), or ``None``, as it is.
 
-    torch has two interfaces for them, and raises where it compiles and they disagree: ``fp32_precision`` alone sets
+    torch has two interfaces for them, and raises if they disagree when it compiles: ``fp32_precision`` alone sets
     the newer one. ``set_float32_matmul_precision`` and ``allow_tf32`` set both.
     """
     cudnn: Any = torch.backends.cudnn
@@ -108,8 +108,11 @@ def serve_store() -> None:
     server = os.environ.pop(STORE_FD, None)
     if server is not None:
         port = int(os.environ["MASTER_PORT"])
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": int(server)}
-        _served.append(dist.TCPStore("127.0.0.1", port, **options))  # type: ignore[attr-defined]
+        _served.append(
+            dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=int(server)
+            )
+        )
 
 
 @contextmanager
@@ -128,7 +131,9 @@ def kept_memory() -> Iterator[None]:
     if not hasattr(libc, "mallopt") or any(name in os.environ for name in users):
         yield
         return
-    mmap_threshold, trim_threshold = -3, -1  # of glibc's malloc.h
+    # The numbers are those of glibc's malloc.h.
+    mmap_threshold = -3
+    trim_threshold = -1
     libc.mallopt(mmap_threshold, 32 * 2**20)
     libc.mallopt(trim_threshold, 2**31 - 1)
     try:

@@ -31,7 +31,8 @@ class SavePolicy:
 
     def saved(self, step: int) -> None:
         """The state after ``step`` has been saved, for whatever reason."""
-        self._step, self._time = step, self._clock()
+        self._step = step
+        self._time = self._clock()
 
 
 def retained(steps: Collection[int], keep_last: int, best: int | None) -> set[int]:

@@ -208,8 +208,8 @@ class Task:
     #: The run's :class:`Context`: its step, epoch and mode, set before ``model()`` is called. Not for ``collate``,
     #: which runs ahead.
     context = _FromRun[Context]("_lockstep_context")
-    # For the engine: what runs tasks of a class, and whether the class decides which samples are drawn; then what the
-    # engine keeps on a task; a task may itself set `config`, `data` and `context` to other values.
+    # For the engine: the runner of tasks of a class, and whether the class decides which samples are drawn; then
+    # values that the engine keeps on a task; a task may itself set `config`, `data` and `context` to other values.
     _lockstep_runner: ClassVar[str] = "lockstep.engine.runner:TaskRunner"
     _lockstep_samples_itself: ClassVar[bool] = False
     _lockstep_data: DataSettings = DataSettings()
@@ -266,7 +266,7 @@ class Task:
         raise UnsupportedError(
             f"this task cannot read data from {path}",
             why=f"{type(self).__name__} has no evaluation_data()",
-            fix="leave out --data: the run's own --split test or val is evaluated; or define that method",
+            fix="leave out --data: the run's --split test or val is evaluated; or define that method",
         )
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:

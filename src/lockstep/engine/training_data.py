@@ -253,7 +253,7 @@ def check_dataset(dataset: Any, split: str) -> None:
     if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
         raise UnsupportedError(
             f"the {split} data set is iterable",
-            why="its samples have no index, so no rank can know which are its own; only training data may be a stream",
+            why="its samples have no index, so no rank can know its part; only training data may be a stream",
             fix="give it __len__ and __getitem__ (a map-style data set), for example list(dataset)",
         )
     if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or draws_keyed(dataset)):
@@ -290,7 +290,7 @@ def begin_epoch(dataset: Any, epoch: int, samples: int) -> None:
         raise DataError(
             f"the training set has {len(dataset)} samples in epoch {epoch + 1}, and had {samples} in the plan",
             why="the order, the steps and the schedule of a run follow from the number of its samples",
-            fix="keep the number, and change what the samples are; or give epochs of other data to a lockstep.Session",
+            fix="keep the number, and change the samples; or give epochs of other data to a lockstep.Session",
         )
 
 

@@ -30,7 +30,7 @@ from lockstep.telemetry.loggers import as_row, monitored, row_name
 
 __all__ = ["ConfigurationCheck", "JSONMetricLogger", "JSONMetricsLogger", "RunStatus", "Upload"]
 
-#: Callbacks of earlier versions, and what does the same.
+#: Callbacks of earlier versions, and their replacements.
 _GONE = {
     "AgreedEarlyStopping": "Lightning's EarlyStopping, on a value logged with sync_dist=True",
     "DeviceMonitor": "Lightning's DeviceStatsMonitor; lockstep.lightning.fit records the devices itself",

@@ -110,8 +110,8 @@ class StoreIO(TorchCheckpointIO):
         )
         done = used_batches(state, batch)
         progress = loops["epoch_loop.batch_progress"]
-        total = dict.fromkeys(("ready", "started", "processed", "completed"), state.step * batch.accumulate)
-        set_progress(progress, **total)
+        batches = state.step * batch.accumulate
+        set_progress(progress, ready=batches, started=batches, processed=batches, completed=batches)
         progress["current"] = dict.fromkeys(progress["current"], done)
         loops["epoch_loop.state_dict"][STEPPED] = state.step
         automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
@@ -207,12 +207,12 @@ def _classes(values: Any) -> Iterator[str]:
 
 @contextmanager
 def cannot_load(path: object) -> Iterator[None]:
-    """What the body raises over the content of a checkpoint becomes a :class:`CheckpointError`."""
+    """Raise errors of the body over the content of a checkpoint as :class:`CheckpointError`."""
     try:
         yield
     except LockstepError:
         raise
-    except Exception as error:  # whatever is wrong with the file
+    except Exception as error:  # of any class, by the file's content
         lines = [line for line in str(error).splitlines() if line.strip()]
         fix = _FIX
         if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):

@@ -47,7 +47,7 @@ _NOT_KEPT = ("config", "ckpt_path", "weights_only", "run_dir", "hardware")
 
 
 class Elsewhere(Exception):
-    """What was parsed is not run by the object that parsed it, but by ``start(cli_class, options)``: an exit code."""
+    """Parsed options are run by ``start(cli_class, options)``, which returns an exit code, and not by their parser."""
 
     def __init__(self, start: Callable[[type[LockstepCLI], dict[str, Any]], int]) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def _be_rank(_: Any, cli_class: type[LockstepCLI], options: dict[str, Any]) -> N
 def _fit(
     cli: HardwareCLI, hardware: Hardware, stored: Stored | None, cli_class: type[LockstepCLI], options: dict[str, Any]
 ) -> int:
-    """Train what ``cli`` has parsed, or resume ``stored``; the exit code. Raises as :func:`run`."""
+    """Train with the options of ``cli``, or resume ``stored``; return the exit code. Raises as :func:`run`."""
     settings = cli.config["fit"].as_dict()
     run_settings = settings_of(settings["trainer"], hardware)
     run_settings["training"]["seed"] = int(settings.get("seed_everything") or 0)

@@ -1,4 +1,4 @@
-"""What a configuration of LightningCLI makes: module, data module, and arguments of the Trainer."""
+"""Objects that a configuration of LightningCLI makes: module, data module, and arguments of the Trainer."""
 
 from __future__ import annotations
 

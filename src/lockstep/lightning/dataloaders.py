@@ -351,8 +351,8 @@ def cut_batches(loader: Any) -> str | None:
     if not isinstance(batches, SharedBatches) or not batches.is_cut:
         return None
     return (
-        "An evaluation loader has fewer batches than there are ranks, so they are cut into smaller ones. What the "
-        "module computes for a batch as a whole (a mean of batches, a contrastive loss) differs from one device; a "
+        "An evaluation loader has fewer batches than there are ranks, so they are cut into smaller ones. Values "
+        "of a whole batch (a mean of batches, a contrastive loss) then differ from those of one device; a "
         "smaller batch_size keeps the batches whole."
     )
 

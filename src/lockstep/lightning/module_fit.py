@@ -173,7 +173,7 @@ class ModuleFit:
 
 def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
     """Return ``samples`` and ``metrics`` of a checkpoint."""
-    request = reopened.wanted
+    request = reopened.evaluation
     load_weights(task.module, reopened.snapshot.model, request.run.path)
     precision = request.plan.placement["precision"]
     seed = request.config.training.seed

@@ -214,8 +214,8 @@ class ModuleSteps(Task):
         return scheduler or Scheduler(ConstantLR(optimizer, factor=1.0))
 
 
-def native_settings(task: ModuleTask, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-    """Return ``given`` with the number of steps and, as far as it does not set them, the sizes of the loader."""
+def native_settings(task: ModuleTask, overrides: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+    """Return ``overrides`` with the number of steps and, if they lack them, the sizes of the loader."""
     if task.module_class is None:
         raise UnsupportedError(
             "verify and bench cannot take a LightningModule that is an object",
@@ -228,4 +228,4 @@ def native_settings(task: ModuleTask, given: Mapping[str, Any], config: RunConfi
     per_step = loader.batch_size * placement_of(config).world_size * training.accumulate
     steps = training.max_steps or -(-samples // per_step) * training.epochs
     sizes = {"batch_size": loader.batch_size, **({"tail": "drop"} if loader.drop_last else {})}
-    return merge({"training": sizes}, merge(given, {"task": {"native_steps": steps}}))
+    return merge({"training": sizes}, merge(overrides, {"task": {"native_steps": steps}}))

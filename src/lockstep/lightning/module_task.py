@@ -283,7 +283,7 @@ class ModuleTask(Task):
             view.current_epoch = 0
 
     def open_loader(self, hook: str) -> Any:
-        """What a loader hook returns, from the run's seed; ``None`` for one of evaluation that is not defined."""
+        """Call a loader hook with the run's seed; return ``None`` for an evaluation hook that is not defined."""
         owner = next((owner for owner in self._owners if defines(owner, hook)), None)
         if owner is None and hook == "train_dataloader":
             raise TaskError(

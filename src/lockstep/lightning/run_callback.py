@@ -242,7 +242,9 @@ class RunLogCallback(Checkpoint):
 
     def _agree(self, trainer: pl.Trainer) -> None:
         """Sum losses and requests over ranks, so that all of them act on the same step."""
-        over, self._losses, losses = self._is_epoch_over, [], self._losses
+        over = self._is_epoch_over
+        losses = self._losses
+        self._losses = []
         sums = step_sums(trainer.strategy.root_device)
         sums.begin(self._log.requests(self._state.step))
         for loss, size in losses:
@@ -305,7 +307,7 @@ class RunLogCallback(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer, *, keep: bool = False) -> None:
-        """Save the run's state; ``keep``: this is what later calls save. Collective; rank 0 writes."""
+        """Save the run's state; ``keep``: later calls save this state. Collective; rank 0 writes."""
         if keep and self._is_kept:
             return
         self._is_kept = keep

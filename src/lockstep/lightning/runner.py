@@ -1,4 +1,4 @@
-"""What the core asks about a ``LightningModule``, which Lightning's Trainer trains. Lightning is imported when used."""
+"""Answers to the core about a ``LightningModule``, which Lightning's Trainer trains. Lightning is imported late."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModuleRunner(TaskRunner):
 
         return ModuleSteps(task.config, task)
 
-    def complete(self, given: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    def complete(self, overrides: Mapping[str, Any], config: RunConfig) -> RunConfig:
         """Check ``config`` and leave it as it is: the training loader has the size of a micro-batch."""
         if importlib.util.find_spec("lightning") is None:
             raise UnsupportedError(
@@ -55,11 +55,11 @@ class ModuleRunner(TaskRunner):
         self.task.check_config(config)
         return config
 
-    def native_settings(self, given: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
-        """Return ``given`` with the number of steps and, as far as it does not set them, the sizes of the loader."""
+    def native_settings(self, overrides: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+        """Return ``overrides`` with the number of steps and, if they lack them, the sizes of the loader."""
         from lockstep.lightning.module_steps import native_settings
 
-        return native_settings(self.task, given, config)
+        return native_settings(self.task, overrides, config)
 
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts of the module and of its training loader; the module makes its optimizers."""

@@ -1,4 +1,4 @@
-"""What the sections ``hardware`` and ``trainer`` of LightningCLI mean to a ``Trainer``, and as settings of a run."""
+"""Convert the sections ``hardware`` and ``trainer`` of LightningCLI to a ``Trainer`` and to settings of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.lightning.cluster import ddp_arguments
 from lockstep.lightning.configured import Hardware, changed
 from lockstep.lightning.module_task import DECIDED, refuse_arguments
 
-#: What the hardware section decides; each may be set in ``trainer`` instead, but not beside it.
+#: Arguments that the hardware section decides; each may be set in ``trainer`` instead, but not beside it.
 OF_HARDWARE = ("accelerator", "devices", "strategy", "precision")
 _SAME = "max_epochs max_steps max_time accumulate_grad_batches gradient_clip_val fast_dev_run sync_batchnorm"
 #: Settings of a run for arguments of the Trainer.

@@ -102,7 +102,7 @@ def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> Li
     return type("GivenLoaders", (LightningDataModule,), hooks)()  # type: ignore[no-any-return]
 
 
-#: Of the section ``training``, what ``build_trainer`` takes.
+#: Arguments that ``build_trainer`` takes from the section ``training``.
 _OF_TRAINING = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val")
 
 

@@ -83,8 +83,12 @@ class Throughput:
 
 #: Rows by which a slow rank is determined.
 JUDGED_ROWS = 5
-#: How much longer than the others' median a slow rank works, which share of a step that must be, and how long.
-SLOW_RATIO, SLOW_SHARE, SLOW_S = 1.3, 0.1, 1e-3
+#: Least work of a slow rank, as a multiple of the median of the other ranks.
+SLOW_RATIO = 1.3
+#: Least excess over that median, as a share of the step.
+SLOW_SHARE = 0.1
+#: Least excess over that median, in seconds.
+SLOW_S = 1e-3
 
 #: It reads two files when it is made.
 _process = lru_cache(maxsize=1)(psutil.Process)

@@ -217,10 +217,10 @@ class Call(NamedTuple):
 
     number: int
     name: str
-    place: str
+    location: str
 
     def __str__(self) -> str:
-        return f"{self.name} (call {self.number}, {self.place})"
+        return f"{self.name} (call {self.number}, {self.location})"
 
 
 class CheckedCollectives(Collectives):

@@ -74,7 +74,8 @@ class SyncedBatchNorm(BatchNorm):
             spread = (input - _per_channel(mean, input)).square_().sum(dims)
             torch.cat([row.new_full((1,), local), mean, spread], out=row)
         rows = all_gather_rows(row, self.group)
-        counts, means, spreads = rows[:, :1], *rows[:, 1:].chunk(2, dim=1)
+        counts = rows[:, :1]
+        means, spreads = rows[:, 1:].chunk(2, dim=1)
         values = counts.sum()
         # A batch without values has mean 0 and variance 0, not NaN.
         divisor = values.clamp(min=1)

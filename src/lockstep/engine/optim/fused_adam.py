@@ -49,7 +49,8 @@ class AdamKernel:
         gradients = self._gradients() if self._is_plain and not needs_own_step(optimizer) else None
         if gradients is None:
             if found_inf is not None:
-                optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
             if isinstance(optimizer, SGD):
                 _start_momentum(optimizer)
             take_step(optimizer)

@@ -57,7 +57,7 @@ def check_data(dataset: Any, *, streams: bool | None) -> None:
 
 
 def check_alike(fingerprint: str, collectives: Collectives, call: str = "batches") -> None:
-    """Raise :class:`TaskError` on all ranks where they have given ``call`` different data. Collective."""
+    """Raise :class:`TaskError` on all ranks if they gave ``call`` different data. Collective."""
     first, *rest = collectives.all_gather(fingerprint)
     rank = next((rank for rank, local in enumerate(rest, 1) if not same_data(first, local)), None)
     if rank is not None:

@@ -1,7 +1,7 @@
 """Which batches and which weights a loss depends on: watched in the first steps of a loop, and in some later ones.
 
-A step may consist of several micro-batches, which are parts of one batch. Then a body must not use what it has
-computed from another part, nor weights that change in the last part only.
+A step may consist of several micro-batches, which are parts of one batch. Then a body must not use values that
+it computed from another part, nor weights that change in the last part only.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class LoopTensors(NamedTuple):
 
     ``weights``: trained parameters, by optimizer; ``averages``: of modules, outside the optimizers; ``buffers``: of
     prepared models, by name; ``merged``: those of them with a rule for parts and ranks, which are not followed;
-    ``kept``: tensors in checkpoints.
+    ``saved``: tensors in checkpoints.
     """
 
     weights: Mapping[str, Iterable[Tensor]]
     averages: Iterable[Tensor]
     buffers: Mapping[str, Tensor]
     merged: Iterable[Tensor]
-    kept: Iterable[Tensor]
+    saved: Iterable[Tensor]
 
 
 class LossOrigins(TorchFunctionMode):
@@ -108,7 +108,7 @@ class LossOrigins(TorchFunctionMode):
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
         self._earlier: set[int] = set()
-        self._kept: set[int] = set()
+        self._saved: set[int] = set()
         self.carried: Carried | None = None
 
     def begin_body(
@@ -129,7 +129,7 @@ class LossOrigins(TorchFunctionMode):
         self._stepped.clear()
         self._reads.clear()
         self._earlier = {*self._origins}
-        self._kept = set(map(_key, tensors.kept))
+        self._saved = set(map(_key, tensors.saved))
         self._weights = {_key(p): name for name, parameters in tensors.weights.items() for p in parameters}
         self._shapes = {tuple(p.shape) for parameters in tensors.weights.values() for p in parameters if p.numel() > 1}
         self._merged = set(map(_key, tensors.merged))
@@ -161,7 +161,7 @@ class LossOrigins(TorchFunctionMode):
         origins = self._of(total) if isinstance(total, Tensor) else _NONE
         is_carried = bool(self._earlier_batches(origins))
         if is_carried:
-            self.carried = next((read for read in self._reads if read.key not in self._kept), self.carried)
+            self.carried = next((read for read in self._reads if read.key not in self._saved), self.carried)
         if not self._part.is_part:
             return
         if self._is_averaged:

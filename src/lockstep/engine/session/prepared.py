@@ -56,7 +56,7 @@ class PreparedModels:
     """Modules, optimizers and schedulers by name: ``model``, ``optimizer``, ``scheduler``, the next ones ``model_2``.
 
     Modules are moved to ``device`` in place, so that optimizers keep their parameters, cast to ``precision``, and get
-    the weights of rank 0 where there are ``several`` ranks.
+    the weights of rank 0 if there are ``several`` ranks.
     """
 
     def __init__(self, device: torch.device, precision: str, *, several: bool) -> None:
@@ -161,11 +161,11 @@ class PreparedModels:
             averages=chain(module.parameters(), averages),
             buffers=dict(module.named_buffers()),
             merged=merged,
-            kept=[leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)],
+            saved=[leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)],
         )
 
     def check(self) -> None:
-        """Raise :class:`TaskError` where an optimizer could not train what it has."""
+        """Raise :class:`TaskError` if an optimizer could not train its parameters."""
         if not self.models or not self.optimizers:
             raise TaskError(
                 f"the session has no {'optimizer' if self.models else 'model'}",
@@ -198,12 +198,12 @@ class PreparedModels:
         return schedulers[-1] if schedulers else None
 
     def rates(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Rates:
-        """What steps the prepared scheduler of ``optimizer``, if there is one; ``named``: its parameters."""
+        """Return the learning rates of ``optimizer``, with its prepared scheduler; ``named``: its parameters."""
         scheduler = self.scheduler_of(optimizer)
         return Rates(optimizer, None, named, scheduler=None if scheduler is None else Scheduler(scheduler, "step"))
 
     def schedule(self) -> str:
-        """What sets the learning rates."""
+        """Describe the schedules of the learning rates."""
         kinds = ", ".join(sorted({type(scheduler).__name__ for scheduler in self.schedulers.values()}))
         return f"session.step() steps {kinds}, after every optimizer step" if kinds else "the loop's own"
 
@@ -260,19 +260,19 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 class Beside:
     """Modules in a loop's variables that no checkpoint keeps, since they are neither prepared nor registered.
 
-    ``frame``: of the loop; the variables of its callers count, too. ``kept``: modules, and objects that may have some.
+    ``frame``: of the loop; the variables of its callers count, too. ``saved``: modules, and objects that may have some.
     """
 
-    def __init__(self, frame: FrameType | None, kept: Iterable[Any]) -> None:
+    def __init__(self, frame: FrameType | None, saved: Iterable[Any]) -> None:
         here: dict[str, Any] = {}
         while frame is not None:
             here = {**frame.f_globals, **frame.f_locals, **here}
             frame = frame.f_back
         here |= {f"self.{name}": value for name, value in getattr(here.get("self"), "__dict__", {}).items()}
-        parts = [part for thing in kept for part in (thing, *getattr(thing, "__dict__", {}).values())]
-        self._kept = [part for part in parts if isinstance(part, nn.Module)]
+        parts = [part for thing in saved for part in (thing, *getattr(thing, "__dict__", {}).values())]
+        self._saved = [part for part in parts if isinstance(part, nn.Module)]
         names = {id(module): name for name, module in here.items() if isinstance(module, nn.Module)}
-        self._found: dict[str, nn.Module] = {name: here[name] for name in names.values()}
+        self._modules: dict[str, nn.Module] = {name: here[name] for name in names.values()}
         self._scalers = [value for value in here.values() if isinstance(value, torch.amp.GradScaler)]
         self._before = self._state()
 
@@ -287,17 +287,20 @@ class Beside:
             )
 
     def _state(self) -> dict[str, Any]:
-        saved = {id(t) for module in self._kept for t in tensors_of(module)}
-        return {name: versions([t for t in tensors_of(m) if id(t) not in saved]) for name, m in self._found.items()}
+        saved = {id(t) for module in self._saved for t in tensors_of(module)}
+        return {name: versions([t for t in tensors_of(m) if id(t) not in saved]) for name, m in self._modules.items()}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of the modules."""
-        return chain.from_iterable(map(tensors_of, self._found.values()))
+        return chain.from_iterable(map(tensors_of, self._modules.values()))
 
     def changed(self) -> list[tuple[str, str]]:
         """Names and types of those whose parameters or buffers have been replaced or written to."""
         before = self._before
         now = self._state()
-        changed = [(n, type(module).__name__) for n, module in self._found.items() if differ(before[n], now[n])]
-        self._found, self._before, self._kept = {}, {}, []  # the loop may delete them
+        changed = [(n, type(module).__name__) for n, module in self._modules.items() if differ(before[n], now[n])]
+        # The loop may delete them.
+        self._modules = {}
+        self._before = {}
+        self._saved = []
         return changed

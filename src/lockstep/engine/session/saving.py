@@ -51,19 +51,19 @@ class Resumed:
             self.registered[name] = thing
             self._load(name)
 
-    def begin(self, module: nn.Module, *, found: bool, init_from: Path | None) -> None:
-        """Restore all if the run was ``found``, once; of a new run, the initial weights. Collective."""
+    def begin(self, module: nn.Module, *, is_resume: bool, init_from: Path | None) -> None:
+        """Restore the run, once; of a new one, the initial weights. Collective."""
         if self._begun:
             return
         self._begun = True
-        self.snapshot = load_latest(self._rank) if found else None
+        self.snapshot = load_latest(self._rank) if is_resume else None
         if self.snapshot is None:
             load_initial_weights(module, init_from, self._rank.collectives)
             return
-        place = self.snapshot.trainer.get("session", {})
+        session = self.snapshot.trainer.get("session", {})
         with restoring(self._source):
             vars(self.state).update(vars(TrainState.from_state_dict(self.snapshot.trainer["state"])))
-        self.made.resume(place.get("made", ()), within=bool(self.state.position or place.get("stage")))
+        self.made.resume(session.get("made", ()), within=bool(self.state.position or session.get("stage")))
         load_weights(module, self.snapshot.model, self._source)
         for name in self.registered:
             self._load(name)
@@ -97,33 +97,33 @@ class Resumed:
             raise CheckpointError(
                 f"the checkpoint has no state of {name}",
                 why=f"it has {', '.join(saved) or 'no registered state at all'}",
-                fix="register what was registered when the run began, under the same names",
+                fix="register the same objects as when the run began, under the same names",
             )
         with restoring(self._source):
             self.registered[name].load_state_dict(saved[name])
 
 
 class Made:
-    """What :meth:`lockstep.Session.once` has made in this epoch: ``values``, each with whether it is on a device."""
+    """``values`` that :meth:`lockstep.Session.once` made in this epoch, each with whether it is on a device."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
-        self._kept: list[Any] = []
+        self._saved: list[Any] = []
         self._within = False
         self._drawn: tuple[Any, ...] = ()
 
-    def resume(self, kept: Iterable[Any], *, within: bool) -> None:
-        """``kept``: ``values`` of the checkpoint; ``within``: it is of the middle of an epoch."""
-        self._kept = list(kept)
+    def resume(self, values: Iterable[Any], *, within: bool) -> None:
+        """Take ``values`` of a checkpoint; ``within``: it is of the middle of an epoch."""
+        self._saved = list(values)
         self._within = within
 
     def begin_epoch(self) -> None:
         self.values.clear()  # of an epoch that was left before its first batch
-        self._drawn = states_of_generators() if self._within and not self._kept else ()
+        self._drawn = states_of_generators() if self._within and not self._saved else ()
 
     def end_epoch(self) -> None:
         self.values.clear()
-        self._kept = []
+        self._saved = []
         self._within = False
 
     @property
@@ -134,13 +134,13 @@ class Made:
     @property
     def replaces_data(self) -> bool:
         """Whether the data of a resumed run may be others than before."""
-        return bool(self.values) and (bool(self._kept) or not self._within)
+        return bool(self.values) and (bool(self._saved) or not self._within)
 
     def once(self, make: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> Any:
         number = len(self.values)
-        if number < len(self._kept):
-            self.values.append(self._kept[number])
-            there, value = self._kept[number]
+        if number < len(self._saved):
+            self.values.append(self._saved[number])
+            there, value = self._saved[number]
             return walked(value, lambda leaf, _: leaf.to(device) if there and isinstance(leaf, Tensor) else leaf)
         value = make(*arguments)
         on_device = set[bool]()

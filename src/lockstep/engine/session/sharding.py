@@ -72,22 +72,22 @@ class Shards:
         )
 
     def of(self, optimizer: Optimizer) -> ShardedModel:
-        """The part of the models that ``optimizer`` trains, for its update."""
-        own = copy.copy(self._models[0])
-        own.parameters = lambda: [p for group in optimizer.param_groups for p in group["params"]]  # type: ignore[method-assign]
-        return own
+        """Return the part of the models that ``optimizer`` trains, for its update."""
+        part = copy.copy(self._models[0])
+        part.parameters = lambda: [p for group in optimizer.param_groups for p in group["params"]]  # type: ignore[method-assign]
+        return part
 
     def whole(self, content: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective."""
-        found: dict[str, Any] = gathered(content, keep=keep)
-        return found
+        whole: dict[str, Any] = gathered(content, keep=keep)
+        return whole
 
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Backward passes inside contribute zeros to the gradients of all ranks."""
         with ExitStack() as stack:
-            for one in self._models:
-                stack.enter_context(one.silent())
+            for model in self._models:
+                stack.enter_context(model.silent())
             yield
 
 

@@ -34,8 +34,8 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
             fix=_FIX,
         )
     stages = list(named)
-    for what, why, fix in _mistakes(model, stages):
-        raise TaskError(what, why=why, fix=fix)
+    for mistake in _mistakes(model, stages):
+        raise mistake
     if len(stages) < devices:
         raise ConfigError(
             f"{devices} devices, but the model has {many(len(stages), 'stage')}",
@@ -45,21 +45,29 @@ def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]
     return stages
 
 
-def _mistakes(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[str, str, str]]:
-    """What keeps ``stages`` from being the whole model, each tensor in one of them: what, why and fix."""
+def _mistakes(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[TaskError]:
+    """Yield reasons why ``stages`` are not the whole model, each tensor in one of them."""
     owners: dict[int, int] = {}
     whole = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for number, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             owner = owners.setdefault(id(tensor), number)
             if id(tensor) not in whole:
-                what = f"stage {number} holds {name}, which is not the model's"
-                yield what, "it would neither be trained nor saved", "make stages of modules of the given model"
+                yield TaskError(
+                    f"stage {number} holds {name}, which is not the model's",
+                    why="it would neither be trained nor saved",
+                    fix="make stages of modules of the given model",
+                )
             if owner != number:
-                what = f"the stages {owner} and {number} share {name}"
-                yield what, "each is trained by a separate process", "put what shares parameters into one stage"
+                yield TaskError(
+                    f"the stages {owner} and {number} share {name}",
+                    why="each is trained by a separate process",
+                    fix="put modules that share parameters into one stage",
+                )
     for name in (name for key, name in whole.items() if key not in owners):
-        yield f"no stage holds {name}", "together the stages must be the whole model", "add it to a stage"
+        yield TaskError(
+            f"no stage holds {name}", why="together the stages must be the whole model", fix="add it to a stage"
+        )
 
 
 def as_inputs(output: Any) -> Inputs:
@@ -129,7 +137,8 @@ class Answer(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         if self._inputs is None:
-            self._inputs, self._output = inputs, self._compute()
+            self._output = self._compute()
+            self._inputs = inputs
         elif self.training or not all(map(torch.equal, inputs, self._inputs)):
             raise TaskError(
                 "the task calls its model twice for one batch",

@@ -8,8 +8,12 @@ from typing import Any
 from lockstep.launch.failure.report import error_of, failure_line
 from lockstep.rundir.folder import RunDir, read_json, write_json
 
-#: The run that the ranks have begun; why they failed; the result of the first one.
-_BEGUN, ERROR, RESULT = "begun.json", "error.json", "result.json"
+#: The run that the ranks have begun.
+_BEGUN = "begun.json"
+#: The error of the ranks.
+ERROR = "error.json"
+#: The result of the first rank.
+RESULT = "result.json"
 
 
 def content_of(folder: RunDir, name: str) -> Any:

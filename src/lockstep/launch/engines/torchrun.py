@@ -41,7 +41,8 @@ from lockstep.rundir.heartbeat import PULSES
 #: The port of the rendezvous when --rdzv names none; torch's default.
 DEFAULT_PORT = 29400
 #: The interval of keep-alive messages, and how many may be missing before a node is left out of the next rendezvous.
-KEEP_ALIVE_INTERVAL_S, KEEP_ALIVES = 2, 3
+KEEP_ALIVE_INTERVAL_S = 2
+KEEP_ALIVES = 3
 #: With fewer nodes than the maximum, how long a start waits for one more.
 LAST_CALL_S = 3
 #: How much longer than its time limits the agent may take.

@@ -95,7 +95,7 @@ _BY_TEXT = {
     ),
     r"Default process group has not been initialized": Cause(
         "own-group",
-        "the task uses torch.distributed, such as DistributedDataParallel, where there is no process group",
+        "the task uses torch.distributed, such as DistributedDataParallel, without a process group",
         "return the model itself from model(), which Lockstep distributes; between ranks use lockstep.collectives()",
     ),
     r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes": Cause(

@@ -39,7 +39,7 @@ class FailureReport:
     """Why a start of all ranks failed.
 
     ``first`` is the rank that failed first, ``None`` when only the launcher did; ``others`` failed after it or because
-    of it. ``nccl_records``: the command that reads the files of NCCL's flight recorder, where there are some.
+    of it. ``nccl_records``: the command that reads the files of NCCL's flight recorder, if there are any.
     """
 
     ranks: int

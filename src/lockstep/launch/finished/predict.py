@@ -110,7 +110,7 @@ def _partial(out: Path) -> Path:
 
 def _write(reopened: Reopened) -> dict[str, Any]:
     """Write the rows to ``OUT.partial``, on rank 0. Collective."""
-    evaluation = reopened.wanted
+    evaluation = reopened.evaluation
     out = evaluation.out
     assert out is not None
     subject = opened(reopened, reopened.task.prediction_data)

@@ -47,7 +47,8 @@ LAUNCHER = "lockstep-launch"
 #: What all ranks need.
 _IMPORTED = "lockstep.engine.attempt"
 #: How often a server looks whether a launcher or, without one, its caller has ended.
-_POLL_S, _IDLE_POLL_S = 0.02, 1.0
+_POLL_S = 0.02
+_IDLE_POLL_S = 1.0
 _MAX_BYTES = 4096
 _PR_SET_NAME = 15
 

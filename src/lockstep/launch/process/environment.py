@@ -37,7 +37,7 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
 def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]) -> dict[str, str]:
     """The environment of a launcher and, through it, of its ranks.
 
-    ``base``, ``caller_path``: environment and ``sys.path`` of the caller: ranks import what it can import.
+    ``base``, ``caller_path``: environment and ``sys.path`` of the caller, so that ranks can import its modules.
     """
     import socket
 

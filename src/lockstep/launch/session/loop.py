@@ -29,8 +29,10 @@ from lockstep.planning.loader import sized
 from lockstep.rundir.heartbeat import Activity, pulse
 
 _SPLITS = ("train_", "val_", "test_")
-#: Parts besides those of a step: draws before an epoch, and after a loop over batches.
-_EPOCH, _AFTER = -1, -2
+#: Part of draws before an epoch; the parts of a step count from 0.
+_EPOCH = -1
+#: Part of draws after a loop over batches.
+_AFTER = -2
 #: Settings that a loop has no use for, by section.
 _UNUSED = {
     "optimizer": OptimizerConfig.model_fields.keys(),
@@ -100,7 +102,7 @@ class Loop:
     def check_alike(self, call: str, tensor: Tensor, first: int) -> None:
         """Compare ``call`` over ranks, with the type and the shape of its tensor from the dimension ``first`` on.
 
-        Not in steps after the first ones, which take what these took.
+        Only in the first steps: later ones make the same calls.
         """
         training = self.training
         if training is None or training.place < 0 or training.checks_losses:
@@ -110,7 +112,7 @@ class Loop:
     def _begin(self) -> None:
         """Restore the saved state of a resumed run. Collective."""
         self.prepared.check()
-        self.resumed.begin(self.prepared.container(), found=self.joined.is_resume, init_from=self.config.init_from)
+        self.resumed.begin(self.prepared.container(), is_resume=self.joined.is_resume, init_from=self.config.init_from)
 
     # Epochs.
 
@@ -302,8 +304,8 @@ class Loop:
             joined.note(
                 "drawn_again",
                 "This run was stopped within an epoch, and the loop draws random numbers before the epoch's batches: "
-                "what it makes of them and of the weights, such as rollouts, differs from what the epoch began with. "
-                "session.once(make, ...) keeps it in checkpoints.",
+                "values made of them and of the weights, such as rollouts, differ from those before. "
+                "session.once(make, ...) keeps them in checkpoints.",
             )
         registered = self.resumed.registered
         for name in self.prepared.unkept_schedules(registered.values()):
