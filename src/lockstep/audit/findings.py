@@ -23,7 +23,7 @@ class Kind(NamedTuple):
 
 
 CODES = {
-    code: Kind(**row)
+    code: Kind(row["severity"], row["meaning"], row["message"], row["fix"])
     for code, row in tomllib.loads(Path(__file__).with_name("codes.toml").read_text(encoding="utf-8")).items()
 }
 

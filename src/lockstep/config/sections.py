@@ -291,7 +291,7 @@ class DataConfig(Section):
     )
     prefetch_factor: int | None = setting(None, "batches in flight per worker; unset: chosen by the plan", ge=1)
     persistent_workers: bool | None = setting(
-        None, "has no effect: workers start again in each epoch, so that they see what has changed in the data set"
+        None, "has no effect: workers start again in each epoch, so that they see changes of the data set"
     )
     pin_memory: bool | None = setting(None, "page-locked host memory; unset: on for GPUs")
     on_bad_row: Literal["stop", "skip"] = setting(

@@ -282,7 +282,7 @@ def _precision(configured: str, devices: Sequence[Device]) -> tuple[str, str]:
         + (f"; bf16-mixed would be faster on {first.name}" if has_fast_bfloat16 else ""),
         "16-mixed": "as set: half precision with loss scaling"
         + ("" if on_gpu else "; slow on a CPU, good for a dry run"),
-        "bf16-mixed": "as set: bfloat16 where it is safe, single precision elsewhere",
+        "bf16-mixed": "as set: bfloat16 for safe operations, single precision for the rest",
         "bf16-true": "as set: bfloat16 for weights, gradients and optimizer too, which halves their memory and rounds",
     }[configured]
 

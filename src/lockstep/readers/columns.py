@@ -121,10 +121,10 @@ class ArrowFiles(ParquetFiles):
         except ArrowInvalid:
             file.seek(0)
             opened = ipc.open_stream(file)  # raises if it is neither
-            schema, batches = opened.schema, iter(opened)
+            batches = iter(opened)
         else:
-            schema, batches = opened.schema, map(opened.get_batch, range(opened.num_record_batches))
-        return schema, (batch if self.columns is None else batch.select(self.columns) for batch in batches)
+            batches = map(opened.get_batch, range(opened.num_record_batches))
+        return opened.schema, (batch if self.columns is None else batch.select(self.columns) for batch in batches)
 
 
 def _is_plain(kind: Any) -> bool:

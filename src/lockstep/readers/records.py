@@ -73,7 +73,9 @@ class _Records(FileSamples):
                 size += content_size
                 if size >= _BLOCK:
                     yield self._table(number, rows, contents)
-                    contents, size, rows = [], 0, rows + len(contents)
+                    rows += len(contents)
+                    contents = []
+                    size = 0
             if contents:
                 yield self._table(number, rows, contents)
 

@@ -119,7 +119,7 @@ def _draws(rank: RankTrace, walk: Pass) -> Draws:
 def _equal_generators(first: Draws, second: Draws) -> list[str]:
     """Return generators with equal states in all common fetches."""
     pairs = [(first[key], second[key]) for key in first.keys() & second.keys()]
-    names = [{name for name, state in one.items() if other.get(name) == state} for one, other in pairs]
+    names = [{name for name, state in states.items() if other.get(name) == state} for states, other in pairs]
     return sorted(set.intersection(*names)) if names else []
 
 

@@ -97,7 +97,7 @@ def file_findings(run: RunTrace) -> Iterator[Finding]:
         if len(writers) > 1:
             yield Finding("AUDIT_FILE_RACE", next(iter(writers.values())), {"path": path, "ranks": list(writers)})
     has_complete = any({"model", "optimizer"} <= set(record["parts"]) for _, record in saves)
-    for _, record in saves if not run.uses_lightning else ():  # which writes what is asked of it
+    for _, record in saves if not run.uses_lightning else ():  # Lightning writes the parts that its user selects
         parts = record["parts"]
         if "optimizer" in parts:
             needed = {"scheduler": bool(run.first.of("scheduler")), "scaler": bool(run.first.of("scaled"))}

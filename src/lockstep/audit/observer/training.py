@@ -70,7 +70,7 @@ class TrainingObserver:
         register_optimizer_step_post_hook(self._after_step)
 
     def _note_optimizer(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        if not any(known is optimizer for known in self._optimizers):
+        if not any(noted is optimizer for noted in self._optimizers):
             self._optimizers.append(optimizer)
             self.recorder.write("optimizer")
 
@@ -208,7 +208,7 @@ class TrainingObserver:
         if current is not None:
             current.steps += 1
             self._training_passes.add(current.number)
-        numbers = [number for number, known in enumerate(self._optimizers, 1) if known is optimizer]
+        numbers = [number for number, noted in enumerate(self._optimizers, 1) if noted is optimizer]
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.recorder.write("step", optimizer=numbers[0] if numbers else 0, lr=rates)
         self.recorder.step += 1

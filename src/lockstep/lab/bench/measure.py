@@ -38,7 +38,8 @@ Steps = Sequence[Mapping[str, float]]
 
 def measure_cases(rank: TrialRank, first: Case, further_cases: Sequence[Case], counts_flops: bool) -> None:
     with on_site(rank, first.config, first.plan) as site:
-        flops, note = None, "not counted"
+        flops = None
+        note = "not counted"
         if counts_flops:
             source = training_source(site.task, site.datasets, first.plan)
             flops, note = flops_of_sample(site.task, source, first.plan)

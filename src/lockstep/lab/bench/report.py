@@ -167,7 +167,7 @@ def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]
 
 
 def _cell(row: Row, key: str) -> str:
-    """Format the value of ``key``, with its low and high value where they differ."""
+    """Format the value of ``key``, with its low and high value if they differ."""
     low, value, high = (_text(row.get(name), is_share=key in _SHARES) for name in (f"{key}_low", key, f"{key}_high"))
     return value if low == high else f"{value} ({low}..{high})"
 

@@ -164,9 +164,9 @@ def _train_together(placement: Placement, world: World, folder: Path) -> list[Fi
     try:
         finding = _training_step(placement, folder, fix)
         with group(world, resolve(PATIENCE), placement.as_dict(), folder) as team:  # all ranks have left the training
-            first, *others = team.collectives.all_gather(finding)
+            first, *findings = team.collectives.all_gather(finding)
     finally:
         if world.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    failed = {rank: other for rank, other in enumerate(others, start=1) if other.status == "fail"}
+    failed = {rank: other for rank, other in enumerate(findings, start=1) if other.status == "fail"}
     return [first, *(replace(other, what=f"rank {rank}: {other.what}") for rank, other in failed.items())]

@@ -107,7 +107,7 @@ class OptunaSearch:
         self._states: Any = optuna.trial.TrialState
         self._space = space
         self._seed = seed
-        self._total = trials - sum(one.state in (self._states.COMPLETE, self._states.PRUNED) for one in earlier)
+        self._total = trials - sum(trial.state in (self._states.COMPLETE, self._states.PRUNED) for trial in earlier)
         self._count = 0
         self._started: dict[int, Any] = {}
         self._reported: dict[int, int] = {}
@@ -120,38 +120,38 @@ class OptunaSearch:
         if self._count >= self._total:
             return None
         self._count += 1
-        asked = self._study.ask()
-        values = {key: self._suggest(asked, key) for key in self._space}
-        number = _number_of(asked)
-        self._started[number] = asked
+        optuna_trial = self._study.ask()
+        values = {key: self._suggest(optuna_trial, key) for key in self._space}
+        number = _number_of(optuna_trial)
+        self._started[number] = optuna_trial
         return Trial(values, self._seed, self._total, number)
 
-    def _suggest(self, asked: Any, key: str) -> Any:
+    def _suggest(self, optuna_trial: Any, key: str) -> Any:
         values = self._space[key]
         if not isinstance(values, Range):
             by_text = {str(value): value for value in values}  # Optuna keeps no lists
-            return by_text[asked.suggest_categorical(key, list(by_text))]
+            return by_text[optuna_trial.suggest_categorical(key, list(by_text))]
         kind = "suggest_int" if isinstance(values.low, int) and isinstance(values.high, int) else "suggest_float"
-        return getattr(asked, kind)(key, values.low, values.high, log=values.is_log)
+        return getattr(optuna_trial, kind)(key, values.low, values.high, log=values.is_log)
 
     def should_prune(self, trial: Trial, scores: Sequence[float]) -> bool:
         assert trial.number is not None
-        asked = self._started[trial.number]
+        optuna_trial = self._started[trial.number]
         first = self._reported.get(trial.number, 0)
         for step in range(first, len(scores)):
-            asked.report(scores[step], step)
+            optuna_trial.report(scores[step], step)
         self._reported[trial.number] = len(scores)
-        return len(scores) > first and bool(asked.should_prune())
+        return len(scores) > first and bool(optuna_trial.should_prune())
 
     def finish(self, trial: Trial, status: str, score: float) -> None:
         assert trial.number is not None
-        asked = self._started.pop(trial.number)
+        optuna_trial = self._started.pop(trial.number)
         if status == "completed" and math.isfinite(score):
-            self._study.tell(asked, score)
+            self._study.tell(optuna_trial, score)
         elif status == "pruned":
-            self._study.tell(asked, state=self._states.PRUNED)
+            self._study.tell(optuna_trial, state=self._states.PRUNED)
         elif status != "stopped":  # a stopped one stays open, and resumes with the sweep
-            self._study.tell(asked, state=self._states.FAIL)
+            self._study.tell(optuna_trial, state=self._states.FAIL)
 
 
 def _number_of(trial: Any) -> int:

@@ -73,11 +73,14 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
     empty = sorted(name for name, files in splits["train"].items() if not files)
     classes = tuple(sorted(splits["train"].keys() - set(empty)))
     if len(classes) < 2:
-        what = f"{roots['train']} has {many(len(classes), 'class folder')} with images"
-        why = "at least two are needed"
+        reason = "at least two are needed"
         if any(file.suffix.lower() in SUFFIXES for file in roots["train"].iterdir()):
-            why = "the images have no labels: a label is the name of the folder that an image is in"
-        raise DataError(what, why=why, fix="sort the images into a folder for each class")
+            reason = "the images have no labels: a label is the name of the folder that an image is in"
+        raise DataError(
+            f"{roots['train']} has {many(len(classes), 'class folder')} with images",
+            why=reason,
+            fix="sort the images into a folder for each class",
+        )
     if empty:
         raise DataError(
             f"the class folder {roots['train'] / empty[0]} has no images",

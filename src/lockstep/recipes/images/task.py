@@ -33,7 +33,7 @@ class ImagesConfig(TaskConfig):
     """Settings of the images task (``task.<key>``)."""
 
     removed_settings: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("mixup", "cutmix"), "leave it out; a task of your own can mix images in its loss"),
+        **dict.fromkeys(("mixup", "cutmix"), "leave it out; a task that you write can mix images in its loss"),
         "skip_broken": "use data.on_bad_row=skip",
         "weights": "use init_from with a run",
         "freeze_epochs": "return parameter groups with lower rates from Task.optimizer() of a task of your own",

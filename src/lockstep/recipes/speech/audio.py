@@ -23,7 +23,9 @@ Floats = npt.NDArray[np.float64]
 
 #: Of the resampling filter: zero crossings of the sinc on each side of its centre; its cut-off, as a share of the
 #: lower of the two Nyquist frequencies (room for its slope); and the Kaiser window's (1974), for about 80 dB.
-ZERO_CROSSINGS, ROLLOFF, KAISER_BETA = 40, 0.95, 8.0
+ZERO_CROSSINGS = 40
+ROLLOFF = 0.95
+KAISER_BETA = 8.0
 #: Coefficients are multiples of this, so that sums over 16-bit samples are exact in 64-bit floats, in any order
 #: and on any machine.
 COEFFICIENT_STEP = 2.0**-26

@@ -26,9 +26,14 @@ from lockstep.recipes.speech.audio import RATE_HZ, resample
 PACKAGE = "espeakng-loader"
 REINSTALL = f"reinstall {PACKAGE}: pip install --force-reinstall {PACKAGE}"
 
-_SYNCHRONOUS, _DONT_EXIT = 2, 0x8000  # AUDIO_OUTPUT_SYNCHRONOUS: no thread, no sound card; espeakINITIALIZE_DONT_EXIT
-_RATE, _PITCH, _RANGE = 1, 3, 4  # espeak_PARAMETER
-_CHARACTERS, _UTF8 = 1, 1  # POS_CHARACTER, espeakCHARS_UTF8
+_SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: no thread, no sound card
+_DONT_EXIT = 0x8000  # espeakINITIALIZE_DONT_EXIT
+#: Values of espeak_PARAMETER.
+_RATE = 1
+_PITCH = 3
+_RANGE = 4
+_CHARACTERS = 1  # POS_CHARACTER
+_UTF8 = 1  # espeakCHARS_UTF8
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 

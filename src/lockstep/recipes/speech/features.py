@@ -12,7 +12,9 @@ from torch import Tensor
 from lockstep.recipes.speech.audio import RATE_HZ
 
 #: Samples of the (Hann) window, between windows, and of the Fourier transform: 25 ms every 10 ms.
-WINDOW, HOP, FFT = 400, 160, 512
+WINDOW = 400
+HOP = 160
+FFT = 512
 MELS = 80
 #: Power below which there is only silence; the rounding noise of 16-bit samples is below it.
 FLOOR = 1e-6

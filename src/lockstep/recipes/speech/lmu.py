@@ -2,7 +2,7 @@
 
 A step of the cell, for an input ``x``, a hidden state ``h`` and a memory ``m`` (Voelker, Kajić and Eliasmith 2019)::
 
-    u = e_x·x + e_h·h + e_m·m        what is written to the memory: one number
+    u = e_x·x + e_h·h + e_m·m        the number that is written to the memory
     m = A m + B u                    the Legendre delay system of some order over θ steps
     h = tanh(W_x x + W_h h + W_m m)  the output
 

@@ -30,7 +30,8 @@ MAX_MANIFEST_BYTES = 2 << 30
 #: Below it, most of what distinguishes consonants is missing.
 LOWEST_RATE_HZ = 8_000
 #: How far a manifest's duration may be from the file's, in seconds and as a share: what people round away.
-TOLERANCE_S, TOLERANCE_SHARE = 0.05, 0.01
+TOLERANCE_S = 0.05
+TOLERANCE_SHARE = 0.01
 #: Faults reported in full; of more, only the lines.
 MOST_FAULTS = 200
 #: Raise it when the checks change, so that cached results of older ones are not used.

@@ -45,9 +45,12 @@ SHARD_LINES = 250
 VERSION = 1
 
 #: Of a hundred hashes, how many are for test and for validation; the rest is for training.
-TEST_PERCENT, VAL_PERCENT = 15, 15
-#: Share of sentences that are strings of digits, and how long these are.
-DIGITS_SHARE, FEWEST_DIGITS, MOST_DIGITS = 0.5, 2, 6
+TEST_PERCENT = 15
+VAL_PERCENT = 15
+#: Share of sentences that are strings of digits, and their lengths.
+DIGITS_SHARE = 0.5
+FEWEST_DIGITS = 2
+MOST_DIGITS = 6
 
 #: Commands; a name in braces stands for one of its words.
 COMMANDS = (
@@ -96,7 +99,8 @@ VOICES: dict[str, tuple[str, ...]] = {
 ACCENTS = ("en-us", "en")
 
 #: Words a minute, and pitch and its range in eSpeak's hundredths (50 is the variant's default).
-SLOWEST_WPM, FASTEST_WPM = 120, 165
+SLOWEST_WPM = 120
+FASTEST_WPM = 165
 LOWEST_PITCH = 30
 HIGHEST_PITCH = 70
 

@@ -97,8 +97,10 @@ def read_tokens(file: Path, vocabulary: int) -> NDArray[np.uint16]:
 class Bytes:
     """A token for each byte of UTF-8, and one for the end of a document."""
 
-    #: Number of tokens, and the one that follows each document.
-    size, end = 257, 256
+    #: Number of tokens.
+    size = 257
+    #: The token that follows each document.
+    end = 256
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
