@@ -157,5 +157,5 @@ def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
         raise CheckpointError(
             "this run is exact, and results would differ in bits here",
             why="; ".join(differing),
-            fix="resume with the same ones, or give up exactness with --set training.reproducibility=fast",
+            fix="resume with the earlier values, or give up exactness with --set training.reproducibility=fast",
         )

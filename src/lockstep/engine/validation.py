@@ -40,7 +40,7 @@ class Validation:
                     f"the task's {method.__name__}() takes the model, which strategy "
                     f"{rank.plan.placement['strategy']} divides",
                     why="it is called on one rank, which has only a part of the model",
-                    fix="collect its rows in evaluate(), or train with --strategy ddp",
+                    fix="keep the values that it shows in evaluate(), or train with --strategy ddp",
                 )
 
     def settle_loader(self, workers: int, text: str) -> None:
