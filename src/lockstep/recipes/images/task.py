@@ -36,7 +36,7 @@ class ImagesConfig(TaskConfig):
         **dict.fromkeys(("mixup", "cutmix"), "leave it out; a task that you write can mix images in its loss"),
         "skip_broken": "use data.on_bad_row=skip",
         "weights": "use init_from with a run",
-        "freeze_epochs": "return parameter groups with lower rates from Task.optimizer() of a task of your own",
+        "freeze_epochs": "return parameter groups with lower rates from Task.optimizer() in another task",
     }
     data: Path | None = Field(
         default=None,
