@@ -617,6 +617,18 @@ class RemovedBuffer(Classifier):
         return self.Net()
 
 
+@entry("a buffer of int16, and one made by expand()", "buffers")
+class RareBuffers(Classifier):
+    class Net(Backbone):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("numbers", torch.tensor([3, 5], dtype=torch.int16))
+            self.register_buffer("wide", torch.tensor([[1.5], [2.5]]).expand(2, 4))
+
+    def model(self) -> nn.Module:
+        return self.Net()
+
+
 class _Counted(nn.Module):
     buffer_reduction: ClassVar[dict[str, str]] = {"seen": "sum"}
     seen: Tensor
@@ -1009,6 +1021,24 @@ class Keyed(ByItem):
 entry("Subset of a data set with sample(index, rng)", "data sets")(
     with_data(lambda: Subset(Keyed(samples=40), range(3, 25)))
 )
+
+
+class Scaling(lockstep.Callback):
+    def __init__(self, samples: ByItem) -> None:
+        self.samples = samples
+
+    def on_epoch_start(self, context: Any, model: nn.Module) -> None:
+        self.samples.change = lambda inputs: inputs * (1 + context.epoch)
+
+
+@entry("a data set that a callback changes in each epoch", "data sets")
+class ChangingData(Classifier):
+    def datasets(self) -> Datasets:
+        self.samples = ByItem()
+        return Datasets(train=self.samples, val=TensorDataset(*points(7, 1)))
+
+    def callbacks(self) -> Sequence[Any]:
+        return [Scaling(self.samples)]
 
 
 @entry("random_split without a generator", "data sets")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,11 +31,13 @@ class Batches(Metric):
 class Logged(pl.LightningModule):
     """Evaluates the numbers 0 to 6 in batches of three."""
 
-    def __init__(self, *, drop_last: bool = False, gathers: bool = False, mixes: str = "") -> None:
+    def __init__(self, *, drop_last: bool = False, gathers: bool = False, mixes: str = "", differs: str = "") -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.mean, self.batches, self.some = MeanMetric(), Batches(), MeanMetric()
         self.drop_last, self.gathers, self.mixes = drop_last, gathers, mixes
+        #: The split of which rank 1 has other samples.
+        self.differs = differs if os.environ.get("RANK") == "1" else ""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.mixes == "names":
@@ -72,8 +75,8 @@ class Logged(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=2)
+        return DataLoader(TensorDataset(torch.full((4, 1), float(self.differs == "train"))), batch_size=2)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        numbers = TensorDataset(torch.arange(7.0).view(-1, 1))
+        numbers = TensorDataset(torch.arange(7.0 + (self.differs == "val")).view(-1, 1))
         return DataLoader(numbers, batch_size=3, drop_last=self.drop_last)

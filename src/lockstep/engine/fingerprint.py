@@ -113,8 +113,8 @@ def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
                 raise DataError(
                     f"rank {rank} has other {name} data than rank 0",
                     why=f"it has {others_text}; each rank takes its part of the same data",
-                    fix="let Task.datasets() give the same samples in the same order on every rank: sort the names of "
-                    "files, iterate over no set, and check that every machine has all files",
+                    fix="make the same samples in the same order on every rank: sort the names of files, iterate over "
+                    "no set, and check that every machine has all files",
                 )
 
 

@@ -27,7 +27,7 @@ from lockstep.errors import DataError, TaskError
 from lockstep.hardware.world import World
 from lockstep.lightning.callbacks import Upload
 from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
-from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
+from lockstep.lightning.cluster import agreed_logging, check_loaders, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
     SharedBatches,
     check_interval,
@@ -101,7 +101,7 @@ class ModuleFit:
             quiet_trainer(),
             replaced_loaders(
                 [data, module],
-                lambda loader: training_loader(loader, plan.batch, plan.seed, rank.world, self._state),
+                self._training_loader,
                 self._evaluation_loader,
                 seed=plan.seed,
             ),
@@ -111,7 +111,17 @@ class ModuleFit:
             with agreed_logging(trainer):
                 trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else RUN_CHECKPOINTS)
 
+    def _training_loader(self, loader: Any) -> Any:
+        rank = self._rank
+        self._check_data(train=loader)
+        return training_loader(loader, rank.plan.batch, rank.plan.seed, rank.world, self._state)
+
+    def _check_data(self, *, train: Any = None, val: Any = None) -> None:
+        if self._rank.world.size > 1 and not self._rank.plan.task.opens_files:  # workers must open files themselves
+            check_loaders(self._rank.collectives, train=train, val=val)
+
     def _evaluation_loader(self, loader: Any) -> Any:
+        self._check_data(val=loader)
         shared = evaluation_loader(loader, self._rank.world, self._rank.plan.seed)
         if (text := cut_batches(shared)) and not self._reports_cut:
             self._reports_cut = True
