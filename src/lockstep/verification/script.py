@@ -36,8 +36,10 @@ _REPEATS = {
 _ADVICE = """\
 check that the loop draws random numbers of a sample inside the data set or from session.generator, that losses are
 sums with their counts, that the session is made before the models, and that values kept from one batch to the next (a
-counter, a list, an average of weights) change once a step: `if session.step(...)`. In fast mode dropout and other draws
-of a model differ between ranks: set dropout to 0 for this check, or add --reproducibility exact"""
+counter, a list, an average of weights) change once a step: `if session.step(...)`"""
+_ADVICE_FAST = """
+Dropout and other draws of a model differ between ranks: set dropout to 0 for this check, or add
+--reproducibility exact, which gives every rank the draws of one device"""
 _COLUMNS = ("loss", "grad_norm")
 
 
@@ -215,6 +217,6 @@ def print_script_report(report: ScriptReport, stream: TextIO) -> None:
     for note in report.notes:
         say(note, stream)
     if report.exit_code:
-        say(_ADVICE, stream)
+        say(_ADVICE if is_exact else _ADVICE + _ADVICE_FAST, stream)
         if not is_exact and (report.first_step or 1) > 1:
             say("The first steps agree, so it may be rounding that grew: a smaller learning rate shows it", stream)
