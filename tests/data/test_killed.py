@@ -223,6 +223,7 @@ def compare(kind: str, folder: Path, weights: dict[str, Tensor]) -> None:
         assert used[epoch] == Counter(indices)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_sample_is_lost_or_repeated_when_ranks_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check({kind: [(3, [number % 3, 11])] for number, kind in enumerate(KINDS)}, tmp_path, monkeypatch)

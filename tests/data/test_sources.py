@@ -403,6 +403,7 @@ class OfCopies(Toy):
         return lockstep.Datasets(Mixture({"lines": lines, "rows": rows}, {"lines": 0.5, "rows": 0.5}), rows)
 
 
+@pytest.mark.slow
 def test_copied_rows_train_alike_on_one_and_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the processes of ranks and loader workers."""
     data = tmp_path / "data"

@@ -213,6 +213,7 @@ def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) ->
     run.resume()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.drill)])
 def test_a_loaders_worker_that_hangs_is_named_with_the_line_that_it_is_at(tmp_path: Path, torchrun: bool) -> None:
     arguments = (*QUIET, *SAVING, "--num-workers", "1", "--set", "task.fault=data", "--set", "launch.hang_timeout_s=3")

@@ -23,6 +23,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "learned"), [(3, 0.6), pytest.param(10, 0.15, marks=pytest.mark.drill)])
 def test_all_programs_compute_the_same_losses(epochs: int, learned: float, tmp_path: Path) -> None:
     for file in FOLDER.glob("*.py"):

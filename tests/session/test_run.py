@@ -84,6 +84,7 @@ assert len(sys.argv) == 1
 """
 
 
+@pytest.mark.slow
 def test_a_finished_run_ends_the_script_and_one_that_failed_after_its_loop_runs_the_rest(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(AFTER)
     command = (*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", "--save-dir", "run")
@@ -151,6 +152,7 @@ def test_settings_that_a_session_cannot_follow_are_refused(folder: Path) -> None
     assert not (folder / "refused").exists()
 
 
+@pytest.mark.slow
 def test_verify_compares_one_device_with_two(folder: Path) -> None:
     command = ("verify", "script.py", "--devices", "cpu,cpu", "--steps", "6", "--json")
     found = json.loads(run(*LOCKSTEP, *command, "--set", "training.reproducibility=exact", cwd=folder))
@@ -172,6 +174,7 @@ def test_verify_compares_one_device_with_two(folder: Path) -> None:
     assert "could not convert string to float: '--none'" in said, "what follows -- is the script's"
 
 
+@pytest.mark.slow
 def test_verify_finds_means_that_weigh_the_same_by_the_noise_of_the_script(folder: Path) -> None:
     mean = "F.cross_entropy(model(x), y), weight=1.0)"
     (folder / "mean.py").write_text(
