@@ -37,6 +37,8 @@ _ONE = "use reproducibility: fast, accumulate=1 and no batch_size"
 
 CheckCall = Callable[[Any, list[Tensor], Mapping[str, Any]], None]
 _Origins = frozenset[Any]
+#: The writer of elements that were computed from an earlier batch.
+_UNKNOWN = 1 - 2**31
 _NONE: _Origins = frozenset()
 
 
@@ -77,6 +79,38 @@ class LoopTensors(NamedTuple):
     saved: Iterable[Tensor]
 
 
+class _Writers:
+    """By element of a storage, the number of the body that wrote it last, plus 1.
+
+    Of a row that was selected by values of the batch it is positive: it belongs to the sample. Otherwise it is
+    negative. 0: not written so far.
+    """
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self._itemsize = tensor.itemsize
+        self._numbers = torch.full((elements,), number, dtype=torch.int32, device=tensor.device)
+        self._reads: list[Tensor] = []
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The numbers of the elements of ``tensor``, in its shape."""
+        if tensor.itemsize != self._itemsize:
+            return torch.full_like(tensor, _UNKNOWN, dtype=torch.int32)
+        return self._numbers.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def note_rows(self, tensor: Tensor, select: Callable[[Tensor], Tensor]) -> None:
+        """Elements of rows of ``tensor`` are read that this body has not written so far."""
+        places = torch.arange(len(self._numbers), device=tensor.device)
+        rows = select(places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()))
+        self._reads.append(rows.flatten())
+
+    def end_body(self, number: int) -> bool:
+        """Whether rows were read that belong to other samples than the rows that the body ``number`` wrote."""
+        rows = [self._numbers[places] for places in self._reads]
+        self._reads.clear()
+        return any(bool((row != number + 1).any()) for row in rows)
+
+
 class LossOrigins(TorchFunctionMode):
     """While entered, follows values from the batches and weights to the loss.
 
@@ -84,21 +118,22 @@ class LossOrigins(TorchFunctionMode):
 
     Args:
         check_call: called with each function of the body, its tensors and its keywords; may raise.
+        keeps_rows: whether a sample is on this rank in every epoch.
 
     Attributes:
         carried: a tensor from an earlier batch on which a loss depends; ``None``: there is none so far.
     """
 
-    def __init__(self, check_call: CheckCall | None = None) -> None:
+    def __init__(self, check_call: CheckCall | None = None, *, keeps_rows: bool = False) -> None:
         super().__init__()
         self._check_call = check_call
+        self._keeps_rows = keeps_rows
         self._origins: dict[int, _Origins] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._weights: dict[int, str] = {}
         self._merged: set[int] = set()
         self._names: dict[int, str] = {}
-        #: By storage with values of earlier batches: which elements this body has written, without use of those.
-        self._renewed: dict[int, Tensor] = {}
+        self._writers: dict[int, _Writers] = {}
         self._averages: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         self._moved: set[int] = set()
@@ -107,6 +142,7 @@ class LossOrigins(TorchFunctionMode):
         self._is_averaged = False
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
+        self._reads_others = False
         self._earlier: set[int] = set()
         self._saved: set[int] = set()
         self.carried: Carried | None = None
@@ -121,9 +157,10 @@ class LossOrigins(TorchFunctionMode):
             is_part: whether the step may have several batches; ``is_last``: this is the last one.
         """
         part = _Part(number, first, is_part, is_last)
-        self._renewed.clear()
+        ends = [writers.end_body(self._part.number) for writers in self._writers.values()]
+        self._reads_others = any(ends)
         if part.number > self._part.number + 1:  # values written since are unknown
-            for values in (self._origins, self._storages, self._moved):
+            for values in (self._origins, self._storages, self._moved, self._writers):
                 values.clear()
         self._part = part
         self._stepped.clear()
@@ -159,9 +196,11 @@ class LossOrigins(TorchFunctionMode):
     def check(self, total: Any) -> None:
         """Raise :class:`UnsupportedError` where a loss of a part depends on others, or on weights of a later part."""
         origins = self._of(total) if isinstance(total, Tensor) else _NONE
-        is_carried = bool(self._earlier_batches(origins))
-        if is_carried:
-            self.carried = next((read for read in self._reads if read.key not in self._saved), self.carried)
+        rows = [origin for origin in origins if type(origin) is Carried]
+        is_carried = self._reads_others or bool(_batches(origins) - {self._part.number})
+        if is_carried or rows:
+            reads = self._reads if is_carried else rows
+            self.carried = next((read for read in reads if read.key not in self._saved), self.carried)
         if not self._part.is_part:
             return
         if self._is_averaged:
@@ -200,7 +239,8 @@ class LossOrigins(TorchFunctionMode):
         targets = _tensors(args[:1]) if replaces or _writes(name) else []
         keys = [_key(target) for target in targets]
         if name in _SELECTS and not kwargs and _has_memory(args[0]):
-            selected = self._of_elements(args[0], lambda elements: func(elements, *args[1:]))
+            by_sample = any(self._part.number in self._of(index) for index in _tensors(args[1:]))
+            selected = self._of_elements(args[0], lambda numbers: func(numbers, *args[1:]), by_sample=by_sample)
             origins = selected | self._read(args[1:])
         else:
             origins = self._read(() if name in _SHAPES else args[:1] if name in _FIRST else (args, kwargs))
@@ -210,10 +250,10 @@ class LossOrigins(TorchFunctionMode):
         if name in _OVERWRITES and all(map(_is_whole, targets)):
             written = self._read((args[1:], kwargs))
             for key in keys:
-                self._renewed.pop(key, None)
+                self._writers.pop(key, None)
         else:
             for target in filter(_has_memory, targets):
-                self._note_renewed(name, target, args, origins)
+                self._note_writer(name, target, args, origins)
         result = func(*args, **kwargs)
         results = _tensors(result)
         self._note_average((args, kwargs), targets or results, written)
@@ -223,34 +263,31 @@ class LossOrigins(TorchFunctionMode):
             self._set(target, written)
         return result
 
-    def _note_renewed(self, name: str, target: Tensor, args: Sequence[Any], origins: _Origins) -> None:
-        """Note which elements of a ``target`` with values of earlier batches the function ``name`` writes."""
+    def _note_writer(self, name: str, target: Tensor, args: Sequence[Any], origins: _Origins) -> None:
+        """Note which elements of ``target`` the function ``name`` writes."""
         key = _key(target)
         first_value = {"__setitem__": 2, "index_copy_": 3}.get(name, 1 if name in _OVERWRITES else None)
-        if key not in self._renewed:
-            if first_value is None or not self._earlier_batches(self._origins.get(key, _NONE)):
+        values = None if first_value is None else args[first_value:]
+        if key not in self._writers:
+            if values is None or key in self._weights or key in self._merged:
                 return
-            elements = target.untyped_storage().nbytes() // target.itemsize
-            self._renewed[key] = torch.zeros(elements, dtype=torch.bool, device=target.device)
-        renewed = self._elements_of(target)
-        values = origins if first_value is None else self._read(args[first_value:])
-        is_new = not self._earlier_batches(values)
+            batches = _batches(self._origins.get(key, _NONE))
+            self._writers[key] = _Writers(target, self._number(batches) if batches else 0)
+        numbers = self._writers[key].of(target)
+        number = self._number(_batches(origins if values is None else self._read(values)))
+        index = args[1 : (first_value or 1)]
+        if number != _UNKNOWN and any(self._part.number in self._of(tensor) for tensor in _tensors(index)):
+            number = -number
         if name == "__setitem__":
-            renewed[args[1]] = is_new
+            numbers[args[1]] = number
         elif name == "index_copy_":
-            renewed.index_fill_(args[1], args[2], is_new)
+            numbers.index_fill_(args[1], args[2], number)
         else:
-            renewed.fill_(is_new)
+            numbers.fill_(number)
 
-    def _elements_of(self, tensor: Tensor) -> Tensor:
-        """The part of ``_renewed`` for the elements of ``tensor``, in its shape; false for another size of element."""
-        renewed = self._renewed[_key(tensor)]
-        if tensor.untyped_storage().nbytes() // tensor.itemsize != len(renewed):
-            return torch.zeros_like(tensor, dtype=torch.bool)
-        return renewed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def _earlier_batches(self, origins: _Origins) -> _Origins:
-        return _batches(origins) - {self._part.number}
+    def _number(self, batches: _Origins) -> int:
+        """The writer of a value of these batches, see :class:`_Writers`."""
+        return _UNKNOWN if batches - {self._part.number} else -1 - self._part.number
 
     def _note_average(self, arguments: Any, results: Sequence[Tensor], origins: _Origins) -> None:
         """Note where a kept tensor moves towards weights in each part of a step; :meth:`check` refuses it.
@@ -270,16 +307,29 @@ class LossOrigins(TorchFunctionMode):
     def _read(self, arguments: Any) -> _Origins:
         return _NONE.union(*map(self._of_elements, _tensors(arguments)))
 
-    def _of_elements(self, tensor: Tensor, select: Callable[[Tensor], Tensor] = lambda elements: elements) -> _Origins:
-        """The origins of the elements of ``tensor`` that ``select`` takes."""
+    def _of_elements(
+        self, tensor: Tensor, select: Callable[[Tensor], Tensor] = lambda numbers: numbers, *, by_sample: bool = False
+    ) -> _Origins:
+        """The origins of the elements of ``tensor`` that ``select`` takes; ``by_sample``: by values of the batch."""
         origins = self._of(tensor)
         key = _key(tensor)
-        earlier = self._earlier_batches(origins)
-        if earlier and key in self._renewed and bool(select(self._elements_of(tensor)).all()):
-            return origins - earlier
-        if earlier and key in self._earlier:
-            shape = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-            self._reads.append(Carried(f"the buffer {self._names[key]}" if key in self._names else shape, key))
+        part = self._part
+        earlier = _batches(origins) - {part.number}
+        if not earlier:
+            return origins
+        shape = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+        carried = Carried(f"the buffer {self._names[key]}" if key in self._names else shape, key)
+        if key in self._writers:
+            numbers = select(self._writers[key].of(tensor))
+            is_new = numbers.abs() == part.number + 1
+            if bool((is_new | (numbers == 0) & (not by_sample)).all()):
+                return origins - earlier
+            is_earlier = (numbers >= 0) & (numbers <= part.first)
+            if by_sample and part.is_part and self._keeps_rows and bool((is_new | is_earlier).all()):
+                self._writers[key].note_rows(tensor, select)
+                return (origins - earlier) | {carried}
+        if key in self._earlier:
+            self._reads.append(carried)
         return origins
 
     def _of(self, tensor: Tensor) -> _Origins:
@@ -295,7 +345,7 @@ class LossOrigins(TorchFunctionMode):
         key = _key(tensor)
         if key in self._weights or key in self._merged:
             return
-        if key in self._renewed:  # the other elements stay as they are
+        if key in self._writers:  # the other elements stay as they are
             origins |= self._origins.get(key, _NONE)
         self._origins[key] = origins
         if key not in self._storages:
@@ -305,7 +355,7 @@ class LossOrigins(TorchFunctionMode):
     def _forget(self, key: int) -> None:
         self._storages.pop(key, None)
         self._origins.pop(key, None)
-        self._renewed.pop(key, None)
+        self._writers.pop(key, None)
         self._moved.discard(key)
         self._earlier.discard(key)
 

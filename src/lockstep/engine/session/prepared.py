@@ -147,8 +147,8 @@ class PreparedModels:
 
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
 
-    def origins(self, check_call: CheckCall | None) -> LossOrigins:
-        return LossOrigins(check_call)
+    def origins(self, check_call: CheckCall | None, *, keeps_rows: bool) -> LossOrigins:
+        return LossOrigins(check_call, keeps_rows=keeps_rows)
 
     def loop_tensors(
         self, averages: Iterable[torch.Tensor], merged: Iterable[torch.Tensor], registered: Iterable[Any]

@@ -106,7 +106,8 @@ class SessionTraining(Training):
         self.reshuffles = True
         self.skips = rank.config.data.on_bad_row == "skip"
         self._flags: Flags | None = None
-        self._origins = prepared.origins(self._shards.check_call if self._shards else None)
+        keeps_rows = rank.collectives.size == 1 and plan.batch.lanes is None
+        self._origins = prepared.origins(self._shards.check_call if self._shards else None, keeps_rows=keeps_rows)
         self._bodies = 0
         self._has_repeated = False
         self._left_in: str | None = None
