@@ -137,7 +137,6 @@ _KNOWN = {
             state="sharded",
             forward_is_collective=True,
             messages="gather",
-            settings=("fsdp",),
             refuses=_refuse_for_fsdp,
         ),
         StrategySpec(

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class ModuleRunner(TaskRunner):
     """Runs a :class:`.ModuleTask`."""
 
-    can_divide = False
     task: ModuleTask
 
     @classmethod
