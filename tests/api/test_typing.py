@@ -44,6 +44,8 @@ follow_imports = skip
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("typed")
     (path / "readme.py").write_text(PRELUDE + "\n".join(code_of(ROOT / "README.md")), encoding="utf-8")
+    updates = [code for code in code_of(ROOT / "docs" / "own-loop.md") if "session.updates(" in code]
+    (path / "updates.py").write_text("\n".join(updates), encoding="utf-8")
     (path / "mistakes.py").write_text(MISTAKES, encoding="utf-8")
     return path
 
@@ -55,10 +57,10 @@ def test_pyright(folder: Path) -> None:
     command = [sys.executable, "-m", "pyright", "--outputjson", "-p", str(folder), "--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     found = json.loads(done.stdout)["generalDiagnostics"]
-    lines = {"readme.py": [], "mistakes.py": []}
+    lines = {"readme.py": [], "updates.py": [], "mistakes.py": []}
     for item in found:
         lines[Path(item["file"]).name].append(f"{item['range']['start']['line'] + 1}: {item['message']}")
-    assert lines["readme.py"] == []
+    assert lines["readme.py"] == lines["updates.py"] == []
     assert sorted({int(line.split(":")[0]) for line in lines["mistakes.py"]}) == WRONG, lines
 
 
@@ -67,7 +69,7 @@ def test_mypy(folder: Path) -> None:
     (folder / "mypy.ini").write_text(MYPY, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", "--cache-dir", str(ROOT / ".mypy_cache/readme")]
     done = subprocess.run(
-        [*command, "readme.py", "mistakes.py"],
+        [*command, "readme.py", "updates.py", "mistakes.py"],
         cwd=folder,
         env={"MYPYPATH": str(ROOT / "src"), "PATH": ""},
         capture_output=True,

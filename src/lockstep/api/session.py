@@ -15,19 +15,23 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from lockstep._compat import has_returned, script_frame
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
 from lockstep.engine.generators import seed_everything
+from lockstep.engine.predict import predicted_rows
 from lockstep.engine.runtime import rank_device
+from lockstep.engine.session.batches import UpdateRows, check_alike, check_data, count_rows
 from lockstep.engine.session.between_ranks import gather_rows, reduce_tensor
 from lockstep.engine.session.saving import Stateful
 from lockstep.errors import TaskError
 from lockstep.launch.session import join
 from lockstep.launch.session.loop import Loop
 from lockstep.launch.session.script import call_on_ranks
+from lockstep.rundir.heartbeat import Activity, pulse
 
 T = TypeVar("T")
 
@@ -38,7 +42,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Session:
+class Session(Loop):
     """A rank of a run whose loop you write: data order, gradient sums, log, checkpoints and resume are Lockstep's.
 
     Example::
@@ -76,11 +80,10 @@ class Session:
         overrides = merge(overrides, {"task": {"name": Path(sys.argv[0]).name or "session"}})
         whole = resolve(_DEFAULTS, overrides)
         with ExitStack() as ending:
-            self._joined = join.join_session(whole, resume=resume, ending=ending)
-            device = rank_device(self._joined.placement.devices, self._joined.world)
-            self._ending = ending.pop_all()
-        seed_everything(whole.training.seed)
-        self._loop = Loop(self._joined, whole, overrides, device, self._ending)
+            joined = join.join_session(whole, resume=resume, ending=ending)
+            device = rank_device(joined.placement.devices, joined.world)
+            seed_everything(whole.training.seed)
+            super().__init__(joined, whole, overrides, device, ending.pop_all())
         join.open_sessions.append(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)
@@ -107,7 +110,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        return self._loop.device
+        return self._device
 
     @property
     def folder(self) -> Path:
@@ -117,7 +120,7 @@ class Session:
     @property
     def step_count(self) -> int:
         """Finished steps of the run: global batches, earlier attempts included."""
-        return self._loop.state.step
+        return self._state.step
 
     # Models, optimizers and schedulers.
 
@@ -143,10 +146,10 @@ class Session:
         Raises:
             TaskError: something else, such as a ``DataLoader``; or the loop has begun.
         """
-        if self._loop.training is not None:
+        if self._training is not None:
             raise TaskError("prepare() was called after the first batch", fix="call it before the loop")
         for name, thing in [*((None, thing) for thing in things), *named.items()]:
-            self._loop.prepared.add(thing, name)
+            self._prepared.add(thing, name)
         prepared = (*things, *named.values())
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -159,7 +162,7 @@ class Session:
             TaskError: one has no ``state_dict`` and ``load_state_dict``. CheckpointError: the checkpoint has none of
                 that name, or another form.
         """
-        self._loop.resumed.register(things)
+        self._resumed.register(things)
 
     # The loop.
 
@@ -174,7 +177,15 @@ class Session:
         Raises:
             SystemExit: a completed run is resumed, and nothing is left to train; with status 0.
         """
-        return self._loop.epochs(number)
+        epochs_setting = self._overrides.get("training", {}).get("epochs")
+        self._epochs = number if epochs_setting is None and number is not None else self._config.training.epochs
+        self._begin()
+        if self._left is not None:
+            self._end_epoch(self._left)
+        self._over = self._is_over() if self._joined.is_resume else ""
+        if self._over:
+            self._leave(self._over)
+        return self._walk_epochs(0 if self._over else self._epochs)
 
     def once(self, make: Callable[..., T], *arguments: Any) -> T:
         """What ``make(*arguments)`` returns, made once in this epoch: rollouts, pseudo-labels, hard negatives.
@@ -186,7 +197,8 @@ class Session:
             make: returns the same on every rank: tensors, NumPy arrays, numbers, text, and tuples, lists and dicts of
                 them.
         """
-        return cast(T, self._loop.once(make, arguments))
+        self._check_in_epochs("once")
+        return cast(T, self._made.once(make, arguments, self._device))
 
     def batches(
         self,
@@ -214,7 +226,64 @@ class Session:
             TaskError: outside :meth:`epochs`, or of a ``DataLoader``. UnsupportedError: a second stream.
             SystemExit: after a checkpoint, when SIGINT or SIGTERM asked for a stop, or ``max_time_s`` is over.
         """
-        return self._loop.batches(dataset, accumulate, collate, weights)
+        dataset = self._by_row(dataset)
+        first = self._number == 0 and (self._training is None or dataset is self._task.dataset)
+        check_data(dataset, streams=first)
+        self._check_in_epochs("batches")
+        if self._training is None:
+            self._start(dataset, accumulate=accumulate, collate=collate, weights=weights)
+        number = self._number
+        self._number = self._number + 1
+        return self._walk(number, dataset, accumulate, collate, weights)
+
+    def updates(self, number: int) -> Iterator[int]:
+        """The updates of an epoch whose loop has its rows, from 0; a resume begins with the next one.
+
+        Off-policy learning, for example::
+
+            for epoch in session.epochs(10):
+                for update in session.updates(1000):
+                    replay.add(act(policy))
+                    for batch in session.part(replay.sample(256)):
+                        session.backward(loss(batch), weight=len(batch))
+                        session.step(optimizer)
+
+        An update may have no step, or several. Random numbers that are drawn outside the bodies over parts are the same
+        on any number of ranks. Checkpoints are saved between updates.
+
+        Args:
+            number: how many updates the epoch has.
+
+        Raises:
+            TaskError: outside :meth:`epochs`. SystemExit: as of :meth:`batches`.
+        """
+        self._check_in_epochs("updates")
+        loop = self._number
+        self._number = self._number + 1
+        return self._walk_updates(loop, number)
+
+    def part(self, rows: T) -> Iterator[T]:
+        """This rank's part of ``rows``, on its device, for one step, in a loop over :meth:`updates`. Collective.
+
+        As of :meth:`batches`, the body runs once for each micro-batch: ``training.accumulate``, ``batch_size``, lanes.
+
+        Args:
+            rows: the global batch, the same on every rank: tensors or arrays with a row for each sample, in tuples,
+                lists or dicts. Put rows of several ranks together with :meth:`gather`.
+
+        Raises:
+            TaskError: outside :meth:`updates`, or the parts of ``rows`` have different numbers of rows.
+        """
+        if self._update is None:
+            raise TaskError(
+                "part() was called outside a loop over session.updates()",
+                why="its step belongs to an update, with which a resume begins",
+                fix="write `for update in session.updates(1000):` around it, in a loop over session.epochs()",
+            )
+        size = count_rows(rows)
+        if self._training is None:
+            self._start(UpdateRows(self._update[1], size), global_batch=size)
+        return cast(Iterator[T], self._walk_part(rows, size))
 
     def backward(
         self,
@@ -241,7 +310,7 @@ class Session:
         Raises:
             TaskError: ``total`` is a mean; neither or both of ``count`` and ``weight``; outside :meth:`batches`.
         """
-        self._loop.running("backward").backward(
+        self._running("backward").backward(
             total, count, weight, models, retain_graph=retain_graph, create_graph=create_graph
         )
 
@@ -259,7 +328,7 @@ class Session:
         Raises:
             TaskError: without a :meth:`backward` before it, or for an optimizer that was not prepared.
         """
-        return self._loop.running("step").step(optimizer, max_norm)
+        return self._running("step").step(optimizer, max_norm)
 
     def reduce(self, optimizer: Optimizer) -> bool:
         """Make ``p.grad`` the gradient of the mean loss over all ranks, without a step. Collective.
@@ -267,7 +336,7 @@ class Session:
         For algorithms that look at the gradient first, such as SAM; clear it with ``optimizer.zero_grad()``, or take
         the step. Returns as :meth:`step`.
         """
-        return self._loop.running("reduce").reduce_only(optimizer)
+        return self._running("reduce").reduce_only(optimizer)
 
     def again(self) -> Iterator[Any]:
         """The micro-batches of this step once more, in the body of the last one, for algorithms with two passes.
@@ -287,30 +356,39 @@ class Session:
         Raises:
             TaskError: before the last micro-batch. UnsupportedError: the data are iterable.
         """
-        return self._loop.again()
+        return self._current_feed().again()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The run's precision, for the forward pass; nothing for 32."""
-        return self._loop.prepared.autocast()
+        return self._prepared.autocast()
 
     @property
     def generator(self) -> torch.Generator:
         """Random numbers on the rank's device that depend on seed, step and micro-batch alone."""
-        return self._loop.running("generator").generator
+        return self._running("generator").generator
 
     @property
     def rows(self) -> slice:
         """Where the samples of this rank's batch are among those of all ranks, as :meth:`gather` orders them."""
-        return self._loop.running("rows").rows
+        return self._running("rows").rows
 
     def log(self, **values: float | Tensor) -> None:
-        """Log numbers: in the body of a loop over batches with the step's row, after it with the epoch's.
+        """Log numbers: in a loop over batches or updates with the step's row, after it with the epoch's.
 
         After a loop over batches a name gets the prefix ``val_`` unless it begins with ``train_``, ``val_`` or
         ``test_``; after the last epoch ``test_``. The best checkpoint is that of the best ``val_loss``, or
         ``checkpoint.monitor``. The values of rank 0 are logged.
         """
-        self._loop.log(values)
+        for name, value in values.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                raise TaskError(
+                    f"session.log({name}=…) got a {type(value).__name__}{shape}, not a number",
+                    fix="log a number, such as the mean of a tensor",
+                )
+        training = self._training
+        in_step = training is not None and (training.window is not None or self._update is not None)
+        (training.scalars if training and in_step else self._logged).update(values)
 
     def evaluate(
         self,
@@ -333,7 +411,24 @@ class Session:
         Returns:
             An iterator over the rows of a batch, each a tuple, in host memory.
         """
-        return self._loop.evaluate(dataset, predict, batch_size, collate)
+        dataset = self._by_row(dataset)
+        check_data(dataset, streams=None)
+        training = self._training
+        config = self._config
+        ranks = self._joined.collectives
+        plan = None if training is None else training.rank.plan
+        size = batch_size or config.validation.batch_size or self._evaluation_batch_size()
+        evaluator = self._prepared.evaluator(ranks, plan, size, seed=config.training.seed, step=self._state.step)
+        with contextlib.ExitStack() as around:
+            if training is not None:
+                training.log.pause()
+                around.callback(pulse.at, Activity.HOOKS)
+                around.callback(training.log.unpause)
+                around.enter_context(training.averages.in_use())
+            if ranks.size > 1:
+                check_alike(f"{len(dataset)}", self._ranks, "evaluate")
+            collate = collate or cast(Any, default_collate)
+            yield from predicted_rows(evaluator, self._prepared.container(), dataset, collate, predict)
 
     # Between ranks.
 
@@ -343,11 +438,11 @@ class Session:
         Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them. Refused
         in the body of an exact run's loop, where each lane is computed alone.
         """
-        self._loop.refuse_exact("gather")
+        self._refuse_exact("gather")
         if self.size == 1:
             return rows
-        self._loop.check_alike("gather()", rows, 1)
-        counts = self._loop.training is None or not self._loop.training.is_ghost
+        self._check_alike("gather()", rows, 1)
+        counts = self._training is None or not self._training.is_ghost
         return gather_rows(rows, counts=counts)
 
     @overload
@@ -359,19 +454,19 @@ class Session:
     def all_reduce(self, value: Any, operation: Literal["sum", "mean", "min", "max"] = "sum") -> Any:
         """``value`` reduced over ranks: a number, or a tensor of one shape; ``sum`` and ``mean`` have a gradient."""
         if not isinstance(value, Tensor):
-            return getattr(self._loop.ranks, operation)(float(value))[0]
+            return getattr(self._ranks, operation)(float(value))[0]
         if self.size == 1:
             return value
-        self._loop.check_alike("all_reduce()", value, 0)
+        self._check_alike("all_reduce()", value, 0)
         return reduce_tensor(value, operation)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """``source``'s value on every rank: anything that can be pickled. Collective."""
-        return cast(T, self._loop.ranks.broadcast(value, source))
+        return cast(T, self._ranks.broadcast(value, source))
 
     def main_first(self, *, per_node: bool = False) -> AbstractContextManager[None]:
         """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
-        return cast(AbstractContextManager[None], self._loop.ranks.main_first(per_node=per_node))
+        return cast(AbstractContextManager[None], self._ranks.main_first(per_node=per_node))
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` on rank 0 alone."""
@@ -417,7 +512,7 @@ class Session:
         self._exit(status)
 
     def _at_exit(self) -> None:
-        if self._exits is None and not self._loop.is_done and not has_returned(self._script):
+        if self._exits is None and not self._is_done and not has_returned(self._script):
             self._exits = SystemExit("raised before the end of the loop; its status is not known")
         self.close(self._exits)
 
@@ -438,7 +533,7 @@ class Session:
         sys.exit = self._exit
         error = None if isinstance(error, SystemExit) and not error.code else error
         try:
-            self._loop.finish(error)
+            self._finish(error)
         finally:
             # The contexts see the error; nothing else is raised after it.
             with contextlib.nullcontext() if error is None else contextlib.suppress(BaseException):

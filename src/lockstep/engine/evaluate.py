@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,8 +71,8 @@ class Evaluator:
             together=plan.pipelined,
         )
 
-    def chunks(self, samples: int, *, first: int = 0, limit: int | None = None) -> list[BatchRequest]:
-        """This rank's chunk of every round from chunk ``first`` on; an empty one, or a ghost, when it has none for it.
+    def chunks(self, samples: int, *, limit: int | None = None) -> list[BatchRequest]:
+        """This rank's chunk of every round; an empty one, or a ghost, when it has none for it.
 
         ``limit``: chunks of all ranks; ``None``: all of ``samples``.
         """
@@ -81,7 +82,7 @@ class Evaluator:
         number = number if limit is None else min(number, limit)
         replayed = min(size, samples) if self.ghosts else 0  # the first chunk: a model may need several samples
         nothing = BatchRequest(0, 0, 0, replayed, ghost=self.ghosts)
-        starts = (size * (start + rank) for start in range(first, number, ranks))
+        starts = (size * (start + rank) for start in range(0, number, ranks))
         return [
             BatchRequest(0, 0, start, min(start + size, samples)) if start < number * size else nothing
             for start in starts
@@ -89,7 +90,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def walk(
-        self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, first: int = 0, limit: int | None = None
+        self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, limit: int | None = None
     ) -> Iterator[Iterator[tuple[BatchRequest, Any]]]:
         """This rank's chunks of ``dataset`` and their batches, on its device; inside, ``model`` is in evaluation mode.
 
@@ -97,9 +98,36 @@ class Evaluator:
         """
         source = Source(dataset, collate, self.seed, InOrder())
         devices = list(dict.fromkeys((self.device, *(parameter.device for parameter in model.parameters()))))
-        batches = self._batches(self.chunks(len(dataset), first=first, limit=limit), source, devices)
+        batches = self._batches(self.chunks(len(dataset), limit=limit), source, devices)
         with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
             yield batches
+
+    def rounds(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        compute: Callable[[Any, BatchRequest], Any],
+        *,
+        limit: int | None = None,
+        on_all_ranks: bool = False,
+    ) -> Iterator[list[Any]]:
+        """Yield the results of ``compute(batch, chunk)`` for as many chunks as there are ranks, in order. Collective.
+
+        Args:
+            limit: chunks of all ranks; ``None``: all.
+            on_all_ranks: whether all ranks get the results; else rank 0 does, and the lists of the others are empty.
+        """
+        send = self.collectives.all_gather if on_all_ranks else self.collectives.gather
+        with self.walk(model, dataset, collate, limit=limit) as batches:
+            for request, batch in batches:
+                result = None
+                if request.size:
+                    # Not inference_mode: caches of a model (masks, position tables) may meet autograd later.
+                    with torch.no_grad(), self.precision.autocast():
+                        result = compute(batch, request)
+                results = send(None if request.ghost else result) or ()
+                yield [result for result in results if result is not None]
 
     def _batches(
         self, chunks: Sequence[BatchRequest], source: Source, devices: Sequence[torch.device]
@@ -136,31 +164,32 @@ def evaluate(
         report: called with the number of samples before each chunk.
     """
     collectives = evaluator.collectives
-    with evaluator.walk(model, dataset, collate_of(task), limit=chunks) as batches:
-        metrics: Any = make_metrics(task) if collectives.is_main else None
-        merges = getattr(task.merge, "__func__", None) is not Task.merge
-        merged = list[Any]()
-        draw = SeededDraws(evaluator.seed, (), purpose="metrics")
-        chunk_number = 0
-        total = 0.0
-        count = 0.0
+    metrics: Any = make_metrics(task) if collectives.is_main else None
+    merges = getattr(task.merge, "__func__", None) is not Task.merge
+    merged = list[Any]()
+    draw = SeededDraws(evaluator.seed, (), purpose="metrics")
+    chunk_number = 0
+    total = 0.0
+    count = 0.0
 
-        def update(rows: Iterable[Any]) -> None:
-            """Update with random numbers of this chunk alone: a model's draws depend on the number of ranks."""
-            draw(evaluator.step, chunk_number)
-            with without_sync():
-                update_metrics(metrics, rows)
+    def compute(batch: Any, request: BatchRequest) -> Chunk | None:
+        report(request.start)
+        return _chunk(task, forward or bare(model), batch, request, checked=not merges)
 
-        # Not inference_mode: caches of a model (masks, position tables) may meet autograd later.
+    def update(rows: Iterable[Any]) -> None:
+        """Update with random numbers of this chunk alone: a model's draws depend on the number of ranks."""
+        draw(evaluator.step, chunk_number)
+        with without_sync():
+            update_metrics(metrics, rows)
+
+    rounds = evaluator.rounds(model, dataset, collate_of(task), compute, limit=chunks)
+    with generators_kept(), pulse.during(Activity.EVALUATING):
         with torch.no_grad():
-            for request, batch in batches:
-                report(request.start)
-                mine = _chunk(task, forward or bare(model), batch, request, evaluator.precision, checked=not merges)
-                for chunk in filter(None, collectives.gather(mine) or ()):
-                    total += chunk.total
-                    count += chunk.count
-                    merged.append(chunk.rows) if merges else update(chunk.rows)
-                    chunk_number += 1
+            for chunk in chain.from_iterable(rounds):
+                total += chunk.total
+                count += chunk.count
+                merged.append(chunk.rows) if merges else update(chunk.rows)
+                chunk_number += 1
         if merges and metrics is not None:
             update(task.merge(merged))
         result = None
@@ -205,14 +234,9 @@ class Chunk(NamedTuple):
     rows: Any
 
 
-def _chunk(
-    task: Task, model: nn.Module, batch: Any, request: BatchRequest, precision: Precision, *, checked: bool
-) -> Chunk | None:
+def _chunk(task: Task, model: nn.Module, batch: Any, request: BatchRequest, *, checked: bool) -> Chunk | None:
     """Evaluate a chunk; ``None`` when it counts nothing."""
-    if request.size == 0:
-        return None
-    with precision.autocast():
-        outputs = task.validate(model, batch)
+    outputs = task.validate(model, batch)
     if request.ghost or outputs is None:  # a pipeline's last rank alone has rows
         return None
     loss = check_loss(outputs[0])

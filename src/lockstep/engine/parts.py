@@ -15,7 +15,7 @@ from lockstep.engine.generators import seed_everything
 from lockstep.engine.optim.precision import cast
 from lockstep.engine.optim.step import Update, build_update, untrained_note
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import load_initial_weights, restore, restored_state
+from lockstep.engine.resume import load_initial_weights, load_weights, restore, restored_state
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.build import build_strategy, divide, on_device
@@ -75,7 +75,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     update = build_update(rank, task, model, divided, validates=datasets.val is not None)
     remarks += [] if divided is None else divided.remarks
     if snapshot is not None:
-        remarks += restore(rank, snapshot, state, task, model, update)
+        remarks += restore(rank, snapshot, state, model, lambda: _load(rank, snapshot, task, model, update))
     traces = config.debug.trace != "off"
     off = config.debug.switch_off
     warning = None
@@ -92,3 +92,9 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     notes = [Note("remark", text) for text in remarks if text]
     notes += [] if warning is None else [Note("warning", warning, "warning")]
     return Parts(rank, strategy, update, state, callbacks, draws, notes)
+
+
+def _load(rank: RankContext, snapshot: Snapshot, task: Task, model: nn.Module, update: Update) -> None:
+    load_weights(model, snapshot.model, rank.run_dir.path)
+    update.load_state_dict(snapshot.trainer["update"])
+    task.load_state_dict(snapshot.trainer["task"])

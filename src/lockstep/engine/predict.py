@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lockstep._compat.torch import tree_map
@@ -25,37 +24,10 @@ from lockstep.rundir.heartbeat import Activity, pulse
 Row = dict[str, Any]
 
 
-def _rounds(
-    evaluator: Evaluator,
-    model: nn.Module,
-    data: tuple[Any, Collate],
-    compute: Callable[[Any, BatchRequest], Any],
-    *,
-    first: int = 0,
-    on_all_ranks: bool = False,
-) -> Iterator[list[Any]]:
-    """Yield the results of ``compute(batch, chunk)`` for as many chunks as there are ranks, in index order. Collective.
-
-    Args:
-        data: data set and collate function.
-        first: number of the first chunk.
-        on_all_ranks: whether all ranks get the results; else rank 0 does, and the lists of the others are empty.
-    """
-    send = evaluator.collectives.all_gather if on_all_ranks else evaluator.collectives.gather
-    with evaluator.walk(model, *data, first=first) as batches:
-        for request, batch in batches:
-            result = None
-            if request.size:
-                with torch.no_grad(), evaluator.precision.autocast():
-                    result = compute(batch, request)
-            results = send(None if request.ghost else result) or ()
-            yield [result for result in results if result is not None]
-
-
 def predictions(
-    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, first: int, with_loss: bool = False
+    evaluator: Evaluator, task: Task, model: nn.Module, dataset: Any, *, with_loss: bool = False
 ) -> Iterator[list[list[Row]]]:
-    """Yield the rows of as many chunks as there are ranks, from chunk ``first`` on, on rank 0. Collective.
+    """Yield the rows of as many chunks as there are ranks, on rank 0. Collective.
 
     Where ``dataset`` has ``names``, rows have that of their sample as ``file``; ``with_loss``: and its ``loss``.
     """
@@ -68,7 +40,7 @@ def predictions(
             rows = [{**row, "loss": loss} for row, loss in zip(rows, losses, strict=True)]
         return rows if names is None else [{**row, "file": names[row["index"]]} for row in rows]
 
-    return _rounds(evaluator, model, (dataset, collate_of(task)), rows_of, first=first)
+    return evaluator.rounds(model, dataset, collate_of(task), rows_of)
 
 
 def _sample_losses(task: Task, model: nn.Module, batch: Any, samples: int) -> list[float]:
@@ -88,9 +60,9 @@ def _sample_losses(task: Task, model: nn.Module, batch: Any, samples: int) -> li
 
 
 def predicted_rows(
-    evaluator: Evaluator, model: nn.Module, data: tuple[Any, Collate], predict: Callable[[Any], Any]
+    evaluator: Evaluator, model: nn.Module, dataset: Any, collate: Collate, predict: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield what ``predict(batch)`` returns for each batch of ``data``, in index order, on every rank. Collective.
+    """Yield what ``predict(batch)`` returns for each batch of ``dataset``, in index order, on every rank. Collective.
 
     The batches are the same for any number of ranks. Modules are in evaluation mode, and random generators, gradients
     and modes are afterwards as they were.
@@ -102,7 +74,7 @@ def predicted_rows(
         check_rows(rows, request.size, "predict(batch)")
         return tuple(to_host(rows))
 
-    for results in _rounds(evaluator, model, data, rows_of, on_all_ranks=True):
+    for results in evaluator.rounds(model, dataset, collate, rows_of, on_all_ranks=True):
         for rows in results:
             pulse.at(Activity.EVALUATING)
             yield rows

@@ -16,7 +16,6 @@ from lockstep.config import RunConfig
 from lockstep.data.order import ORDER_VERSION
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.fingerprint import same_data
-from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext, check_pins, pins
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
@@ -167,16 +166,18 @@ def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:
 
 
 def restore(
-    rank: RankContext, snapshot: Snapshot, state: TrainState, task: Task, model: nn.Module, update: Update
-) -> list[str | None]:
-    """Restore task, model and update; returns notes on what differs from the checkpoint."""
+    rank: RankContext, snapshot: Snapshot, state: TrainState, module: nn.Module, load: Callable[[], None]
+) -> tuple[str | None, str | None]:
+    """Restore what trains by ``load()``, and which parameters of ``module`` are frozen.
+
+    Returns:
+        Notes on how the run is judged, and on parameters that were frozen or unfrozen.
+    """
     if rank.plan.reproducibility == "exact":
         check_pins(snapshot.manifest["pins"], pins(rank.device, rank.plan))
-    load_weights(model, snapshot.model, rank.run_dir.path)
     with restoring(rank.run_dir.path):
-        update.load_state_dict(snapshot.trainer["update"])
-        task.load_state_dict(snapshot.trainer["task"])
-    return [judge_afresh(state, snapshot.manifest, rank.plan), freeze_again(model, state.frozen)]
+        load()
+    return judge_afresh(state, snapshot.manifest, rank.plan), freeze_again(module, state.frozen)
 
 
 def restore_weights(task: Task, model: nn.Module, snapshot: Snapshot, source: Path) -> None:

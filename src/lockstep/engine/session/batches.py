@@ -1,18 +1,25 @@
-"""The batches of a session: one loader per data set, which reads ahead over the ends of epochs."""
+"""The batches of a session: one loader per data set, which reads ahead over the ends of epochs; parts of given rows."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep._compat.torch import tree_leaves, tree_map
 from lockstep.data.arrays import by_row, is_stream
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
-from lockstep.data.requests import Source, Window, windows
+from lockstep.data.reader import Indices
+from lockstep.data.requests import ALIGNMENT, BatchRequest, InOrder, Source, Window, windows
 from lockstep.engine.distributed.collectives import Collectives
-from lockstep.engine.fingerprint import examined, same_data
+from lockstep.engine.fingerprint import examined, feed, same_data
 from lockstep.engine.fit import TimedBatches
 from lockstep.engine.run_log import record_samples
 from lockstep.engine.session.training import SessionTraining
@@ -142,7 +149,7 @@ class DataFeed:
                 if is_done or training.has_stepped:  # the loop may be left after a step
                     over = self._batch.window(window.stop) is None
                     self._next = (epoch + 1, 0) if over else (epoch, window.stop)
-                    training.end_window(window, batches.waited_s(), epoch_over=over)
+                    training.end_window(batches.waited_s(), position=window.stop, epoch_over=over)
             if training.log.ended_by is not None:
                 training.is_cut = not over
                 return
@@ -174,3 +181,96 @@ class DataFeed:
         if self._loader is not None:
             self._loader.close()
         self._loader = None
+
+
+class UpdateRows:
+    """The data set of a plan that is made for a loop over updates: ``size`` rows in each of ``updates``."""
+
+    def __init__(self, updates: int, size: int) -> None:
+        self._samples = updates * size
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def fingerprint(self) -> str:
+        """Of any rows: the loop makes others in every update."""
+        return "updates"
+
+
+def count_rows(rows: Any) -> int:
+    """Count the rows of a batch. Raises :class:`TaskError`: its parts have different numbers, or one has none."""
+    sizes = {_length(leaf) for leaf in tree_leaves(rows)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise TaskError(
+            "session.part() needs the same number of rows in all parts of a batch",
+            why=f"the parts have {', '.join(map(str, sorted(sizes))) or 'no'} rows",
+            fix="give it tensors or arrays with a row for each sample, in tuples, lists or dicts",
+        )
+    return sizes.pop()
+
+
+def _length(leaf: Any) -> int:
+    """The number of rows; 0 of anything without rows."""
+    has_rows = hasattr(leaf, "__len__") and not isinstance(leaf, str) and getattr(leaf, "ndim", 1) > 0
+    return len(leaf) if has_rows else 0
+
+
+def _taken(rows: Any, start: int, stop: int, indices: Indices | None) -> Any:
+    """Rows ``start`` to ``stop``, or those of ``indices``."""
+
+    def part_of(leaf: Any) -> Any:
+        values = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        part = values[start:stop] if indices is None else values[indices]
+        # Matrix products round by the alignment of their operands.
+        is_aligned = not isinstance(part, Tensor) or part.data_ptr() % ALIGNMENT == 0
+        return part if is_aligned else part.clone()
+
+    return tree_map(part_of, rows)
+
+
+class RowFeed:
+    """Steps over rows that the loop has: each rank's micro-batches of them."""
+
+    def __init__(self, training: SessionTraining) -> None:
+        plan = training.rank.plan
+        trace = training.rank.config.debug.trace
+        self._training = training
+        self._batch = plan.batch
+        self._source = Source(None, list, plan.seed, InOrder(), arrangement=None if trace == "off" else trace)
+        #: By number of rows: the window, and the spans of each rank's micro-batches.
+        self._windows: dict[int, tuple[Window, Any]] = {}
+        self._rows: Any = None
+
+    def walk(self, rows: Any, size: int) -> Iterator[Any]:
+        """This rank's micro-batches of ``rows``, on its device. The window stays open."""
+        training = self._training
+        rank = training.rank
+        if rank.world.size > 1 and training.compares_rows:
+            digest = hashlib.sha256()
+            feed(digest, rows)
+            check_alike(f"{size}:{digest.hexdigest()[:16]}", rank.collectives, "part")
+        if size not in self._windows:
+            batch = self._batch.model_copy(update={"samples": size, "global_batch": size})
+            ghosts = rank.collectives.size > 1 or batch.lanes is not None
+            every = windows(batch, rank=rank.world.rank, epoch=0, position=0, epochs=1, ghosts=ghosts)
+            self._windows[size] = next(every), batch.split
+        window, split = self._windows[size]
+        self._rows = rows
+        training.begin_window(window, split)
+        yield from training.micro_batches(window.requests, map(self._read, window.requests))
+
+    def again(self) -> Iterator[Any]:
+        """The micro-batches of the current window once more."""
+        requests = self._training.begin_again()
+        try:
+            yield from self._training.micro_batches(requests, map(self._read, requests), again=True)
+        finally:
+            self._training.place = len(requests) - 1
+
+    def _read(self, request: BatchRequest) -> Any:
+        is_arranged = self._source.arrangement is not None
+        indices = self._source.indices(request) if is_arranged and request.size else None
+        return _taken(self._rows, request.start, request.stop, indices)

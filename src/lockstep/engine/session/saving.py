@@ -13,7 +13,8 @@ from lockstep.checkpoint.content import walked
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.reader import states_of_generators
 from lockstep.engine.optim.step import Update
-from lockstep.engine.resume import Reads, freeze_again, load_initial_weights, load_latest, load_weights, restoring
+from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import Reads, load_initial_weights, load_latest, load_weights, restore, restoring
 from lockstep.engine.state import TrainState
 from lockstep.errors import CheckpointError, TaskError
 
@@ -30,6 +31,7 @@ class Resumed:
     """The checkpoint that a session begins with, if there is one; optimizers are restored from it with the plan.
 
     Besides models and optimizers a session keeps ``state``, ``registered`` objects, and values ``made`` in the epoch.
+    ``place``: how many loops the epoch has finished, and how many updates the next one.
     """
 
     def __init__(self, rank: Reads) -> None:
@@ -38,6 +40,7 @@ class Resumed:
         self._begun = False
         self.snapshot: Snapshot | None = None
         self.state = TrainState()
+        self.place = 0, 0
         self.made = Made()
         self.registered: dict[str, Stateful] = {}
 
@@ -63,31 +66,38 @@ class Resumed:
         session = self.snapshot.trainer.get("session", {})
         with restoring(self._source):
             vars(self.state).update(vars(TrainState.from_state_dict(self.snapshot.trainer["state"])))
-        self.made.resume(session.get("made", ()), within=bool(self.state.position or session.get("stage")))
+        self.place = session.get("stage", 0), session.get("update", 0)
+        self.made.resume(session.get("made", ()), within=bool(self.state.position or any(self.place)))
         load_weights(module, self.snapshot.model, self._source)
         for name in self.registered:
             self._load(name)
 
-    def restore_updates(self, updates: Mapping[str, Update], module: nn.Module) -> None:
-        """Restore optimizers by name, and which parameters of ``module`` are frozen.
+    def restore(self, rank: RankContext, updates: Mapping[str, Update], module: nn.Module) -> Mapping[str, Any]:
+        """Restore optimizers by name, and which parameters of ``module`` are frozen; return the state of the loop.
 
         Raises:
             CheckpointError: the checkpoint has others.
         """
-        assert self.snapshot is not None
-        trainer = self.snapshot.trainer
-        saved = trainer["update"]
-        if "session" not in trainer or saved.keys() != updates.keys():
+        snapshot = self.snapshot
+        assert snapshot is not None
+        saved = snapshot.trainer["update"]
+        if "session" not in snapshot.trainer or saved.keys() != updates.keys():
             raise CheckpointError(
                 f"the checkpoints in {self._source} are not of this loop",
                 why=f"it prepares the optimizers {', '.join(updates)}, and they have "
-                + (", ".join(saved) if "session" in trainer else "the state of a task"),
+                + (", ".join(saved) if "session" in snapshot.trainer else "the state of a task"),
                 fix="give prepare() the same optimizers as before, under the same names, or choose another --save-dir",
             )
-        with restoring(self._source):
+
+        def load() -> None:
             for name, update in updates.items():
                 update.load_state_dict(saved[name])
-        freeze_again(module, self.state.frozen)
+
+        judged, _ = restore(rank, snapshot, self.state, module, load)
+        if judged is not None:
+            rank.note("judged_afresh", judged)
+        session: Mapping[str, Any] = snapshot.trainer["session"]
+        return session
 
     def _load(self, name: str) -> None:
         if self.snapshot is None:

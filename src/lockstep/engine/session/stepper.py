@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -393,7 +394,10 @@ def build_steppers(
     exact = rank.plan.reproducibility == "exact"
     check_sparse(module, reduced=several or exact)
     by_buckets = several and not exact and shards is None
-    group = dist.new_group(backend=rank.plan.placement["backend"]) if by_buckets else None
+    group = None
+    if by_buckets:
+        timeout = timedelta(seconds=rank.config.distributed.timeout_s)
+        group = dist.new_group(backend=rank.plan.placement["backend"], timeout=timeout)
     steppers = {name: SessionOptimizer(name, rank, prepared, precision, group, shards) for name in prepared.optimizers}
     averages = Averages(rank.config.averaging, module, rank.plan.total_steps)
     next(iter(steppers.values())).update.averages = averages

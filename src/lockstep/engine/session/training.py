@@ -51,7 +51,8 @@ class SessionTraining(Training):
 
     Attributes:
         ranks: for calls between ranks that the loop makes.
-        stage: how many loops over batches the epoch has finished.
+        stage: how many loops over batches or updates the epoch has finished.
+        update: how many updates the next of these loops has finished.
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
         is_cut: whether the run has ended within its epoch, which a resume continues.
@@ -97,6 +98,7 @@ class SessionTraining(Training):
         self.stream: Any = None
         self.window: Window | None = None
         self.stage = 0
+        self.update = 0
         self.place = -1
         self._calls = 0
         self._checked = 0
@@ -245,6 +247,11 @@ class SessionTraining(Training):
         return self._checked < CHECKED_WINDOWS
 
     @property
+    def compares_rows(self) -> bool:
+        """Whether ranks compare rows that are given to them: in the first steps, then after 2, 4, 8, ... others."""
+        return self.checks_losses or self._checked.bit_count() == 1
+
+    @property
     def rows(self) -> slice:
         window = self._inside("rows")
         if self.skips:
@@ -263,11 +270,16 @@ class SessionTraining(Training):
             raise outside_batches(call)
         return self.window
 
-    def end_window(self, window: Window, waited_s: float, *, epoch_over: bool) -> None:
-        """Count the window, log, and save if that is due; set ``log.ended_by`` if ranks agreed to stop."""
+    def end_window(self, waited_s: float, *, position: int, epoch_over: bool, is_update: bool = True) -> None:
+        """Count the window, log, and save if that is due; set ``log.ended_by`` if ranks agreed to stop.
+
+        ``position``: in the epoch, afterwards. Without ``is_update`` the run is neither saved nor stopped here.
+        """
+        window = self.window
+        assert window is not None
         state = self.state
         log = self.log
-        state.advance(len(window.requests), window.size, window.epoch, window.stop)
+        state.advance(len(window.requests), window.size, state.epoch, position)
         self.precision.settle()
         self.averages.update(state.step)
         if self._lanes is not None:
@@ -288,7 +300,7 @@ class SessionTraining(Training):
         log.step(window.size, waited_s)
         if log.is_logged(state.step):
             self._log_scalars()
-        log.end_step(self._flags, None if epoch_over else self.save)
+        log.end_step(self._flags if is_update else None, None if epoch_over else self.save)
 
     def _note_carried(self) -> None:
         """Warn of a tensor that is kept from batch to batch and is in no checkpoint."""
@@ -421,6 +433,7 @@ class SessionTraining(Training):
         judged = logged if is_evaluated and not self.is_cut else None
         metrics = {"train_loss": loss, **logged}
         self.stage = self.stage if self.is_cut else 0
+        self.update = self.update if self.is_cut else 0
         self.record_epoch(metrics, ended=not self.is_cut, judged=judged)
 
     @property
@@ -438,16 +451,22 @@ class SessionTraining(Training):
         return self._shards.whole(content, keep=self.rank.writer is not None) if self._shards else content
 
     def _trainer_state(self) -> dict[str, Any]:
-        position = {"stage": self.stage, "made": list(self._resumed.made.values), "reshuffles": self.reshuffles}
+        position = {
+            "stage": self.stage,
+            "update": self.update,
+            "made": list(self._resumed.made.values),
+            "reshuffles": self.reshuffles,
+        }
         return super()._trainer_state() | {
             "update": {name: stepper.update.state_dict() for name, stepper in self.steppers.items()},
             "task": {name: thing.state_dict() for name, thing in self._resumed.registered.items()},
             "session": position if self.stream is None else position | {"stream": self.stream.state_dict(self.items)},
         }
 
-    def restore(self, trainer: Mapping[str, Any]) -> None:
+    def restore(self) -> None:
         """Restore optimizers and schedulers, and where the loop was. Raises :class:`CheckpointError`."""
-        self._resumed.restore_updates({name: stepper.update for name, stepper in self.steppers.items()}, self._module)
+        updates = {name: stepper.update for name, stepper in self.steppers.items()}
+        session = self._resumed.restore(self.rank, updates, self._module)
         self._saved_at = self.state.step, self.state.epoch
-        self.stage = trainer["session"]["stage"]
-        self.reshuffles = trainer["session"].get("reshuffles", False)
+        self.stage, self.update = self._resumed.place
+        self.reshuffles = session.get("reshuffles", False)

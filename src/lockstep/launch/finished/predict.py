@@ -119,7 +119,6 @@ def _write(reopened: Reopened) -> dict[str, Any]:
         reopened.task,
         subject.model,
         subject.dataset,
-        first=0,
         with_loss=evaluation.with_loss,
     )
     rows = (row for chunk in chunks for part in chunk for row in part)

@@ -12,10 +12,9 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.engine.fingerprint import examined
-from lockstep.engine.rank_context import check_pins, pins
 from lockstep.engine.rank_context import joined as joined_ranks
-from lockstep.engine.resume import check_fits, judge_afresh
-from lockstep.engine.session.batches import check_alike, length
+from lockstep.engine.resume import check_fits
+from lockstep.engine.session.batches import UpdateRows, check_alike, length
 from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import SessionTraining
@@ -83,7 +82,8 @@ def begin_attempt(
     snapshot = resumed.snapshot
     if snapshot is not None:
         remedy = "; if the loop makes its data in each epoch, as rollouts, make them with session.once(make, ...)"
-        check_fits(snapshot.manifest, plan, makes_data=resumed.made.replaces_data, remedy=remedy)
+        makes_data = resumed.made.replaces_data or isinstance(task.dataset, UpdateRows)
+        check_fits(snapshot.manifest, plan, makes_data=makes_data, remedy=remedy)
     sink: Sink = standard_sinks(run, config, sys.stdout) if joined.world.is_main else Fanout()
     ending.callback(sink.close)
     rank = ending.enter_context(
@@ -93,12 +93,7 @@ def begin_attempt(
     training = SessionTraining(rank, prepared, resumed, beside)
     stream_state = None
     if snapshot is not None:
-        if plan.reproducibility == "exact":
-            check_pins(snapshot.manifest["pins"], pins(rank.device, plan))
-        training.restore(snapshot.trainer)
-        remark = judge_afresh(resumed.state, snapshot.manifest, plan)
-        if remark is not None:
-            rank.note("judged_afresh", remark)
+        training.restore()
         stream_state = snapshot.trainer["session"].get("stream")
     training.stream = begin_stream(
         datasets, run.path, rank.attempt, rank.world, training.items, plan.batch.global_batch, stream_state

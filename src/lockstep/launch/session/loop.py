@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
+from lockstep.data.requests import Window
 from lockstep.engine.attempt import record_failure
-from lockstep.engine.predict import predicted_rows
 from lockstep.engine.run_log import as_numbers
-from lockstep.engine.session.batches import ByRow, DataFeed, check_alike, check_data, length
+from lockstep.engine.session.batches import ByRow, DataFeed, RowFeed, length
 from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import SessionTraining, outside_batches
@@ -31,8 +29,9 @@ from lockstep.rundir.heartbeat import Activity, pulse
 _SPLITS = ("train_", "val_", "test_")
 #: Part of draws before an epoch; the parts of a step count from 0.
 _EPOCH = -1
-#: Part of draws after a loop over batches.
+#: Part of draws after a loop over batches, and before an update.
 _AFTER = -2
+_UPDATE = -3
 #: Settings that a loop has no use for, by section.
 _UNUSED = {
     "optimizer": OptimizerConfig.model_fields.keys(),
@@ -43,35 +42,40 @@ _UNUSED = {
 
 
 class Loop:
-    """Behind :class:`lockstep.Session`, which says what its methods do.
+    """The base of :class:`lockstep.Session`: where its loop is, its feeds of batches, and the end of its run.
 
     ``overrides`` are the settings that differ from the defaults; ``ending`` is closed at the end of the session. What
-    trains (``training``) is there once the first loop over batches has begun: from its data the plan is made.
+    trains (``_training``) is there once the first loop over batches has begun: from its data the plan is made.
     """
 
     def __init__(
         self, joined: Joined, config: RunConfig, overrides: Mapping[str, Any], device: torch.device, ending: ExitStack
     ) -> None:
-        self.joined = joined
-        self.config = config
-        self.device = device
+        self._joined = joined
+        self._config = config
+        self._device = device
         self._overrides = overrides
         self._ending = ending
-        self.prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
-        self.resumed = Resumed(joined)
-        self.state = self.resumed.state
-        self._made = self.resumed.made
-        self.training: SessionTraining | None = None
+        self._prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
+        self._resumed = Resumed(joined)
+        self._state = self._resumed.state
+        self._made = self._resumed.made
+        self._training: SessionTraining | None = None
         #: The data of the plan, as given and as opened.
         self._task: LoopTask
         self._datasets: Datasets
         #: By number in the epoch: the batches of a loop, and the arguments of ``batches()``.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
         self._by_row = ByRow()
+        #: In a loop over updates: the number of the current one, and how many there are.
+        self._update: tuple[int, int] | None = None
+        self._row_feed: RowFeed | None = None
+        #: Whether the body has run for all of the last part.
+        self._has_whole_part = False
         self._epochs = 1
         self._number = 0
         self._in_epochs = False
-        self.is_done = False
+        self._is_done = False
         #: The reason why a resumed run has nothing to train.
         self._over = ""
         self._logged: dict[str, Any] = {}
@@ -79,58 +83,49 @@ class Loop:
         self._left: dict[str, float] | None = None
 
     @property
-    def ranks(self) -> Any:
+    def _ranks(self) -> Any:
         """For calls between ranks by the loop; they are compared once it trains."""
-        return self.joined.collectives if self.training is None else self.training.ranks
+        return self._joined.collectives if self._training is None else self._training.ranks
 
-    def running(self, call: str) -> SessionTraining:
+    def _running(self, call: str) -> SessionTraining:
         """The training. Raises :class:`TaskError`: no loop over batches has begun."""
-        if self.training is None:
+        if self._training is None:
             raise outside_batches(call)
-        return self.training
+        return self._training
 
-    def refuse_exact(self, call: str) -> None:
+    def _refuse_exact(self, call: str) -> None:
         """Raise :class:`UnsupportedError` in the body of an exact run's loop."""
-        inside = self.training is not None and self.training.place >= 0
-        if inside and self.config.training.reproducibility == "exact":
+        inside = self._training is not None and self._training.place >= 0
+        if inside and self._config.training.reproducibility == "exact":
             raise UnsupportedError(
                 f"{call}() in the body of a loop cannot be exact",
                 why="each lane is computed alone, whichever ranks compute the others",
                 fix="use reproducibility: fast",
             )
 
-    def check_alike(self, call: str, tensor: Tensor, first: int) -> None:
+    def _check_alike(self, call: str, tensor: Tensor, first: int) -> None:
         """Compare ``call`` over ranks, with the type and the shape of its tensor from the dimension ``first`` on.
 
         Only in the first steps: later ones make the same calls.
         """
-        training = self.training
+        training = self._training
         if training is None or training.place < 0 or training.checks_losses:
             sizes = ["*"] * first + [str(size) for size in tensor.shape[first:]]
-            self.ranks.check(f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]")
+            self._ranks.check(f"{call} of {str(tensor.dtype).removeprefix('torch.')} [{', '.join(sizes)}]")
 
     def _begin(self) -> None:
         """Restore the saved state of a resumed run. Collective."""
-        self.prepared.check()
-        self.resumed.begin(self.prepared.container(), is_resume=self.joined.is_resume, init_from=self.config.init_from)
+        self._prepared.check()
+        self._resumed.begin(
+            self._prepared.container(), is_resume=self._joined.is_resume, init_from=self._config.init_from
+        )
 
     # Epochs.
 
-    def epochs(self, number: int | None) -> Iterator[int]:
-        epochs_setting = self._overrides.get("training", {}).get("epochs")
-        self._epochs = number if epochs_setting is None and number is not None else self.config.training.epochs
-        self._begin()
-        if self._left is not None:
-            self._end_epoch(self._left)
-        self._over = self._is_over() if self.joined.is_resume else ""
-        if self._over:
-            self._leave(self._over)
-        return self._walk_epochs(0 if self._over else self._epochs)
-
     def _is_over(self) -> str:
         """Why a resumed run has nothing to train, and what would change that; empty: it has."""
-        state = self.state
-        settings = self.config.training
+        state = self._state
+        settings = self._config.training
         if state.epoch >= self._epochs:
             return f"has trained all {self._epochs} epochs. To train on, raise training.epochs"
         if settings.max_steps is not None and state.step >= settings.max_steps:
@@ -142,8 +137,8 @@ class Loop:
 
     def _leave(self, over: str) -> None:
         """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
-        run = self.joined.run_dir
-        ranks = self.joined.collectives
+        run = self._joined.run_dir
+        ranks = self._joined.collectives
         ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
         if ranks.is_main:
             rest = "The script ends here" if ends else "What follows the loop runs, without the variables of the loop"
@@ -155,103 +150,70 @@ class Loop:
     def _walk_epochs(self, number: int) -> Iterator[int]:
         self._in_epochs = True
         try:
-            while self.state.epoch < number and not self._has_ended():
+            while self._state.epoch < number and not self._has_ended():
                 self._number = 0
-                if self.state.epoch:
-                    self._draws(self.state.epoch, _EPOCH)
+                if self._state.epoch:
+                    self._draws(self._state.epoch, _EPOCH)
                 self._made.begin_epoch()
-                yield self.state.epoch
+                yield self._state.epoch
                 self._end_epoch(self._row("val"))
         except GeneratorExit:  # a break, or an error: nothing collective may follow here
-            self._left = self._row("val") if self.training and self.training.stage else None
+            self._left = self._row("val") if self._training and self._training.stage else None
             raise
         finally:
             self._in_epochs = False
         self._stop_if_asked()  # the loop was left in the step that ended the run
-        self.is_done = True
+        self._is_done = True
 
     def _draws(self, number: int, part: int) -> None:
         """Seed the draws of the loop outside of the bodies over batches, alike on all ranks."""
-        if self.training is None:
-            SeededDraws(self.config.training.seed, [self.device])(number, part)
+        if self._training is None:
+            SeededDraws(self._config.training.seed, [self._device])(number, part)
         else:
-            self.training.draws(number, part)
+            self._training.draws(number, part)
 
     def _has_ended(self) -> bool:
-        return self.training is not None and self.training.log.ended_by is not None
+        return self._training is not None and self._training.log.ended_by is not None
 
     def _stop_if_asked(self) -> None:
         """End the process after a checkpoint, if the ranks have agreed to. Raises :class:`Stopped`."""
-        log = self.training.log if self.training else None
+        log = self._training.log if self._training else None
         if log is not None and log.ended_by is not None and not log.is_completed:
-            end_script(128 + (self.joined.stop.requested or 15) if log.ended_by == "signal" else 0)
+            end_script(128 + (self._joined.stop.requested or 15) if log.ended_by == "signal" else 0)
 
     def _end_epoch(self, row: dict[str, float]) -> None:
-        training = self.training
+        training = self._training
         self._left = None
         if training is None:
-            self.state.epoch += 1
+            self._state.epoch += 1
+            self._state.position = 0
+            self._resumed.place = 0, 0
         if training is None or not training.is_cut:
             self._made.end_epoch()
         if training is not None:
             training.end_epoch(row)
 
-    def once(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        if not self._in_epochs:
-            raise TaskError(
-                "once() was called outside a loop over session.epochs()",
-                why="it is made once in each epoch",
-                fix="call it in `for epoch in session.epochs(10):`, before the batches",
-            )
-        return self._made.once(make, arguments, self.device)
-
     # Batches.
 
-    def batches(
-        self, dataset: Any, accumulate: int | None, collate: Callable[[Any], Any] | None, weights: Any
-    ) -> Iterator[Any]:
-        dataset = self._by_row(dataset)
-        first = self._number == 0 and (self.training is None or dataset is self._task.dataset)
-        check_data(dataset, streams=first)
-        if not self._in_epochs:
-            raise TaskError(
-                "batches() was called outside a loop over session.epochs()",
-                why="the order of the samples and a resume depend on the epoch",
-                fix="write `for epoch in session.epochs(10):` around it; epochs(1) for a loop without epochs",
-            )
-        if self.training is None:
-            self._start(LoopTask(self.prepared.container(), dataset, collate, weights), accumulate)
-        number = self._number
-        self._number = self._number + 1
-        return self._walk(number, dataset, accumulate, collate, weights)
-
     def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> Iterator[Any]:
-        training = self.running("batches")
+        training = self._running("batches")
         if number < training.stage:  # an earlier attempt has finished it
             return
         if self._has_ended():
             training.is_cut = True
             return
-        if training.window is not None:
-            raise TaskError(
-                "a loop over batches() began inside the body of another one",
-                why="a step belongs to one batch of one loop",
-                fix="make one data set whose samples have both parts, or run the loops one after the other",
-            )
+        if training.window is not None or self._update is not None:
+            raise _nested("batches")
         feed = self._feed(training, number, dataset, accumulate, collate, weights)
         try:
-            yield from feed.walk(self.state.epoch, self.state.position)
+            yield from feed.walk(self._state.epoch, self._state.position)
         finally:
             training.window = None
             if not self._has_ended():
                 training.stage = number + 1
-                self.state.position = 0
-            self._draws(self.state.step, _AFTER)
+                self._state.position = 0
+            self._draws(self._state.step, _AFTER)
         self._stop_if_asked()
-
-    def again(self) -> Iterator[Any]:
-        self.running("again")
-        return self._feeds[self._number - 1][0].again()
 
     def _feed(
         self, training: SessionTraining, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any
@@ -271,7 +233,7 @@ class Loop:
             if previous_request == request:
                 return feed
             feed.close()
-        task = LoopTask(self.prepared.container(), dataset, collate)
+        task = LoopTask(self._prepared.container(), dataset, collate)
         datasets = self._datasets if planned else task.datasets()
         feed = DataFeed(training, task, datasets, accumulate, number, planned=planned)
         self._feeds[number] = feed, request
@@ -280,16 +242,117 @@ class Loop:
             training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
         return feed
 
-    def _start(self, task: LoopTask, accumulate: int | None) -> None:
-        """Make the plan and begin the attempt: the data are known now. Collective."""
+    def _current_feed(self) -> DataFeed | RowFeed:
+        """The feed of the current batch. Raises :class:`TaskError`: there is none."""
+        self._running("again")
+        feed = self._feeds[self._number - 1][0] if self._update is None else self._row_feed
+        if feed is None:
+            raise outside_batches("again")
+        return feed
+
+    def _check_in_epochs(self, call: str) -> None:
+        """Raise :class:`TaskError` outside a loop over epochs."""
+        if not self._in_epochs:
+            raise TaskError(
+                f"{call}() was called outside a loop over session.epochs()",
+                why="the order of the samples and a resume depend on the epoch",
+                fix="write `for epoch in session.epochs(10):` around it; epochs(1) for a loop without epochs",
+            )
+
+    # Updates.
+
+    def _walk_updates(self, number: int, updates: int) -> Iterator[int]:
+        """The updates of the loop with this ``number`` in its epoch."""
+        training = self._training
+        stage, done = self._resumed.place if training is None else (training.stage, training.update)
+        if number < stage:  # an earlier attempt has finished it
+            return
+        if training is not None and self._has_ended():
+            training.is_cut = True
+            return
+        try:
+            for update in range(done, updates):
+                self._update = update, updates
+                self._draws(update, _UPDATE)
+                is_done = False
+                try:
+                    yield update
+                    is_done = True
+                finally:
+                    self._end_update(update + 1, is_done=is_done)
+                if self._has_ended():
+                    break
+        finally:
+            self._update = None
+            training = self._training
+            if training is not None and not self._has_ended():
+                training.stage = number + 1
+                training.update = 0
+                self._state.position = 0
+            self._draws(self._state.step, _AFTER)
+        self._stop_if_asked()
+
+    def _end_update(self, update: int, *, is_done: bool) -> None:
+        """Count the update, after its step, if it has one. ``is_done``: the loop asks for the next one."""
+        training = self._training
+        assert self._update is not None
+        if training is None or not (is_done or (training.window is not None and training.has_stepped)):
+            return
+        over = update == self._update[1]
+        position = update * training.rank.plan.batch.global_batch
+        training.update = update
+        self._state.position = position
+        if self._open_part(training) is not None:
+            training.end_window(0.0, position=position, epoch_over=over)
+        training.is_cut = self._has_ended() and not over
+
+    def _walk_part(self, rows: Any, size: int) -> Iterator[Any]:
+        training = self._running("part")
+        if training.place >= 0:
+            raise _nested("part")
+        if self._open_part(training) is not None:
+            position = self._state.position
+            training.end_window(0.0, position=position, epoch_over=False, is_update=False)
+        if self._has_ended():  # by training.max_steps
+            return
+        if self._row_feed is None:
+            self._row_feed = RowFeed(training)
+        self._has_whole_part = False
+        yield from self._row_feed.walk(rows, size)
+        self._has_whole_part = True
+        self._draws(self._state.step, _AFTER)
+
+    def _open_part(self, training: SessionTraining) -> Window | None:
+        """The window of the last part, if it is to be counted; one that was left before its step is dropped."""
+        if not (self._has_whole_part or training.has_stepped):
+            training.window = None
+        return training.window
+
+    def _start(
+        self,
+        dataset: Any,
+        *,
+        accumulate: int | None = None,
+        collate: Callable[[Any], Any] | None = None,
+        weights: Any = None,
+        global_batch: int | None = None,
+    ) -> None:
+        """Make the plan and begin the attempt: the data are known now. Collective.
+
+        ``global_batch``: of the plan; ``None``: as configured.
+        """
+        task = LoopTask(self._prepared.container(), dataset, collate, weights)
         self._begin()
-        joined = self.joined
-        optimizer = next(iter(self.prepared.optimizers.values()))
+        joined = self._joined
+        optimizer = next(iter(self._prepared.optimizers.values()))
         has_size = "batch_size" in self._overrides.get("training", {})
         # A warm-up is at 0 now.
         rates = (float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
         lr = next(filter(None, rates), 0.0)
-        config = sized(self.config, has_batch_size=has_size, ranks=joined.world.size, accumulate=accumulate, lr=lr)
+        config = self._config
+        if global_batch is not None:
+            config = resolve(config.model_dump(mode="json"), {"training": {"global_batch_size": global_batch}})
+        config = sized(config, has_batch_size=has_size, ranks=joined.world.size, accumulate=accumulate, lr=lr)
         config = resolve(config.model_dump(mode="json"), {"training": {"epochs": self._epochs}})
         unused = [
             f"{part}.{key}" for part, keys in _UNUSED.items() for key in keys & self._overrides.get(part, {}).keys()
@@ -307,65 +370,32 @@ class Loop:
                 "values made of them and of the weights, such as rollouts, differ from those before. "
                 "session.once(make, ...) keeps them in checkpoints.",
             )
-        registered = self.resumed.registered
-        for name in self.prepared.unkept_schedules(registered.values()):
+        registered = self._resumed.registered
+        for name in self._prepared.unkept_schedules(registered.values()):
             joined.note(
                 "scheduler",
                 f"a scheduler of {name} is in no checkpoint: a resume would begin its schedule again. Give it to "
                 "session.checkpoint(scheduler=...), or to prepare() if it steps after every optimizer step",
             )
-        beside = Beside(sys._getframe(3), [task.model(), *registered.values()])  # the caller of session.batches()
-        self.training, self._datasets = begin_attempt(
-            joined, config, task, self.prepared, self.resumed, beside, self._ending
+        beside = Beside(sys._getframe(2), [task.model(), *registered.values()])  # the caller of session.batches()
+        self._training, self._datasets = begin_attempt(
+            joined, config, task, self._prepared, self._resumed, beside, self._ending
         )
         self._task = task
-        pulse.at(Activity.STEP, self.state.step)
-        self.training.log.start()
-        self.training.log.unpause()
+        pulse.at(Activity.STEP, self._state.step)
+        self._training.log.start()
+        self._training.log.unpause()
 
     # Numbers.
-
-    def log(self, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if not (value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")):
-                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-                raise TaskError(
-                    f"session.log({name}=…) got a {type(value).__name__}{shape}, not a number",
-                    fix="log a number, such as the mean of a tensor",
-                )
-        in_window = self.training is not None and self.training.window is not None
-        (self.training.scalars if self.training and in_window else self._logged).update(values)
 
     def _row(self, split: str) -> dict[str, float]:
         values = as_numbers(self._logged)
         self._logged = {}
         return {name if name.startswith(_SPLITS) else f"{split}_{name}": value for name, value in values.items()}
 
-    def evaluate(
-        self, dataset: Any, predict: Callable[[Any], Any], batch_size: int | None, collate: Callable[[Any], Any] | None
-    ) -> Iterator[tuple[Any, ...]]:
-        dataset = self._by_row(dataset)
-        check_data(dataset, streams=None)
-        training = self.training
-        config = self.config
-        ranks = self.joined.collectives
-        plan = None if training is None else training.rank.plan
-        size = batch_size or config.validation.batch_size or self._evaluation_batch_size()
-        evaluator = self.prepared.evaluator(ranks, plan, size, seed=config.training.seed, step=self.state.step)
-        with contextlib.ExitStack() as around:
-            if training is not None:
-                training.log.pause()
-                around.callback(pulse.at, Activity.HOOKS)
-                around.callback(training.log.unpause)
-                around.enter_context(training.averages.in_use())
-            if ranks.size > 1:
-                check_alike(f"{len(dataset)}", self.ranks, "evaluate")
-            data = dataset, collate or cast(Any, default_collate)
-            yield from predicted_rows(evaluator, self.prepared.container(), data, predict)
-
     def _evaluation_batch_size(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
-        training = self.config.training
+        training = self._config.training
         if training.global_batch_size is None or "batch_size" in self._overrides.get("training", {}):
             return training.batch_size
         parts = max((request[2] or 1 for _, request in self._feeds.values()), default=training.accumulate)
@@ -373,13 +403,13 @@ class Loop:
 
     # The end.
 
-    def finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         """Save, and record how the run ended. Collective without ``error``."""
-        training = self.training
+        training = self._training
         if training is None:
-            run = self.joined.run_dir
-            is_changed = not self.joined.is_resume or ((error or self._over) and run.read().status != "completed")
-            if self.joined.world.is_main and is_changed:
+            run = self._joined.run_dir
+            is_changed = not self._joined.is_resume or ((error or self._over) and run.read().status != "completed")
+            if self._joined.world.is_main and is_changed:
                 run.update(status="failed" if error else "completed", error=error and str(error))
             return
         try:
@@ -396,3 +426,11 @@ class Loop:
             for feed, _ in self._feeds.values():
                 feed.close()
             training.close()
+
+
+def _nested(call: str) -> TaskError:
+    return TaskError(
+        f"a loop over {call}() began inside the body of another one",
+        why="a step belongs to one batch of one loop",
+        fix="make one data set whose samples have both parts, or run the loops one after the other",
+    )
