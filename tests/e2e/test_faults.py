@@ -297,12 +297,9 @@ def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) ->
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=gpu_memory", "--batch-size", "16") as run:
         output = run.finish(1)
     assert "rank 1 of 2 failed: torch.OutOfMemoryError: CUDA out of memory" in output
-    assert "the same global batch of 32 as batch size 8 × 2 micro-batches per device" in output
-    command = re.search(r"lockstep (resume .*)$", output, re.MULTILINE)
-    assert command is not None
-    assert command[1].startswith(f"resume {run.run.read().id} ")
+    assert "lockstep resume RUN --set training.batch_size=N" in output
     run.cure()
-    finish(start(*command[1].replace(run.run.read().id, "run").split(), cwd=tmp_path), timeout_s=100)
+    finish(start("resume", "run", "--set", "training.batch_size=8", cwd=tmp_path), timeout_s=100)
     run.assert_complete()
     batch = run.run.plan()["batch"]
     assert (batch["global_batch"], batch["batch_size"], batch["accumulate"]) == (32, 8, 2)
@@ -316,9 +313,7 @@ def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -
         output = run.finish(1)
     assert "rank 1 of 2 failed: RuntimeError: [enforce fail" in output
     assert "DefaultCPUAllocator: can't allocate memory" in output
-    assert "evaluations with 8 samples at a time" in output
-    assert f"lockstep resume {run.run.read().id} --set validation.batch_size=8" in output
-    assert "training.batch_size" not in output
+    assert "--set validation.batch_size=N" in output
 
 
 @pytest.mark.slow
@@ -326,11 +321,10 @@ def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=memory", devices="cpu") as run:
         output = run.finish(1)
     assert "the run failed: RuntimeError: [enforce fail" in output
-    assert "the same global batch of 16 as batch size 8 × 2 micro-batches per device: lockstep resume" in output
     assert output.count("error: ") == 1
     record = run.run.read()
     assert record.status == "failed"
-    assert "batch size 8 × 2 micro-batches" in str(record.error)
+    assert "--set training.batch_size=N" in str(record.error)
 
 
 # The run folder.

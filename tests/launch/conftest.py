@@ -21,22 +21,26 @@ import psutil
 import pytest
 
 from lockstep.config import RunConfig
+from lockstep.launch.local.worker import pack_call
 from lockstep.launch.process.rank_log import log_file
 from lockstep.rundir.folder import RunDir
 from tests.gloo import ROOT, clean_environment
+from tests.launch.stub_worker import rank_main
 
 MARK = "LAUNCH_TEST_MARK"
-STUB = "tests.launch.stub_worker:rank_main"
+STUB = pack_call(rank_main, [])
 SCRIPT = """
 import os, sys
 from pathlib import Path
 from lockstep.config import LaunchConfig
 from lockstep.launch.local.on_ranks import launch
+from lockstep.launch.local.worker import pack_call
 from lockstep.rundir.folder import RunDir
+from tests.launch.stub_worker import rank_main
 {prepare}
 os.environ["STUB"] = {actions!r}
 settings = LaunchConfig(**{options!r})
-code = launch(RunDir(Path({path!r})), {ranks}, rank_main={module!r}, settings=settings)
+code = launch(RunDir(Path({path!r})), {ranks}, pack_call(rank_main, []), settings=settings)
 print("code", code)
 sys.exit(code)
 """
@@ -90,7 +94,6 @@ class Caller:
             path=str(self.run_dir.path),
             ranks=len(actions),
             actions=",".join(actions),
-            module=STUB,
             options=options,
             prepare=prepare or ("" if fresh else FORK_HERE),
         )

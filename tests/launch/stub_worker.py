@@ -17,13 +17,14 @@ from lockstep.errors import DataError
 from lockstep.hardware import parent_death
 from lockstep.hardware.world import World
 from lockstep.launch.local import worker
-from lockstep.launch.process.signals import StopRequest
+from lockstep.launch.process.signals import Stopped, StopRequest
 
 
-def rank_main(rank: worker.Rank) -> int:
+def rank_main(rank: worker.Rank) -> None:
     action = os.environ["STUB"].split(",")[rank.world.rank]
     code: int = globals()[action.replace("-", "_")](rank.folder.path, rank.world)
-    return code
+    if code:
+        raise Stopped(code)
 
 
 def ready(folder: Path, world: World) -> None:
@@ -118,9 +119,6 @@ def die_in_group(folder: Path, world: World) -> int:
 def join_group() -> None:
     from torch import distributed
 
-    from lockstep.engine.runtime import serve_store
-
-    serve_store()
     distributed.init_process_group("gloo")
     distributed.barrier()
 

@@ -17,8 +17,7 @@ import pytest
 from lockstep.config import RunConfig
 from lockstep.rundir import heartbeat as heartbeat_module
 from lockstep.rundir.folder import Beat, Heartbeat, RunDir
-from lockstep.rundir.heartbeat import PULSES, Activity, Pulse, PulseBoard, Sign, announce, read_beat
-from tests.gloo import ROOT
+from lockstep.rundir.heartbeat import Activity, Pulse, Sign, announce, read_beat
 
 
 @pytest.fixture
@@ -133,41 +132,19 @@ def test_a_process_ends_although_nobody_stopped_its_heartbeat(run: RunDir) -> No
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
-RANK = """
-import os
-from lockstep.rundir.heartbeat import Activity, pulse
-pulse.connect(os.environ)
-pulse.at(Activity.FIRST_STEP, 4)
-pulse.at(Activity.WAITING_FOR_DATA)
-pulse.at(Activity.STEP)
-assert pulse.activity is Activity.FIRST_STEP, "the first step lasts until something else begins"
-pulse.at(Activity.HOOKS, 5)
-pulse.at(Activity.STEP)
-with pulse.during(Activity.SAVING):
-    pulse.goes_on()
-    pulse.writes_in(41)
-"""
 
-
-def test_a_rank_is_seen_by_its_launcher() -> None:
-    board = PulseBoard(3)
-    try:
-        assert board.read() == [Sign()] * 3
-        environ = {**os.environ, PULSES: board.path, "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT / "src")}
-        subprocess.run([sys.executable, "-c", RANK], env=environ, check=True)
-        assert board.read() == [Sign(), Sign(8, 5, Activity.STEP, 41), Sign()]
-        board.clear()
-        assert board.read() == [Sign()] * 3
-    finally:
-        board.close()
-
-
-def test_nobody_is_told_where_nobody_watches() -> None:
+def test_the_record_of_a_rank_is_its_progress() -> None:
     pulse = Pulse()
-    pulse.connect({})
-    pulse.connect({PULSES: "/proc/0/fd/0"})
-    pulse.at(Activity.STEP, 3)
-    assert not pulse.is_watched
+    pulse.at(Activity.FIRST_STEP, 4)
+    pulse.at(Activity.WAITING_FOR_DATA)
+    pulse.at(Activity.STEP)
+    assert pulse.activity is Activity.FIRST_STEP, "the first step lasts until something else begins"
+    pulse.at(Activity.HOOKS, 5)
+    pulse.at(Activity.STEP)
+    with pulse.during(Activity.SAVING):
+        pulse.goes_on()
+        pulse.writes_in(41)
+    assert pulse.sign == Sign(8, 5, Activity.STEP, 41)
 
 
 def test_every_activity_has_words() -> None:

@@ -115,7 +115,6 @@ def without_claims(files: dict[str, bytes]) -> dict[str, bytes]:
 
 def test_a_mirror_gives_back_the_run(url: str, tmp_path: Path) -> None:
     run, store = new_run(tmp_path / "run")
-    (run.path / "task.pkl").write_bytes(b"code")
     (run.path / "secret").symlink_to("/etc/hostname")
     mirror = started(run, url)
     for step in (1, 2, 3, 4):
@@ -127,12 +126,11 @@ def test_a_mirror_gives_back_the_run(url: str, tmp_path: Path) -> None:
     names = Remote(url).names()
     steps = {name.split("/")[1] for name in names if name.startswith("checkpoints/step-")}
     assert steps == {"step-00000001", "step-00000003", "step-00000004"}, "kept as in the folder"
-    assert not {"task.pkl", "secret", ".claim"} & names.keys()
+    assert not {"secret", ".claim"} & names.keys()
     said: list[str] = []
     fetched = fetch_run(url, tmp_path / "fetched", said.append)
     assert fetched is not None
     expected = content(run.path)
-    del expected["task.pkl"]
     older = [name for name in expected if "step-00000003" in name]
     assert without_claims(content(fetched.path)) == {name: expected[name] for name in expected if name not in older}
     assert CheckpointStore(fetched.checkpoints).newest_verified(said.append) == 4
@@ -200,7 +198,7 @@ def test_names_that_lead_out_of_a_folder_are_not_fetched(storage: s3.Storage, tm
     run, _ = new_run(tmp_path / "run")
     run.update(status="failed")
     assert started(run, url).close(60.0)
-    for name in ("../outside", "logs/../../outside", "task.pkl", "logs/a.tmp-1"):
+    for name in ("../outside", "logs/../../outside", "logs/a.tmp-1"):
         Remote(url).write(name, b"evil")
     fetched = fetch_run(url, tmp_path / "inner" / "fetched", [].append)
     assert fetched is not None

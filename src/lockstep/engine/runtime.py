@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from lockstep._compat.torch import choose_gpu_again, use_deterministic_algorithms
 from lockstep.engine.generators import generators_kept, seed_everything
 from lockstep.errors import DeviceError, UnsupportedError, many
-from lockstep.hardware.world import STORE_FD, World
+from lockstep.hardware.world import World
 from lockstep.planning import Plan
 from lockstep.rundir.folder import NCCL_DUMP
 
@@ -97,22 +95,6 @@ def before_nccl(logs: Path) -> None:
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / NCCL_DUMP))
     if not any(map(os.environ.get, _ALLOCATOR)):
         os.environ[_ALLOCATOR[0]] = _EXPANDABLE
-
-
-#: Stores that :func:`serve_store` has opened; they stay open until this process ends.
-_served: list[Store] = []
-
-
-def serve_store() -> None:
-    """On rank 0 of a single node: serve the store on the socket of ``MASTER_PORT`` that the launcher opened."""
-    server = os.environ.pop(STORE_FD, None)
-    if server is not None:
-        port = int(os.environ["MASTER_PORT"])
-        _served.append(
-            dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=int(server)
-            )
-        )
 
 
 @contextmanager

@@ -18,8 +18,6 @@ Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
 
 #: The value of LOCKSTEP_LAUNCHER in ranks that the agent of `lockstep train --nodes` starts.
 SEVERAL_NODES = "nodes"
-#: The socket at ``MASTER_PORT``, for the rank that serves the store there.
-STORE_FD = "LOCKSTEP_STORE_FD"
 #: Environment variables that a launcher sets for each rank.
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

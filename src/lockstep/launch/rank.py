@@ -13,16 +13,17 @@ from contextlib import ExitStack
 
 from lockstep.config import RunConfig
 from lockstep.engine.attempt import run_attempt
-from lockstep.engine.runtime import serve_store
 from lockstep.engine.state import RunResult
+from lockstep.engine.task import Task
 from lockstep.events import Fanout
 from lockstep.hardware import World
 from lockstep.hardware.world import restart_count
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import Team, meeting
-from lockstep.launch.meeting.preparation import Start, launched_start
+from lockstep.launch.meeting.preparation import Start, restarted_start
 from lockstep.launch.meeting.supervision import supervise
-from lockstep.tasks.registry import load_task
+from lockstep.launch.process.signals import Stopped
+from lockstep.planning import Plan
 from lockstep.telemetry.sinks import standard_sinks
 
 
@@ -65,15 +66,14 @@ def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = N
     )
 
 
-def train_as_launched(rank: Rank) -> int:
-    """Train as a rank of Lockstep's launcher, in the run folder that the caller has made; the exit code."""
-    serve_store()
-    run = rank.folder
-    is_restart = restart_count(os.environ) > 0
-    config = run.config(run.read().attempt if is_restart else None)
-    task = load_task(run, config)
+def train_as_launched(rank: Rank, config: RunConfig, plan: Plan, attempt: int, make_task: Callable[[], Task]) -> None:
+    """Train as a rank of Lockstep's launcher, by the plan of its caller. Raises :class:`Stopped` after a stop."""
+    task = make_task()
 
     def prepare(team: Team, ending: ExitStack) -> Start:
-        return launched_start(team, run, task, config, is_restart=is_restart)
+        start = Start(rank.folder, task, config, None, plan, attempt, step=0)
+        return restarted_start(team, start) if restart_count(os.environ) else start
 
-    return train_as_rank(rank.world, config, prepare, rank).exit_code
+    code = train_as_rank(rank.world, config, prepare, rank).exit_code
+    if code:
+        raise Stopped(code)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
-from lockstep.errors import RankOutOfMemory
+from lockstep.errors import LockstepError, RankOutOfMemory
 from lockstep.events import Note
 from lockstep.launch import rank
-from lockstep.launch.failure import records
 from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
-from lockstep.launch.local.on_ranks import launch
+from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt
-from lockstep.launch.run_claim import warn
 from lockstep.planning import Plan
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import pack_task
 
 #: Maximum number of halvings after running out of memory (16 times smaller).
@@ -76,30 +77,53 @@ def _train_in_process(team: Team, start: Start) -> RunResult:
 
 def _train_on_ranks(start: Start) -> RunResult:
     run = start.run
-    pack_task(run, start.task, start.config)
-    code = launch(
+    limits = start.config.launch
+    if start.config.storage.mirror is not None:  # a rank that stops completes the mirror
+        limits = limits.model_copy(update={"stop_grace_s": limits.stop_grace_s + start.config.storage.mirror_wait_s})
+    code, _ = run_of_ranks(
         run,
-        start.plan.placement["world_size"],
-        settings=start.config.launch,
-        threads=start.plan.threads,
-        rank_main=f"{rank.__name__}:{rank.train_as_launched.__name__}",
+        partial(
+            run_on_ranks,
+            rank.train_as_launched,
+            start.config,
+            start.plan,
+            start.attempt,
+            pack_task(start.task, start.config),
+            folder=run,
+            ranks=start.plan.placement["world_size"],
+            settings=limits,
+            threads=start.plan.threads,
+            redirect=False,
+        ),
     )
-    failure = keep_failure(run, f"the launcher ended with exit code {code}") if code else None
-    if failure is not None:
-        raise failure.as_error()
     record = run.read()
     beat = run.progress()
-    if code == 1 and record.status == "completed":
-        warn(f"the run is completed, but its launcher ended with exit code 1: see {run.logs / records.LAUNCHER_FILE}")
     return RunResult(
         status=record.status,
-        exit_code=code,
+        exit_code=0 if record.status == "completed" else code,  # a stop may come too late
         run_dir=run.path,
         step=beat.step if beat else 0,
         metrics=dict(record.final_metrics),
         best_epoch=record.best_epoch,
         best_metric=dict(record.best_metric),
     )
+
+
+def run_of_ranks(run: RunDir, start: Callable[[], list[Any]]) -> tuple[int, list[Any]]:
+    """Start the ranks of a run, whose record gets their failure; returns the exit code and the results of the ranks.
+
+    ``start``: a call of :func:`run_on_ranks`. Raises :class:`LockstepError`: a rank failed, or did not follow a stop.
+    """
+    try:
+        return 0, start()
+    except RanksStopped as end:
+        failure = keep_failure(run, INTERRUPTED)
+        if failure is not None:
+            raise failure.as_error() from None
+        return end.exit_code, []
+    except LockstepError as error:
+        keep_failure(run, str(error))
+        raise
 
 
 def _with_note(plan: Plan, reason: str) -> Plan:

@@ -275,7 +275,6 @@ class RunDir:
     ranks_file = _In("ranks.jsonl")
     profile = _In("profile")
     plan_file = _In("plan.json")
-    task_file = _In("task.pkl")
     job_file = _In("job.json")
     attempts = _In("attempts")
     checkpoints = _In("checkpoints")

@@ -1,13 +1,12 @@
-"""Heartbeat and progress: ``heartbeat.json`` for everyone who looks at a run, shared memory for the launcher.
+"""Heartbeat and progress: ``heartbeat.json`` for everyone who looks at a run, a record for the rank's watchdog.
 
 **heartbeat.json** says which process trains a run, whether it is alive, and how far it is. A killed process cannot
 record its end. So its heartbeat names it by host, pid and creation time (pids are reused, the pair is not): a reader on
 the same host sees the end at once, another after the beats have stopped for long enough.
 
-**The record of a rank** has its activity. It is written when the rank makes progress, not by a thread, so it
-stops changing whatever blocks the rank: a signal, native code that holds the interpreter lock, a collective call that
-another rank does not join. Writing it costs a system call. A process without a launcher writes nothing: there the rank
-watches itself (:mod:`lockstep.launch.failure.watchdog`).
+**The record of a rank** has its activity. It changes when the rank makes progress, so it stops whatever blocks the
+rank: a collective call that another rank does not join, for example. The rank's watchdog reads it
+(:mod:`lockstep.launch.failure.watchdog`).
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -205,12 +203,6 @@ class Heartbeat:
             announce(path, *self._progress, ended=ended, **began)
 
 
-#: Where the launcher's records are, for its ranks.
-PULSES = "LOCKSTEP_PULSES"
-
-_RECORD = struct.Struct("<qqqq")
-
-
 class Activity(IntEnum):
     """The activity of a rank."""
 
@@ -234,10 +226,6 @@ class Activity(IntEnum):
         first = self in (Activity.STARTING, Activity.COMPILING)
         last = self in (Activity.WRITING_PROFILE, Activity.ENDING, Activity.MIRRORING)
         return first or last or self is Activity.COMPUTING_METRICS
-
-    @property
-    def is_evaluation(self) -> bool:
-        return self in (Activity.EVALUATING, Activity.COMPUTING_METRICS)
 
     def phrase(self, step: int) -> str:
         """Describe the activity of a rank that has finished ``step`` optimizer steps."""
@@ -267,49 +255,16 @@ class Sign:
     writer: int = 0
 
 
-class PulseBoard:
-    """The records of all ranks of one launcher, made and read by it. Linux only.
-
-    The memory has no name, so it is gone with the launcher; ranks reach it through the launcher's ``/proc`` entry.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._bytes = _RECORD.size * ranks
-        self._fd = os.memfd_create("lockstep-pulses")
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.clear()
-
-    def clear(self) -> None:
-        os.pwrite(self._fd, bytes(self._bytes), 0)
-
-    def read(self) -> list[Sign]:
-        """By local rank."""
-        records = _RECORD.iter_unpack(os.pread(self._fd, self._bytes, 0))
-        return [Sign(beats, step, Activity(activity), writer) for beats, step, activity, writer in records]
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 class Pulse:
     """This process's record."""
 
     def __init__(self) -> None:
-        self._fd: int | None = None
-        self._place = self._beats = self._step = self._writer = 0
+        self._beats = 0
+        self._step = 0
+        self._writer = 0
         self.activity = Activity.STARTING
-        #: Whether a launcher looks, so that what takes long had better be said.
+        #: Whether a watchdog reads it, so that long activities had better report progress.
         self.is_watched = False
-
-    def connect(self, environ: Mapping[str, str]) -> None:
-        """Report to the launcher named in ``environ`` from now on, if there is one."""
-        path = environ.get(PULSES)
-        if path is None or self._fd is not None:
-            return
-        with contextlib.suppress(OSError):  # it is gone already, or belongs to another user
-            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            self.is_watched = True
-            self._place = int(environ.get("LOCAL_RANK", "0")) * _RECORD.size
 
     @property
     def sign(self) -> Sign:
@@ -322,7 +277,6 @@ class Pulse:
         self._beats += 1
         self._step = self._step if step is None else step
         self.activity = activity
-        self._write()
 
     def goes_on(self) -> None:
         self.at(self.activity)
@@ -330,11 +284,6 @@ class Pulse:
     def writes_in(self, thread: int) -> None:
         """What ``thread`` reads and writes counts as progress of a save, too; 0: it has ended. Not for ``thread``."""
         self._writer = thread
-        self._write()
-
-    def _write(self) -> None:
-        if self._fd is not None:
-            os.pwrite(self._fd, _RECORD.pack(self._beats, self._step, self.activity, self._writer), self._place)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:

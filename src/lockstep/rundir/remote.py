@@ -19,8 +19,8 @@ CHECKPOINTS = "checkpoints"
 POINTERS = ("best", "last")
 #: The name of a checkpoint's folder.
 CHECKPOINT = re.compile(r"step-\d{8,15}")
-#: Never copied: the lock of the local folder, and a pickle, which runs code.
-_LOCAL = {".claim", "task.pkl"}
+#: Never copied: the lock of the local folder.
+_LOCAL = {".claim"}
 
 
 def is_url(text: str) -> bool:

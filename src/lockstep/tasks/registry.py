@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import getattr_static, signature
 from pathlib import Path
 from traceback import extract_tb
@@ -26,7 +28,6 @@ from lockstep.engine.training_data import data_settings
 from lockstep.errors import LockstepError, TaskError
 from lockstep.hardware.world import world_kept
 from lockstep.rundir.files import is_in_run_folder
-from lockstep.rundir.folder import RunDir
 from lockstep.tasks import BUILT_IN
 
 #: The name of a task that `lockstep.fit` made.
@@ -253,19 +254,18 @@ def _search(folder: Path, file: str) -> None:
         sys.path.insert(len(sys.path) if Path(file).stem in sys.stdlib_module_names else 0, str(folder))
 
 
-def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
-    """Write the task to where the ranks of this launch read it, unless name and settings give the same task again."""
-    run.task_file.unlink(missing_ok=True)
+def pack_task(task: Task, config: RunConfig) -> Callable[[], Task]:
+    """Return a function that makes ``task`` in another process: from its name and settings, or else from a pickle."""
     kind = type(task)
-    if not config.task.name.startswith(f"{kind.__module__}:"):
-        return
     is_script = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
-    if not is_script and kind.__init__ is Task.__init__ and importlib.util.find_spec(kind.__module__) is not None:
-        return
+    takes_settings = kind.__init__ is Task.__init__
+    is_named = not config.task.name.startswith(f"{kind.__module__}:")
+    if is_named or (not is_script and takes_settings and importlib.util.find_spec(kind.__module__) is not None):
+        return partial(_named_task, config)
     import cloudpickle
 
     try:
-        run.task_file.write_bytes(cloudpickle.dumps(task))
+        return partial(_unpickled_task, cloudpickle.dumps(task), config)
     except Exception as error:  # any that the task's objects raise
         raise TaskError(
             f"the task {kind.__qualname__} cannot be sent to other processes",
@@ -274,16 +274,15 @@ def pack_task(run: RunDir, task: Task, config: RunConfig) -> None:
         ) from error
 
 
-def load_task(run: RunDir, config: RunConfig) -> Task:
-    """The task that :func:`pack_task` wrote. Only ranks that Lockstep started may call this."""
-    task: Any
-    if run.task_file.exists() and os.environ.get("LOCKSTEP_LAUNCHER"):
-        import cloudpickle
-
-        with world_kept(os.environ):
-            task = cloudpickle.loads(run.task_file.read_bytes())
-    else:
-        task = make_task(find_task(config.task.name), config.task.settings)
+def _named_task(config: RunConfig) -> Task:
+    task = make_task(find_task(config.task.name), config.task.settings)
     task._lockstep_data = data_settings(config)
+    return task
+
+
+def _unpickled_task(content: bytes, config: RunConfig) -> Task:
+    with world_kept(os.environ):
+        task = pickle.loads(content)
     assert isinstance(task, Task)
+    task._lockstep_data = data_settings(config)
     return task

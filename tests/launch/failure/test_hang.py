@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.failure.hang import HangReport, HangWatch, Standstill, saving_progress
+from lockstep.launch.failure.hang import HangReport, Standstill, saving_progress
 from lockstep.launch.process import rank_log
 from lockstep.launch.process.rank_log import log_file
-from lockstep.rundir.heartbeat import Activity, Sign
 from tests.gloo import ROOT
 from tests.launch.conftest import Processes
 
@@ -36,42 +34,6 @@ with open(sys.argv[1], "a") as log, stacks_on_request(log):
     print(other.pid, flush=True)
     time.sleep(600)
 """
-
-
-class Ranks:
-    """Processes as ranks, with signs that a test sets, and a clock that it moves."""
-
-    def __init__(self, shared: Processes) -> None:
-        self.logs = shared.logs
-        self.now = 0.0
-        self.signs = [Sign(1, 3, Activity.STEP)] * 2
-        self.processes, self.writing = shared.of_rank, shared.writing
-        pids = {rank: process.pid for rank, process in enumerate(self.processes)}
-        for rank in pids:
-            os.truncate(log_file(self.logs, rank), 0)
-        self.watch = HangWatch(pids, lambda: self.signs, logs=self.logs, timeout_s=60.0, clock=lambda: self.now)
-
-    def after(self, seconds: float) -> HangReport | None:
-        """Look every second for so long."""
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            report = self.watch.look(range(len(self.processes)))
-            if report is not None:
-                return report
-        return None
-
-
-@pytest.fixture
-def ranks(shared: Processes) -> Ranks:
-    return Ranks(shared)
-
-
-def test_silence_of_all_ranks_is_a_hang_with_stacks(ranks: Ranks) -> None:
-    assert ranks.after(59) is None
-    report = ranks.after(2)
-    assert report is not None
-    assert [re.sub(r":\d+ ", " ", rank.stack[0]) for rank in report.ranks] == ["<string> in busy"] * 2
-    assert "has made no progress for 60 s" in log_file(ranks.logs, 1).read_text()
 
 
 def test_the_forks_of_a_rank_are_asked_and_no_other_child(tmp_path: Path) -> None:
@@ -96,40 +58,8 @@ def test_the_forks_of_a_rank_are_asked_and_no_other_child(tmp_path: Path) -> Non
         rank.communicate()
 
 
-def test_one_rank_that_moves_is_enough(ranks: Ranks) -> None:
-    for beat in range(2, 6):
-        assert ranks.after(50) is None
-        ranks.signs[1] = Sign(beat, 3, Activity.EVALUATING)
-    assert ranks.after(61) is not None
-
-
-def test_what_is_untimed_may_take_long_unless_its_process_is_stopped(ranks: Ranks) -> None:
-    for activity in Activity:
-        if activity.is_untimed:
-            ranks.signs[0] = Sign(2, 3, activity)
-            assert ranks.after(200) is None
-    ranks.processes[0].send_signal(signal.SIGSTOP)
-    try:
-        os.waitid(os.P_PID, ranks.processes[0].pid, os.WSTOPPED)
-        report = ranks.after(1)
-    finally:
-        ranks.processes[0].send_signal(signal.SIGCONT)
-    assert report is not None
-    assert report.headline.startswith("rank 0 has sent no heartbeat for ")
-    assert report.ranks[0].stack == ()
-    assert report.ranks[1].stack
-    assert "(stopped)" in report.table()
-
-
-def test_a_pause_of_the_launcher_itself_does_not_count(ranks: Ranks) -> None:
-    assert ranks.after(30) is None
-    ranks.now += 3600
-    assert ranks.after(29) is None
-    assert ranks.after(3) is not None
-
-
-def test_a_save_that_waits_for_the_disk_is_no_hang(ranks: Ranks, tmp_path: Path) -> None:
-    """It moves no bytes, and the other rank has nothing to do but to wait for it."""
+def test_a_save_that_waits_for_the_disk_moves(shared: Processes, tmp_path: Path) -> None:
+    """It moves no bytes."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     # posix_spawn(3) returns when the child has opened its input, and is uninterruptible until then, as fsync(2) is.
@@ -141,41 +71,19 @@ def test_a_save_that_waits_for_the_disk_is_no_hang(ranks: Ranks, tmp_path: Path)
             assert saving.poll() is None
         before = saving_progress(saving.pid, 0)
         assert saving_progress(saving.pid, 0) != before
-        before = saving_progress(ranks.processes[0].pid, 0)
-        assert saving_progress(ranks.processes[0].pid, 0) == before
+        before = saving_progress(shared.of_rank[0].pid, 0)
+        assert saving_progress(shared.of_rank[0].pid, 0) == before
     finally:
         pipe.open("w").close()
         saving.wait()
 
 
-def test_a_save_that_stands_still_is_a_hang_although_another_thread_writes(ranks: Ranks) -> None:
-    """As the heartbeat does, and the monitor."""
-    ranks.signs = [Sign(1, 3, Activity.SAVING), Sign(1, 3, Activity.AWAITING_SAVE)]
-    report = ranks.after(61)
-    assert report is not None
-    assert [rank.rank for rank in report.behind] == [0]
-    assert report.headline.startswith("rank 0 has made no progress for 60 s, in saving a checkpoint after step 3: ")
-
-
-def test_a_save_goes_on_as_long_as_its_thread_writes(ranks: Ranks) -> None:
-    pid, thread = ranks.processes[0].pid, ranks.writing[0]
-    ranks.signs = [Sign(1, 3, Activity.SAVING, thread), Sign(1, 3, Activity.AWAITING_SAVE)]
+def test_a_save_moves_as_long_as_its_thread_writes(shared: Processes) -> None:
+    pid, thread = shared.of_rank[0].pid, shared.writing[0]
     for _ in range(3):
-        assert ranks.after(50) is None
         before = saving_progress(pid, thread)
         while saving_progress(pid, thread) == before:
-            assert ranks.processes[0].poll() is None
-
-
-def test_a_rank_that_has_ended_is_not_waited_for(ranks: Ranks) -> None:
-    ranks.signs[0] = Sign(9, 14, Activity.ENDING)
-    for _ in range(65):
-        ranks.now += 1.0
-        report = ranks.watch.look([1])
-        if report is not None:
-            break
-    assert report is not None
-    assert [rank.rank for rank in report.ranks] == [1]
+            assert shared.of_rank[0].poll() is None
 
 
 def standstill(rank: int, step: int, *stack: str, ahead: bool = True, doing: str = "step 4") -> Standstill:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
 from lockstep.launch.failure import causes, records
 from lockstep.launch.failure import report as failure
 from lockstep.launch.failure.causes import KEYS, find_cause, is_lost_peer
-from lockstep.launch.failure.hang import HangReport, Standstill
 from lockstep.launch.process.rank_log import MARK, last_lines, log_file
-from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.rundir.folder import RunDir, write_json
 from tests.gloo import ROOT
 
@@ -229,19 +226,6 @@ def test_every_known_cause_has_a_title_and_a_fix() -> None:
     assert all(cause.title and cause.advice for cause in (*causes._ALL, causes.OOM_KILLED))
 
 
-def test_a_hang_is_told_unless_a_rank_failed_by_itself(run_dir: RunDir) -> None:
-    stopped = Standstill(rank=1, step=3, doing="step 4", silent_s=61, state="stopped")
-    hang = HangReport(timeout_s=60, ranks=(Standstill(rank=0, step=3, doing="step 4", silent_s=61), stopped))
-    exits = [ended(rank, -9, by_launcher=True) for rank in range(2)]
-    content = {"ranks": 2, "exits": exits, "hang": hang.model_dump()}
-    write_json(run_dir.logs / records.LAUNCHER_FILE, content)
-    block = report_of(run_dir).format()
-    assert block.startswith("rank 1 has sent no heartbeat for 61 s, in step 4\n")
-    assert block.count("fix: ") == 1
-    records.record(run_dir.logs, 0, caught(ValueError("its own")))
-    assert report_of(run_dir).what == "rank 0 of 2 failed: ValueError: its own"
-
-
 def test_a_kill_while_the_kernel_killed_for_memory_is_told_as_that(run_dir: RunDir) -> None:
     content = {"ranks": 1, "exits": [ended(0, -9)], "oom_kills": 1}
     write_json(run_dir.logs / records.LAUNCHER_FILE, content)
@@ -281,47 +265,3 @@ def test_every_cause_has_a_section() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = set(re.findall(r"^### (.+)$", page, re.M))
     assert set(KEYS) <= headings
-
-
-# What a failed rank held, and the batch that needs less
-
-
-@given(ranks=st.integers(1, 8), batch_size=st.integers(1, 64), accumulate=st.integers(1, 5))
-def test_any_smaller_batch_keeps_the_global_batch_and_is_what_the_plan_makes_of_it(
-    ranks: int, batch_size: int, accumulate: int
-) -> None:
-    def plan(size: int, held: int | None) -> BatchPlan:
-        return resolve_batch(
-            samples=10_000,
-            ranks=ranks,
-            devices_per_rank=1,
-            batch_size=size,
-            accumulate=1 if held else accumulate,
-            global_batch_size=held,
-            tail="spread",
-            lanes=None,
-            has_batchnorm=False,
-            sync_batchnorm=False,
-        )[0]
-
-    batch = plan(batch_size, None)
-    assume(batch.batch_size > 1)
-    text = failure.advice(batch, "run-1")
-    arguments = shlex.split(text.rpartition(": ")[2])
-    assert arguments[:3] == ["lockstep", "resume", "run-1"]
-    settings = dict(pair.split("=") for pair in arguments[4::2])
-    size = int(settings["training.batch_size"])
-    assert size <= batch_size / 2
-    assert int(settings["training.global_batch_size"]) == batch.global_batch
-    again = plan(size, batch.global_batch)
-    assert f"as batch size {again.batch_size} × {again.accumulate} micro-batches" in text
-
-
-def test_nothing_smaller_than_one_sample_or_a_lane_is_proposed() -> None:
-    def plan(**changes: object) -> object:
-        settings = {"samples": 100, "ranks": 2, "devices_per_rank": 1, "batch_size": 1, "accumulate": 1, "lanes": None}
-        settings |= {"global_batch_size": None, "tail": "spread", "has_batchnorm": False, "sync_batchnorm": False}
-        return resolve_batch(**{**settings, **changes})[0]  # type: ignore[arg-type]
-
-    for batch in (plan(), plan(batch_size=8, lanes=8)):
-        assert "more devices" in failure.advice(batch, "run-1")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ TIMEOUT_S = 1.0
 PATIENCE_S = 60.0
 
 
-def stand_still(rank: int, size: int) -> dict[str, Any]:
+def stand_still(rank: int, size: int, logs: Path) -> dict[str, Any]:
     """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves.
 
     At last each watches alone, at a save that stands still while another thread writes.
@@ -35,7 +36,7 @@ def stand_still(rank: int, size: int) -> dict[str, Any]:
     store = store or dist.TCPStore("localhost", port[0], is_master=False)
     reports: list[tuple[HangReport, bool]] = []
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="torchrun")
-    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
     pulse.at(Activity.FIRST_STEP, 0)
     pulse.at(Activity.COMPUTING_METRICS if rank == 1 else Activity.HOOKS, 3)
     watchdog.start()
@@ -50,7 +51,7 @@ def stand_still(rank: int, size: int) -> dict[str, Any]:
     over = threading.Event()
     heart = threading.Thread(target=beat, args=(over,))
     heart.start()
-    alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
     alone.start()
     wait_for(reports, 2)
     alone.end()
@@ -59,14 +60,14 @@ def stand_still(rank: int, size: int) -> dict[str, Any]:
     (report, tells), by_itself = reports
     ranks = [at.model_dump() for at in report.ranks]
     found = {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
-    return found | {"states": states_with_rank_1_stopped(world, store)}
+    return found | {"states": states_with_rank_1_stopped(world, store, logs)}
 
 
-def states_with_rank_1_stopped(world: World, store: dist.Store) -> list[str]:
+def states_with_rank_1_stopped(world: World, store: dist.Store, logs: Path) -> list[str]:
     """As rank 0 sees them."""
     reports: list[tuple[HangReport, bool]] = []
     pulse.at(Activity.HOOKS, 4)
-    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told))
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
     watchdog.start()
     pids: list[int] = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
@@ -92,8 +93,8 @@ def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_moves() -> None:
-    outcomes = run_ranks(stand_still, 2)
+def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_moves(tmp_path: Path) -> None:
+    outcomes = run_ranks(stand_still, 2, tmp_path)
     assert [outcome["early"] for outcome in outcomes] == [0, 0]
     assert [outcome["tells"] for outcome in outcomes] == [True, False]
     assert outcomes[0]["states"] == ["running", "stopped"]

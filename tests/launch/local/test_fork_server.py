@@ -53,18 +53,18 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
     assert servers[0] == servers[1]
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts
     monkeypatch.setenv("STUB", "end")
-    assert launch(run_dir, 1, rank_main=STUB) == 0
+    assert launch(run_dir, 1, STUB) == 0
     assert server().pid != servers[0]
 
 
 @pytest.mark.slow
 def test_a_killed_server_is_replaced(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB", "end,end")
-    assert launch(run_dir, 2, rank_main=STUB) == 0
+    assert launch(run_dir, 2, STUB) == 0
     found = server()
     found.kill()
     wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)
-    assert launch(run_dir, 2, rank_main=STUB) == 0
+    assert launch(run_dir, 2, STUB) == 0
     assert server().pid != found.pid
 
 
@@ -111,7 +111,7 @@ def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir, mo
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
-        assert launch(run_dir, 2, rank_main=STUB) == 0
+        assert launch(run_dir, 2, STUB) == 0
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -24,7 +24,7 @@ from tests.launch.conftest import STUB, Caller, wait_for
 def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STUB", ",".join(actions))
-        return launch(run_dir, len(actions), rank_main=STUB, settings=LaunchConfig(max_restarts=max_restarts))
+        return launch(run_dir, len(actions), STUB, settings=LaunchConfig(max_restarts=max_restarts))
 
 
 @pytest.mark.slow
@@ -56,8 +56,7 @@ def test_two_launches_at_once_from_threads(tmp_path: Path, monkeypatch: pytest.M
     runs = [RunDir.create(tmp_path / f"run-{i}", RunConfig(), run_id=f"run-{i:08}", command=[]) for i in range(2)]
     codes: dict[int, int] = {}
     threads = [
-        threading.Thread(target=lambda i=i: codes.update({i: launch(runs[i], 2, rank_main=STUB)}))
-        for i in range(len(runs))
+        threading.Thread(target=lambda i=i: codes.update({i: launch(runs[i], 2, STUB)})) for i in range(len(runs))
     ]
     for thread in threads:
         thread.start()

@@ -25,7 +25,6 @@ from lockstep.engine.training_data import kept_on, loaded, open_data, training_s
 from lockstep.lab.bench.trials import Case, TrialRank
 from lockstep.launch.meeting.membership import group
 from lockstep.planning import Plan
-from lockstep.tasks.registry import load_task
 
 #: Parts of a step. ``other``: work of the host between them.
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
@@ -98,7 +97,8 @@ class Site(NamedTuple):
 def on_site(rank: TrialRank, config: RunConfig, plan: Plan) -> Iterator[Site]:
     """Open the rank's task with its data, device and process group."""
     world = rank.world
-    task = load_task(rank.folder, config)
+    assert rank.make_task is not None, "the trial has a task"
+    task = rank.make_task()
     device = rank_device(tuple(plan.placement["devices"]), world)
     with (
         group(world, config, plan.placement, rank.folder.logs) as team,

@@ -39,8 +39,11 @@ TIMEOUT_S = 120.0
 _ROWS_FILE = "rows.jsonl"
 
 
+@dataclass(frozen=True)
 class TrialRank(worker.Rank):
-    """One rank of a trial."""
+    """One rank of a trial. ``make_task``: makes the task that is measured."""
+
+    make_task: Callable[[], Task] | None = None
 
     def report(self, row: Mapping[str, Any]) -> None:
         """Save ``row`` on disk, on rank 0."""
@@ -104,12 +107,13 @@ class Trials:
             raise KeyboardInterrupt
         self.count += 1
         run = create_folder(config.model_copy(update={"save_dir": self.folder / f"trial-{self.count:03}"}))
-        if task is not None:
-            pack_task(run, task, config)
+        make_task = None if task is None else pack_task(task, config)
         rows = partial(read_jsonl, run.path / _ROWS_FILE)
         limits = LaunchConfig(stop_grace_s=STOP_GRACE_S)
         try:
-            run_on_ranks(_on_rank, function, *arguments, folder=run, ranks=ranks, settings=limits, threads=threads)
+            run_on_ranks(
+                _on_rank, make_task, function, *arguments, folder=run, ranks=ranks, settings=limits, threads=threads
+            )
         except KeyboardInterrupt:
             self.stopped = True
             return Outcome(rows(), "stopped")
@@ -120,8 +124,10 @@ class Trials:
         return Outcome(rows())
 
 
-def _on_rank(rank: worker.Rank, function: Callable[..., None], *arguments: Any) -> None:
-    function(TrialRank(rank.folder, rank.world, rank.stop), *arguments)
+def _on_rank(
+    rank: worker.Rank, make_task: Callable[[], Task] | None, function: Callable[..., None], *arguments: Any
+) -> None:
+    function(TrialRank(rank.folder, rank.world, rank.stop, make_task), *arguments)
 
 
 @contextlib.contextmanager

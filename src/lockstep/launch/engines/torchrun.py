@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,19 +24,18 @@ from typing import Any
 import psutil
 
 from lockstep.config import LaunchConfig, RunConfig
-from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError, many
+from lockstep.errors import ConfigError, LockstepError, RankFailed, many
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
 from lockstep.hardware.world import RANK_VARIABLES, SEVERAL_NODES
-from lockstep.launch.engines.node_folder import ERROR, begun_run, failure_reason
+from lockstep.launch.engines.node_folder import begun_run, failure_reason
 from lockstep.launch.engines.spec import AttachedEngine, EngineSpec, Job
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, read_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process import environment, signals
-from lockstep.rundir.folder import RunDir, new_run_id, or_else, write_json
-from lockstep.rundir.heartbeat import PULSES
+from lockstep.rundir.folder import RunDir, new_run_id, or_else
 
 #: The port of the rendezvous when --rdzv names none; torch's default.
 DEFAULT_PORT = 29400
@@ -104,10 +103,10 @@ class Torchrun(AttachedEngine):
         Rendezvous.of(job).refuse_unknown_host()
 
     def submit(self, job: Job) -> int:
-        """Train this node's share of the run; the exit code. The reason of a failure is in the node's folder.
+        """Train this node's share of the run; the exit code.
 
         Raises:
-            LockstepError: before anything starts, or the agent had to be killed.
+            LockstepError: the nodes did not meet, or the run has failed.
         """
         rendezvous = Rendezvous.of(job)
         if job.options["describe"]:
@@ -118,9 +117,11 @@ class Torchrun(AttachedEngine):
         limits = LaunchConfig(max_restarts=0, stop_grace_s=job.grace_s + AGENT_GRACE_S)
         with TemporaryDirectory(prefix="lockstep-agent-") as path:
             folder = RunDir.create(Path(path, "agent"), RunConfig(), run_id=new_run_id(), command=sys.argv)
-            agent = Agent(job=job, rendezvous=rendezvous)
+            interface = os.environ.get(GLOO_INTERFACE)
             try:
-                run_on_ranks(run_agent, agent, folder=folder, ranks=1, settings=limits, redirect=False)
+                run_on_ranks(
+                    run_agent, job, rendezvous, interface, folder=folder, ranks=1, settings=limits, redirect=False
+                )
             except RanksStopped as stopped:
                 report = read_failure(folder)
                 if report is not None:  # the agent had to be killed
@@ -129,42 +130,36 @@ class Torchrun(AttachedEngine):
         return 0
 
 
-@dataclass(frozen=True)
-class Agent:
-    """The share of ``job`` that one node's agent runs. ``interface``: for gloo, if the user has named one."""
-
-    job: Job
-    rendezvous: Rendezvous
-    interface: str | None = field(default_factory=lambda: os.environ.get(GLOO_INTERFACE))
-
-
-def run_agent(rank: Rank, agent: Agent) -> None:
+def run_agent(rank: Rank, job: Job, rendezvous: Rendezvous, interface: str | None) -> None:
     """Run the agent in this process, which Lockstep's launcher has started, until the ranks have ended.
 
     The agent's thread takes no signals, nor do the ranks before they handle them: a stop goes to the ranks alone, and
-    the agent sees them end. Why they failed, or why the nodes did not meet, is written to the node's folder.
+    the agent sees them end. ``interface``: for gloo, if the user has named one.
+
+    Raises:
+        LockstepError: why the ranks failed, or why the nodes did not meet.
     """
-    for name in (*RANK_VARIABLES, PULSES, GLOO_INTERFACE):
+    for name in (*RANK_VARIABLES, GLOO_INTERFACE):
         os.environ.pop(name, None)
     os.environ |= {environment.LAUNCHER: SEVERAL_NODES, environment.LAUNCHER_PID: str(os.getpid())}
-    os.environ |= {} if agent.interface is None else {GLOO_INTERFACE: agent.interface}
-    os.environ |= agent.job.environment
+    os.environ |= {} if interface is None else {GLOO_INTERFACE: interface}
+    os.environ |= job.environment
     # The ranks' store must not be the agents', or the survivors of a lost node wait at its old address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parent_death.make_lifeline()
     errors: list[LockstepError] = []
-    thread = threading.Thread(target=_run_ranks, args=(agent, errors), name="lockstep-agent", daemon=True)
+    thread = threading.Thread(target=_run_ranks, args=(job, rendezvous, errors), name="lockstep-agent", daemon=True)
     with signals.held_back():
         thread.start()
     signalled: set[int] = set()
     # Torch waits for ever for another program that listens there.
-    deadline = time.monotonic() + 2 * agent.rendezvous.join_timeout_s + AGENT_GRACE_S
+    deadline = time.monotonic() + 2 * rendezvous.join_timeout_s + AGENT_GRACE_S
     while thread.is_alive():
         thread.join(_POLL_S)
         if deadline < math.inf and psutil.Process().children():
             deadline = math.inf
         if thread.is_alive() and time.monotonic() > deadline:
-            errors.append(_no_answer(agent.rendezvous))
+            errors.append(_no_answer(rendezvous))
             break
         if rank.stop.requested is not None and thread.is_alive():
             running = psutil.Process().children()
@@ -175,11 +170,11 @@ def run_agent(rank: Rank, agent: Agent) -> None:
                     signalled.add(process.pid)
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(signal.SIGTERM)
-    for error in errors:
-        write_json(agent.job.run_folder / ERROR, error.as_dict())
+    if errors:
+        raise errors[0]
 
 
-def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
+def _run_ranks(job: Job, meeting: Rendezvous, errors: list[LockstepError]) -> None:
     """Run torch's agent in this thread; its failure is added to ``errors``."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -191,9 +186,7 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
     from torch.distributed.launcher import api as elastic
 
     logging.disable(logging.CRITICAL)  # the report says it
-    job = agent.job
-    meeting = agent.rendezvous
-    folder = RunDir(agent.job.run_folder)
+    folder = RunDir(job.run_folder)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(job.grace_s)))
     join_timeout_s = max(1, round(meeting.join_timeout_s))
     configs: dict[str, Any] = {
@@ -239,7 +232,7 @@ def _run_ranks(agent: Agent, errors: list[LockstepError]) -> None:
         message = f"the job has ended: no node can join it any more at {meeting.address}"
         errors.append(_failure(folder, {}, message))
     except Exception as error:  # torch's: no caller would receive it
-        errors.append(RunError(f"the agent of {socket.gethostname()} failed: {type(error).__name__}: {error}"))
+        errors.append(RankFailed(f"the agent of {socket.gethostname()} failed: {type(error).__name__}: {error}"))
 
 
 def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> LockstepError:
@@ -259,7 +252,7 @@ def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> Loc
     while _is_collateral(run) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     report = keep_failure(run, otherwise)
-    return report.as_error() if report else RunError(otherwise)
+    return report.as_error() if report else RankFailed(otherwise)
 
 
 def _is_collateral(run: RunDir) -> bool:

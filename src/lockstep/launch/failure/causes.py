@@ -14,14 +14,13 @@ class Cause(NamedTuple):
     """Why ranks fail.
 
     ``key``: its name in ``--json`` and as a heading of docs/troubleshooting.md. ``check``: how to check that it is this
-    one; may be empty. ``smaller``: where memory lacks, how to make a step need less; empty: as in general.
+    one; may be empty.
     """
 
     key: str
     title: str
     fix: str
     check: str = ""
-    smaller: str = ""
 
     @property
     def is_memory(self) -> bool:
@@ -31,19 +30,21 @@ class Cause(NamedTuple):
     @property
     def advice(self) -> str:
         """How to check and how to fix it, in a line."""
-        smaller = self.smaller or "use a smaller --batch-size, and --grad-accum-steps to keep the global batch"
-        fix = ", or ".join(filter(None, [self.fix, smaller])) if self.is_memory else self.fix
-        return "; ".join(filter(None, [self.check, fix]))
+        return "; ".join(filter(None, [self.check, self.fix]))
 
 
 _SHM = "give the container more (docker run --shm-size=8g, or --ipc=host), or use --num-workers 0"
-_FEWER_WORKERS = "use fewer loader workers (--num-workers)"
+_SMALLER = (
+    "lockstep resume RUN --set training.batch_size=N with a smaller N, which keeps the global batch; if an evaluation "
+    "failed, --set validation.batch_size=N"
+)
+_FEWER_WORKERS = f"use fewer loader workers (--num-workers), or {_SMALLER}"
 
 #: By patterns of the error's text, without regard to case: the first that matches wins.
 _BY_TEXT = {
     r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUDA error: out of memory": Cause(
-        "gpu-memory", "the GPU is out of memory", "", "`lockstep devices` shows which other processes use the GPU"
+        "gpu-memory", "the GPU is out of memory", _SMALLER, "`lockstep devices` shows which other processes use the GPU"
     ),
     r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
     r"|unable to allocate shared memory": Cause(
@@ -129,7 +130,7 @@ _BY_SIGNAL = {
     "SIGKILL": Cause(
         "killed",
         "another process, or the kernel's out-of-memory killer, ended it",
-        "if memory was the reason, use fewer loader workers",
+        f"if memory was the reason, {_FEWER_WORKERS}",
         "`dmesg | grep -i 'killed process'` shows which",
     ),
     "SIGBUS": Cause(

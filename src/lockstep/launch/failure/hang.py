@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from lockstep.launch.failure.causes import Cause
-from lockstep.launch.process.rank_log import Stack, ask_stacks, ask_workers, own_part, place_of
+from lockstep.launch.process.rank_log import Stack, own_part, place_of
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.heartbeat import Activity, Sign
 
-#: How often the ranks are checked.
-INTERVAL_S = 0.5
 #: The first step may take this many times ``launch.hang_timeout_s``: caches are filled, libraries loaded.
 FIRST_STEP_FACTOR = 5
 #: After a longer pause between two checks this process had been stopped itself, and maybe the ranks too.
@@ -63,7 +60,6 @@ class Standstill(FileContent):
 
 def standstill(rank: int, sign: Sign, stack: Stack, **fields: Any) -> Standstill:
     """From a rank's newest sign and the stack of its main thread; ``fields``: the other fields."""
-    training = own_part(stack)
     return Standstill(
         rank=rank,
         step=sign.step,
@@ -71,12 +67,20 @@ def standstill(rank: int, sign: Sign, stack: Stack, **fields: Any) -> Standstill
         ahead=sign.activity in (Activity.STEP, Activity.WAITING_FOR_DATA),
         waits_for_data=waits_for_data(sign, stack),
         waits_for_save=sign.activity is Activity.AWAITING_SAVE,
-        place=place_of(training or stack),
-        in_framework=bool(stack) and stack[0].is_framework,
-        in_user_code=any(not frame.is_library for frame in training),
-        stack=tuple(map(str, training)),
+        **position(stack),
         **fields,
     )
+
+
+def position(stack: Stack) -> dict[str, Any]:
+    """Fields of a :class:`Standstill` that show where in its code a rank is."""
+    training = own_part(stack)
+    return {
+        "place": place_of(training or stack),
+        "in_framework": bool(stack) and stack[0].is_framework,
+        "in_user_code": any(not frame.is_library for frame in training),
+        "stack": tuple(map(str, training)),
+    }
 
 
 class HangReport(FileContent):
@@ -201,98 +205,6 @@ class Silence:
     def pause(self, seconds: float) -> None:
         """Do not count ``seconds`` in which the checking process had been stopped."""
         self._since += seconds
-
-
-class HangWatch:
-    """Checks the ranks of one start until all of them have been without progress for ``timeout_s``.
-
-    An activity counts as progress within its :func:`silence_limit_s`. ``pids``: by rank, in the order of local ranks;
-    ``signs``: the newest of each.
-    """
-
-    def __init__(
-        self,
-        pids: Mapping[int, int],
-        signs: Callable[[], Sequence[Sign]],
-        *,
-        logs: Path,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pids = dict(pids)
-        self._signs = signs
-        self._logs = logs
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._checked_at = self._asked_at = clock()
-        self._silences = {rank: Silence(pid, self._checked_at) for rank, pid in self._pids.items()}
-
-    def look(self, alive: Collection[int]) -> HangReport | None:
-        """A report when no rank of ``alive`` has made progress for ``timeout_s``; it checks every INTERVAL_S."""
-        now = self._clock()
-        pause = now - self._checked_at
-        if pause < INTERVAL_S:
-            return None
-        self._checked_at = now
-        if pause > OWN_PAUSE_S:
-            for silence in self._silences.values():
-                silence.pause(pause)
-        signs, silent_s = self._progress(alive, now)
-        if min(silent_s.values()) < self._timeout_s:
-            return None  # without asking the system for the state of each process
-        states = {rank: process_state(self._pids[rank]) for rank in signs}
-        limits_s = {rank: silence_limit_s(sign.activity, self._timeout_s) for rank, sign in signs.items()}
-        slow = [rank for rank in signs if silent_s[rank] < limits_s[rank] and states[rank] != "stopped"]
-        stacks: Mapping[int, Stack] | None = None
-        if slow:
-            # One that computes metrics may take long; but not while all ranks wait in collective calls.
-            computing = all(signs[rank].activity is Activity.COMPUTING_METRICS for rank in slow)
-            if not computing or now - self._asked_at < self._timeout_s:
-                return None
-            self._asked_at = now
-            stacks = self._stacks(signs, states)
-            if not all(stack and stack[0].is_collective for stack in map(stacks.get, signs)):
-                return None
-        return HangReport(timeout_s=self._timeout_s, ranks=self._places(signs, states, silent_s, stacks))
-
-    def is_mirroring(self, alive: Collection[int]) -> bool:
-        """Whether a rank of ``alive`` has ended its training and waits for the run's mirror."""
-        signs = zip(self._pids, self._signs(), strict=True)
-        return any(rank in alive and sign.activity is Activity.MIRRORING for rank, sign in signs)
-
-    def places_after(self, timeout_s: float, alive: Collection[int]) -> HangReport:
-        """Where the ranks of ``alive`` are, after another one has waited for them in a collective for ``timeout_s``."""
-        signs, silent_s = self._progress(alive, self._clock())
-        states = {rank: process_state(self._pids[rank]) for rank in signs}
-        places = self._places(signs, states, silent_s)
-        return HangReport(timeout_s=timeout_s, ranks=places, setting=COLLECTIVE_TIMEOUT)
-
-    def _progress(self, alive: Collection[int], now: float) -> tuple[dict[int, Sign], dict[int, float]]:
-        """The newest sign of each rank of ``alive``, and its seconds without progress."""
-        signs = {rank: sign for rank, sign in zip(self._pids, self._signs(), strict=True) if rank in alive}
-        return signs, {rank: self._silences[rank].update(sign, now) for rank, sign in signs.items()}
-
-    def _stacks(self, signs: Collection[int], states: Mapping[int, str]) -> dict[int, Stack]:
-        answering = {rank: self._pids[rank] for rank in signs if states[rank] != "stopped"}
-        title = f"has made no progress for {self._timeout_s:g} s; its threads are at"
-        return ask_stacks(answering, self._logs, title)
-
-    def _places(
-        self,
-        signs: Mapping[int, Sign],
-        states: Mapping[int, str],
-        silent_s: Mapping[int, float],
-        stacks: Mapping[int, Stack] | None = None,
-    ) -> tuple[Standstill, ...]:
-        stacks = self._stacks(signs, states) if stacks is None else stacks
-        places = []
-        for rank, sign in signs.items():
-            stack = stacks.get(rank, ())
-            workers = tuple[str, ...]()
-            if stack and waits_for_data(sign, stack):
-                workers = ask_workers(self._pids[rank], rank, self._logs)
-            places.append(standstill(rank, sign, stack, silent_s=silent_s[rank], state=states[rank], workers=workers))
-        return tuple(places)
 
 
 def process_state(pid: int) -> str:

@@ -22,31 +22,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from lockstep.errors import (
     CollectiveError,
     LockstepError,
     NonFiniteError,
     RankFailed,
+    RankOutOfMemory,
     RanksDifferError,
     StorageError,
     UsageError,
     many,
 )
 from lockstep.events import Restarted
-from lockstep.launch.failure.causes import expired_s, is_lost_peer
-from lockstep.launch.failure.hang import HangReport
+from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.process.rank_log import MARK, log_file
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import NCCL_DUMP, RunDir, write_json
-from lockstep.rundir.heartbeat import Activity, pulse
 
 LAUNCHER_FILE = "launcher.json"
 
 _MAX_BYTES = 4 << 20
 #: Errors whose text is enough, without a traceback.
 _EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.code)
+#: Errors that report on all ranks.
+_SPEAK_FOR_ALL = (RankFailed.code, RankOutOfMemory.code)
 
 
 class RankError(FileContent):
@@ -65,7 +64,6 @@ class RankError(FileContent):
     traceback: str = ""
     error: dict[str, str] | None = None
     exit_code: int = 1
-    evaluating: bool = False
     last_lines: tuple[str, ...] = ()
     ended_by_launcher: bool = False
 
@@ -82,7 +80,7 @@ class RankError(FileContent):
     @property
     def speaks_for_all(self) -> bool:
         """Whether its error is the whole report: wrong usage, or a hang that all ranks have found."""
-        return self.is_usage_error or (self.error is not None and self.error["code"] == RankFailed.code)
+        return self.is_usage_error or (self.error is not None and self.error["code"] in _SPEAK_FOR_ALL)
 
     @property
     def is_collateral(self) -> bool:
@@ -136,15 +134,13 @@ class Restart(FileContent):
 class LauncherLog(FileContent):
     """The part of ``launcher.json`` that a report needs.
 
-    ``doing``: the last activity of each rank. ``oom_kills``: processes that the kernel killed for lack of memory.
+    ``oom_kills``: processes that the kernel killed for lack of memory.
     """
 
     ranks: int | None = None
     exits: tuple[RankEnd, ...] = ()
     error: str = ""
     restarts: tuple[Restart, ...] = ()
-    hang: HangReport | None = None
-    doing: dict[int, Activity] = Field(default_factory=dict)
     oom_kills: int = 0
 
 
@@ -174,7 +170,6 @@ def describe(rank: int, error: BaseException) -> RankError:
         traceback=folded_traceback(error),
         error=error.as_dict() if isinstance(error, LockstepError) else None,
         exit_code=exit_code_of(error),
-        evaluating=pulse.activity.is_evaluation,
     )
 
 
@@ -254,12 +249,6 @@ def read_errors(logs: Path) -> dict[int, RankError]:
     """The failures that ranks recorded, by rank."""
     errors = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
     return {error.rank: error for error in errors if error is not None}
-
-
-def waited_s(logs: Path) -> float | None:
-    """The time-out at which ranks gave up waiting for another one, where all failures so far are that."""
-    expired = [expired_s(error.message) if error.is_collateral else None for error in read_errors(logs).values()]
-    return max(filter(None, expired), default=None) if all(expired) else None
 
 
 def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:

@@ -12,8 +12,6 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from lockstep.errors import (
     LockstepError,
     RankFailed,
@@ -24,11 +22,9 @@ from lockstep.errors import (
 )
 from lockstep.launch.failure import records
 from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause
-from lockstep.launch.failure.hang import HangReport
 from lockstep.launch.failure.records import RankError
 from lockstep.launch.process.rank_log import last_lines, log_file
 from lockstep.launch.process.signals import STOPPED
-from lockstep.planning.batch import BatchPlan
 from lockstep.rundir.folder import NCCL_DUMP, RunDir, or_else
 
 _NO_FAILURE = (0, *STOPPED)
@@ -47,7 +43,6 @@ class FailureReport:
     others: tuple[RankError, ...]
     cause: Cause | None
     launcher_error: str = ""
-    hang: HangReport | None = None
     nccl_records: str = ""
 
     @property
@@ -81,19 +76,15 @@ class FailureReport:
         if first is None:
             if self.launcher_error.strip() != self.what:
                 blocks.append(textwrap.indent(self.launcher_error.rstrip(), "  "))
-        elif first.speaks_for_all:
-            return ""
-        else:
+        elif not first.speaks_for_all:
             if first.traceback and not first.explains_itself:
                 blocks.append(textwrap.indent(first.traceback.rstrip(), "  "))
             if first.last_lines:
                 blocks.append(f"last lines of logs/rank-{first.rank}.log:")
                 blocks.append(textwrap.indent("\n".join(first.last_lines), "  "))
-        if self.hang is not None:
-            blocks.append(self.hang.table())
         if self.nccl_records:
             blocks.append(f"NCCL's flight recorder shows the collectives of each rank: {self.nccl_records}")
-        if self.others:
+        if self.others and not (first and first.speaks_for_all):
             names = ", ".join(str(rank) for rank in sorted(failure.rank for failure in self.others))
             ranks = "rank" if len(self.others) == 1 else "ranks"
             count = many(len(self.others), "other rank")
@@ -131,7 +122,6 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
     failures = records.read_errors(run_dir.logs)
     for end in launcher.exits:
         if end.rank not in failures and end.code not in _NO_FAILURE:
-            doing = launcher.doing.get(end.rank)
             failures[end.rank] = RankError(
                 rank=end.rank,
                 # A killed rank may be seen only after the ranks that missed it have written down theirs.
@@ -139,7 +129,6 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
                 exit_code=end.code,
                 pid=end.pid,
                 ended_by_launcher=end.ended_by_launcher,
-                evaluating=doing is not None and doing.is_evaluation,
             )
     ranks = [
         error.model_copy(update={"rank": rank, "last_lines": last_lines(log_file(run_dir.logs, rank))})
@@ -147,10 +136,6 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         if error.type or error.exit_code not in _NO_FAILURE
     ]
     nccl_records = _nccl_records(run_dir)
-    if launcher.hang is not None and all(rank.is_collateral for rank in ranks):
-        hang = launcher.hang
-        number = launcher.ranks or len(launcher.exits)
-        return FailureReport(number, None, (), hang.cause, hang.headline, hang, nccl_records)
     if not launcher.error and all(rank.ended_by_launcher for rank in ranks):
         return None
     ranks.sort(key=lambda rank: (rank.is_collateral, rank.blames_another, rank.time, rank.rank))
@@ -162,7 +147,6 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         text = f"{first.type}: {first.message}" if first.type else "\n".join(first.last_lines)
         oom_killed = first.signal == "SIGKILL" and launcher.oom_kills
         cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
-        cause = _with_less_memory(cause, run_dir, evaluating=first.evaluating)
     later_failures = tuple(rank for rank in ranks if rank is not first)
     number = launcher.ranks or len(ranks)
     return FailureReport(number, first, later_failures, cause, launcher.error, nccl_records=nccl_records)
@@ -188,14 +172,13 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
         return None
     records.log_traceback(run_dir.logs, 0, error)
     failure = records.describe(0, error)
-    cause = find_cause(f"{failure.type}: {failure.message}")
-    report = FailureReport(1, failure, (), _with_less_memory(cause, run_dir, evaluating=failure.evaluating))
+    report = FailureReport(1, failure, (), find_cause(f"{failure.type}: {failure.message}"))
     _keep(run_dir, report.format())
     return report
 
 
-#: The error of a run that a second Ctrl-C ended, without a checkpoint.
-INTERRUPTED = "interrupted by a second Ctrl-C, without a checkpoint"
+#: The error of a run that Ctrl-C ended, without a checkpoint.
+INTERRUPTED = "interrupted without a checkpoint"
 
 
 def keep_failure(run_dir: RunDir, otherwise: str) -> FailureReport | None:
@@ -226,50 +209,3 @@ def task_failure(error: Exception) -> LockstepError | None:
     elif cause is None or cause.key not in ("memory", "threads"):
         return None
     return RunError(message, why=cause.title if cause else "", fix=cause.advice if cause else "")
-
-
-# --- how to need less memory ----------------------------------------------------------------------
-
-
-def _with_less_memory(cause: Cause | None, run_dir: RunDir, *, evaluating: bool) -> Cause | None:
-    """Add the command that resumes the run with less memory to a cause that is lack of it."""
-    if cause is None or not cause.is_memory:
-        return cause
-    with contextlib.suppress(LockstepError, ValidationError, LookupError, TypeError, ValueError):
-        plan = run_dir.plan()
-        run = run_dir.read().id
-        if plan["task"].get("sets_batch_size"):
-            smaller = f"a smaller batch_size in the module's DataLoader; the global batch stays: lockstep resume {run}"
-        elif evaluating:
-            smaller = _evaluation_advice(int(plan["eval_batch_size"]), run)
-        else:
-            smaller = advice(BatchPlan.model_validate(plan["batch"]), run)
-        return cause._replace(smaller=smaller)
-    return cause
-
-
-def advice(batch: BatchPlan, run: str) -> str:
-    """The command that resumes ``run`` with the same global batch and half the micro-batch.
-
-    The arithmetic is that of :func:`lockstep.planning.batch.resolve_batch` for a global batch that is held.
-    """
-    if batch.lanes is not None or batch.batch_size <= 1:
-        reason = "a micro-batch is one lane" if batch.lanes else "a micro-batch is one sample"
-        return f"{reason}, so only more devices, a smaller model or fewer loader workers (--num-workers) need less"
-    share = -(-batch.global_batch // (batch.ranks * batch.devices_per_rank))
-    accumulate = -(-share // (batch.batch_size // 2))
-    size = -(-share // accumulate)
-    return (
-        f"the same global batch of {batch.global_batch} as batch size {size} × {accumulate} micro-batches per device: "
-        f"lockstep resume {run} --set training.batch_size={size} --set training.accumulate=1 "
-        f"--set training.global_batch_size={batch.global_batch}"
-    )
-
-
-def _evaluation_advice(batch_size: int, run: str) -> str:
-    if batch_size <= 1:
-        return "an evaluation takes one sample at a time, so only a smaller model or metrics that keep less need less"
-    return (
-        f"evaluations with {batch_size // 2} samples at a time, which changes no result: "
-        f"lockstep resume {run} --set validation.batch_size={batch_size // 2}"
-    )

@@ -1,4 +1,4 @@
-"""Hangs where no launcher sees all ranks: under ``torchrun``, ``srun`` and on several nodes every rank checks itself.
+"""Hangs: ranks that make no progress, whatever started them.
 
 A thread of each rank sends heartbeats with the rank's activity to the others, over the store. A rank that has made no
 progress for half the time-out reads those of the others. When no rank makes progress, each writes a report to its
@@ -6,7 +6,8 @@ log, one prints the report (or each records it for its launcher), and the proces
 has expired asks the others for their stacks in the same way, and reports the one that it has waited for.
 
 The thread needs the interpreter: a rank whose native code keeps it, or that is stopped, sends no heartbeat, and the
-others report that.
+others report that. On the same machine they ask for its stack by a signal. When all ranks are in such code, none
+reports it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -33,18 +33,28 @@ from lockstep.errors import LockstepError, RankFailed
 from lockstep.hardware.world import World
 from lockstep.launch.failure import hang, records
 from lockstep.launch.failure.causes import expired_s
-from lockstep.launch.process.rank_log import MARK, SIGNAL, Frame, Stack, ask_workers, leave, log_file, stacks_on_request
+from lockstep.launch.process.rank_log import (
+    MARK,
+    SIGNAL,
+    Frame,
+    Stack,
+    ask_stacks,
+    ask_workers,
+    leave,
+    log_file,
+    stacks_on_request,
+)
 from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.heartbeat import pulse
+from lockstep.rundir.heartbeat import Activity, pulse
 
 #: Heartbeats in ``hang_timeout_s``, with at least the interval between them.
 _BEATS_IN_TIMEOUT = 30
 _LEAST_INTERVAL_S = 0.1
 #: How long a rank stays, after the next check of the others, so that they find the hang and not the loss of a rank.
 _OTHERS_S = 5.0
-#: How often a rank looks whether another one asks for its stack.
+#: How often a rank looks whether another one asks for its stack, or whether it is to stop.
 _ASKED_INTERVAL_S = 0.5
 _ASKED = "lockstep/watchdog/asked"
 
@@ -66,7 +76,7 @@ class Watchdog(threading.Thread):
     """Checks this process's progress. Use :func:`watched`.
 
     ``store``: of the ranks, if there are several; used over a separate connection. ``hung``: called once, with the
-    report on all ranks, and whether this rank is to print it. ``workers``: returns where its loader's are.
+    report on all ranks, and whether this rank is to print it. ``logs``: the folder of the ranks' logs.
     """
 
     def __init__(
@@ -76,13 +86,13 @@ class Watchdog(threading.Thread):
         *,
         timeout_s: float,
         hung: Callable[[hang.HangReport, bool], None],
-        workers: Callable[[], tuple[str, ...]] = tuple,
+        logs: Path,
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
         self._world = world
         self._timeout_s = timeout_s
         self._hung = hung
-        self._ask_workers = workers
+        self._logs = logs
         self._store: Any = None if store is None else cast(Any, store).clone()
         self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT)
         self._workers: tuple[str, ...] | None = None
@@ -150,7 +160,17 @@ class Watchdog(threading.Thread):
         moving = [beat for beat in ranks.values() if beat.at.silent_s < self._timeout_s or beat.untimed]
         if len(ranks) < self._world.size or moving:  # some have not begun
             return None
-        return hang.HangReport(timeout_s=self._timeout_s, ranks=tuple(ranks[rank].at for rank in sorted(ranks)))
+        places = tuple(self._place(beat) for _, beat in sorted(ranks.items()))
+        return hang.HangReport(timeout_s=self._timeout_s, ranks=places)
+
+    def _place(self, beat: _Heartbeat) -> hang.Standstill:
+        """Where a rank is; one of this machine that sends no heartbeat is asked by a signal."""
+        rank = beat.at.rank
+        if beat.at.state != "unresponsive" or beat.host != self._host:
+            return beat.at
+        title = f"has sent no heartbeat for {beat.at.silent_s:.0f} s; its threads are at"
+        stack = ask_stacks({rank: beat.pid}, self._logs, title).get(rank, ())
+        return beat.at.model_copy(update=hang.position(stack))
 
     def _own_heartbeat(self, now: float) -> _Heartbeat:
         sign = pulse.sign
@@ -159,12 +179,16 @@ class Watchdog(threading.Thread):
         if not stack:
             self._workers = None
         elif self._workers is None:
-            self._workers = self._ask_workers() if hang.waits_for_data(sign, stack) else ()
+            self._workers = ()
+            if hang.waits_for_data(sign, stack):
+                self._workers = ask_workers(os.getpid(), self._world.rank, self._logs)
         self._sent += 1
         node = self._host if self._world.nodes > 1 else ""
         at = hang.standstill(self._world.rank, sign, stack, silent_s=silent_s, workers=self._workers or (), node=node)
         limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
-        untimed = self._timeout_s < limit_s and silent_s < limit_s
+        # Metrics may take any time to compute, but not to reduce.
+        waits = sign.activity is Activity.COMPUTING_METRICS and bool(stack) and stack[0].is_collective
+        untimed = self._timeout_s < limit_s and silent_s < limit_s and not waits
         return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
@@ -197,7 +221,7 @@ def stops_within(stop: StopRequest, grace_s: float) -> Iterator[None]:
 
     def watch() -> None:
         silence: hang.Silence | None = None
-        while not ended.wait(hang.INTERVAL_S):
+        while not ended.wait(_ASKED_INTERVAL_S):
             if stop.requested is None:
                 continue
             now = time.monotonic()
@@ -236,16 +260,19 @@ def main_stack() -> Stack:
 
 @contextmanager
 def watched(
-    run: RunDir, world: World, store: Store | None, *, timeout_s: float, launcher: Path | None = None
+    logs: Path, world: World, store: Store | None, *, timeout_s: float, run: RunDir | None = None
 ) -> Iterator[None]:
     """Inside, this process ends with exit code 1 when no rank has made progress for ``timeout_s``.
 
     It also ends when a collective call has expired and another rank reports its position.
-    It and its loader workers write their stacks to the rank's log on request. The run's folder gets the stacks, too,
-    and rank 0 records the failure in it. ``launcher``: where a launcher reads of failures, which it prints.
+    It and its loader workers write their stacks to the rank's log on request.
+
+    Args:
+        logs: the folder of the ranks' logs. A launcher reads the failure there, and prints it.
+        run: where no launcher of Lockstep does: one rank prints the failure, and rank 0 records it in the run.
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
-    file = log_file(run.logs, world.rank)
+    file = log_file(logs, world.rank)
     rank = world.rank
 
     def hung(report: hang.HangReport, prints: bool) -> NoReturn:
@@ -256,19 +283,18 @@ def watched(
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)
         with contextlib.suppress(LockstepError):  # the folder may be what failed
-            if launcher is not None:
-                records.record(launcher, rank, error)
+            if run is None:
+                records.record(logs, rank, error)
             elif world.is_main or report.setting == hang.COLLECTIVE_TIMEOUT:  # rank 0 may be the one that is waited for
                 run.update(status="failed", error=str(error))
-        if launcher is None and prints:
+        if run is not None and prints:
             with contextlib.suppress(OSError):
                 os.write(terminal, f"error: {error}\n".encode())
-        if report.setting == hang.HANG_TIMEOUT:
+        if report.setting == hang.HANG_TIMEOUT and world.from_outside:
             time.sleep(watchdog.interval_s + _OTHERS_S)
         leave(1)
 
-    workers = partial(ask_workers, os.getpid(), rank, run.logs)
-    watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung, workers=workers)
+    watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung, logs=logs)
     before = pulse.is_watched
     pulse.is_watched = True
     watchdog.start()

@@ -27,7 +27,7 @@ from lockstep.launch.meeting.membership import group
 from lockstep.launch.prepare import place
 from lockstep.launch.run_claim import plan_of, task_again, warn
 from lockstep.rundir.folder import RunDir
-from lockstep.tasks.registry import load_task, pack_task
+from lockstep.tasks.registry import pack_task
 
 #: The parts of a run's data.
 SPLITS = ("train", "val", "test")
@@ -119,20 +119,25 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
     runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
         folder = RunDir.create(Path(path, "ranks"), config, run_id=evaluation.run.read().id, command=sys.argv)
-        pack_task(folder, task, config)
-        settings = LaunchConfig(stop_grace_s=STOP_GRACE_S, hang_timeout_s=config.launch.hang_timeout_s)
         results: list[dict[str, Any]] = run_on_ranks(
-            _on_rank, function, evaluation, folder=folder, ranks=ranks, settings=settings, threads=plan.threads
+            _on_rank,
+            function,
+            evaluation,
+            pack_task(task, config),
+            folder=folder,
+            ranks=ranks,
+            settings=LaunchConfig(stop_grace_s=STOP_GRACE_S),
+            threads=plan.threads,
         )
         return results[0]
 
 
-def _on_rank(rank: Rank, function: Compute, evaluation: Evaluation) -> dict[str, Any]:
+def _on_rank(rank: Rank, function: Compute, evaluation: Evaluation, make_task: Callable[[], Task]) -> dict[str, Any]:
     """Evaluate as one of the ranks; the result is the same on all of them."""
     config = evaluation.config
     plan = evaluation.plan
     world = rank.world
-    task = load_task(rank.folder, config)
+    task = make_task()
     device = rank_device(tuple(plan.placement["devices"]), world)
     with (
         group(world, config, plan.placement, rank.folder.logs) as team,

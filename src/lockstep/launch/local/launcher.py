@@ -9,19 +9,19 @@ the agent that starts its ranks (:mod:`lockstep.launch.engines.torchrun`).
 ::
 
     running ──stop requested──▶ stopping ──grace over──▶ killed
-       ├──────a rank failed───▶ failing ───grace over──▶ killed
-       └──────no progress────────────────────────────────▶ killed
+       └──────a rank failed───▶ failing ───grace over──▶ killed
 
 In *stopping* the ranks have received one signal and end after a checkpoint. In *failing* they are blocked in a
-collective that will never complete, so they get little time. Ranks that hang get none.
+collective that will never complete, so they get little time. A hang is a failure of the ranks that find it
+(:mod:`lockstep.launch.failure.watchdog`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import time
@@ -38,16 +38,14 @@ from lockstep.config import LaunchConfig
 from lockstep.errors import LockstepError, RankFailed, StorageError, UsageError
 from lockstep.hardware import parent_death
 from lockstep.hardware.detect import oom_kills
-from lockstep.hardware.world import STORE_FD
 from lockstep.launch.failure import records
-from lockstep.launch.failure.hang import HangReport, HangWatch
 from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.failure.report import failure_line
 from lockstep.launch.local import worker
 from lockstep.launch.local.fork_server import Forked, fork
 from lockstep.launch.process import environment, signals
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.heartbeat import PULSES, PulseBoard, announce
+from lockstep.rundir.heartbeat import announce
 
 Phase = Literal["running", "stopping", "failing"]
 
@@ -67,20 +65,16 @@ class Supervisor:
     """One start of all ranks of this node, from their start to their last end.
 
     ``processes``: by rank; each leads a process group. ``forced``: ranks were killed because they did not follow a
-    stop in time. ``hang``: the report of a hang, after which the ranks were killed.
+    stop in time.
     """
 
     processes: Mapping[int, Forked]
     stop_requested: Callable[[], int | None]
     stop_grace_s: float
     failure_grace_s: float = FAILURE_GRACE_S
-    watch: HangWatch | None = None
-    #: Time-out in seconds of the collective call in which the failed ranks waited for others; ``None``: other reasons.
-    waited_s: Callable[[], float | None] = lambda: None
     phase: Phase = field(default="running", init=False)
     exits: dict[int, RankEnd] = field(default_factory=dict, init=False)
     forced: bool = field(default=False, init=False)
-    hang: HangReport | None = field(default=None, init=False)
     _checked_at: float = field(default_factory=time.time, init=False)
     _deadline: float | None = field(default=None, init=False)
     _killed: bool = field(default=False, init=False)
@@ -103,8 +97,7 @@ class Supervisor:
     @property
     def may_restart(self) -> bool:
         """Whether a new start could end better: not after a stop, nor after wrong usage."""
-        failed = bool(self.failed) or self.hang is not None
-        return failed and self.stop_requested() is None and self.exit_code != UsageError.exit_code
+        return bool(self.failed) and self.stop_requested() is None and self.exit_code != UsageError.exit_code
 
     @property
     def exit_code(self) -> int:
@@ -112,7 +105,7 @@ class Supervisor:
         if self.failed:
             # Wrong usage is never a consequence of another rank's failure, so it decides.
             return UsageError.exit_code if any(end.code == UsageError.exit_code for end in self.failed) else 1
-        if self.forced or self.hang is not None:
+        if self.forced:
             return 1
         stopped = [signals.exit_code(-end.code) if end.code < 0 else end.code for end in self.exits.values()]
         requested = self.stop_requested()
@@ -128,8 +121,6 @@ class Supervisor:
         if self.failed:
             deadline = now + self.failure_grace_s
             if self._begin("failing", min(deadline, self._deadline or deadline)):
-                if self.watch is not None and (waited_s := self.waited_s()) is not None:
-                    self.hang = self.watch.places_after(waited_s, self.alive)
                 for rank in self.alive:
                     _signal_group(self.processes[rank].pid, signal.SIGTERM)
         elif self._stop_requested:
@@ -138,14 +129,6 @@ class Supervisor:
         elif any(end.code in signals.STOPPED for end in self.exits.values()):
             # The ranks have agreed on a stop that one of them was asked for directly.
             self._begin("stopping", now + self.stop_grace_s)
-        elif self.hang is None:
-            self.hang = self.watch.look(self.alive) if self.watch is not None else None
-            if self.hang is not None:
-                # They wait for each other, or are stopped: none would handle a milder signal.
-                self._begin("failing", now)
-                self.kill()
-        if self.phase == "stopping" and self.watch is not None and self.watch.is_mirroring(self.alive):
-            self._deadline = now + self.stop_grace_s  # storage.mirror_wait_s limits it
         if self._deadline is not None and now > self._deadline:
             self.forced = self.forced or self.phase == "stopping"
             self.kill()
@@ -228,20 +211,30 @@ def _signal_group(pid: int, signum: int) -> None:
             os.kill(pid, signum)
 
 
-@dataclass
-class Launch:
-    """One launch with all its starts: its settings, and the content of ``logs/launcher.json``.
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What :func:`lockstep.launch.local.on_ranks.launch` asks for.
 
     Attributes:
-        rank_main: the function of every rank, as ``module:function``; see :mod:`lockstep.launch.local.worker`.
+        call: of every rank; see :func:`lockstep.launch.local.worker.main`.
+        environ: variables of the launcher and, through it, of its ranks.
+        working_folder: ``None``: the caller's was removed.
     """
 
     run_dir: RunDir
     ranks: int
-    rank_main: str
+    call: bytes
     settings: LaunchConfig
+    environ: Mapping[str, str]
+    working_folder: str | None
+
+
+@dataclass
+class Launch:
+    """One launch with all its starts: the request, and the content of ``logs/launcher.json``."""
+
+    request: LaunchRequest
     stop: signals.StopRequest
-    board: PulseBoard
     parent_pid: int = field(default_factory=os.getppid)
     started_at: float = field(default_factory=time.time)
     oom_kills_before: int = field(default_factory=oom_kills)
@@ -250,35 +243,33 @@ class Launch:
     error: str = ""
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def run_dir(self) -> RunDir:
+        return self.request.run_dir
+
+    @property
+    def settings(self) -> LaunchConfig:
+        return self.request.settings
+
     def begin(self) -> None:
         """Prepare a start of the ranks: remove the records of an earlier one."""
         if self.starts:  # keep the reason of its end, for rank 0 to report
             self.write()
             reason = failure_line(self.run_dir)
-            self.restarts.append(
-                {"at": time.time(), "step": self.step, "reason": reason, "of": self.settings.max_restarts}
-            )
+            beat = self.run_dir.progress()
+            step = beat.step if beat else 0
+            self.restarts.append({"at": time.time(), "step": step, "reason": reason, "of": self.settings.max_restarts})
             self.error = ""
             with contextlib.suppress(OSError):
                 records.clear(self.run_dir.logs)
         self.starts += 1
         self.supervisor = None
-        self.board.clear()
         self.write()
         self.announce()
 
     def supervise(self, processes: Mapping[int, Forked]) -> Supervisor:
         """Supervise ranks that have been started."""
-        pids = {rank: process.pid for rank, process in processes.items()}
-        logs = self.run_dir.logs
-        settings = self.settings
-        self.supervisor = Supervisor(
-            processes,
-            self.stop_requested,
-            settings.stop_grace_s,
-            watch=HangWatch(pids, self.board.read, logs=logs, timeout_s=settings.hang_timeout_s),
-            waited_s=partial(records.waited_s, logs),
-        )
+        self.supervisor = Supervisor(processes, self.stop_requested, self.settings.stop_grace_s)
         self.write()
         return self.supervisor
 
@@ -286,12 +277,7 @@ class Launch:
         """Write the run's heartbeat until rank 0 does: readers of the folder see that the run is training."""
         with contextlib.suppress(StorageError):
             beat = self.run_dir.progress()
-            announce(self.run_dir.heartbeat_file, self.step or (beat.step if beat else 0))
-
-    @property
-    def step(self) -> int:
-        """The last step that a rank of the latest start has finished."""
-        return max(sign.step for sign in self.board.read())
+            announce(self.run_dir.heartbeat_file, beat.step if beat else 0)
 
     def stop_requested(self) -> int | None:
         # The parent process has ended without requesting a stop: the run ends with a checkpoint.
@@ -308,19 +294,16 @@ class Launch:
     def write(self, exit_code: int | None = None) -> None:
         """Keep ``launcher.json`` up to date; a full disk must not end the ranks."""
         supervisor = self.supervisor or Supervisor({}, self.stop_requested, 0.0)
-        activities = [int(sign.activity) for sign in self.board.read()]
         content: dict[str, Any] = {
             "pid": os.getpid(),
             "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
-            "ranks": self.ranks,
+            "ranks": self.request.ranks,
             "started_at": self.started_at,
             "starts": self.starts,
             "pids": supervisor.pids,
             "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
-            "hang": supervisor.hang.model_dump() if supervisor.hang else None,
             "oom_kills": oom_kills() - self.oom_kills_before,
-            "doing": dict(zip(supervisor.pids, activities, strict=False)),
             "restarts": self.restarts,
             "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
             "error": self.error,
@@ -333,26 +316,19 @@ class Launch:
 
 
 def main() -> int:
-    """Run the ranks of the request on standard input, JSON that :func:`lockstep.launch.local.on_ranks.launch` writes.
+    """Run the ranks of the :class:`LaunchRequest` on standard input, a pickle.
 
     Returns its exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
     """
     stop = signals.StopRequest().install()
-    with open(0, encoding="ascii", closefd=False) as request_file:
-        request = json.load(request_file)
+    with open(0, "rb", closefd=False) as request_file:
+        request: LaunchRequest = pickle.load(request_file)
     os.environ.clear()
-    os.environ.update(request["environ"])
-    with contextlib.suppress(KeyError, OSError):  # the folder was removed
-        os.chdir(request["cwd"])
+    os.environ.update(request.environ)
+    with contextlib.suppress(TypeError, OSError):  # the folder was removed
+        os.chdir(request.working_folder)  # type: ignore[arg-type]
     signals.accept()
-    launch = Launch(
-        run_dir=RunDir(Path(request["folder"])),
-        ranks=request["ranks"],
-        rank_main=request["rank_main"],
-        settings=LaunchConfig(**request["settings"]),
-        stop=stop,
-        board=PulseBoard(request["ranks"]),
-    )
+    launch = Launch(request, stop)
     code = 1
     try:
         signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
@@ -363,7 +339,7 @@ def main() -> int:
         launch.announce()
         # Before there are children, which inherit it.
         parent_death.make_lifeline()
-        os.environ |= {PULSES: launch.board.path, environment.LAUNCHER_PID: str(os.getpid())}
+        os.environ[environment.LAUNCHER_PID] = str(os.getpid())
         code = _run_here(launch)
     except KeyboardInterrupt:
         code = signals.exit_code(stop.requested or signal.SIGINT)
@@ -383,52 +359,50 @@ def main() -> int:
 def _run_here(launch: Launch) -> int:
     """Run all ranks of ``launch`` until they have ended and are not started again; returns the exit code."""
     while True:
-        # Rank 0 gets a socket that listens already, so no other process can take the port.
-        with signals.held_back(), socket.create_server(("127.0.0.1", 0)) as server:
+        server = socket.create_server(("127.0.0.1", 0))  # no other process can take the port
+        with signals.held_back():
             launch.begin()
-            group = {
-                **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])},
-                # Every rank finds the store there, rank 0 too, which serves it (engine/rank_context.py).
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-            supervisor = launch.supervise(start_ranks(launch, group, server.fileno()))
+            supervisor = launch.supervise(start_ranks(launch, server.getsockname()[1]))
+        store = _serve_store(server)  # after the forks: it has a thread
         supervisor.wait()
         if launch.starts > launch.settings.max_restarts or not supervisor.may_restart:
             launch.note_forced()
             return supervisor.exit_code
         supervisor.end()
+        del store
 
 
-def start_ranks(launch: Launch, group: Mapping[str, str], server: int) -> dict[int, Forked]:
-    """Start the ranks; the processes by rank.
+def _serve_store(server: socket.socket) -> Any:
+    """Serve the store where the ranks meet, as torchrun's agent does: it outlives a rank that stands still."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    ``group``: variables that describe the store. ``server``: its listening socket, for rank 0.
-    """
-    size = str(launch.ranks)
+    host, port = server.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+def start_ranks(launch: Launch, port: int) -> dict[int, Forked]:
+    """Start the ranks, which meet at ``port`` of this machine; the processes by rank."""
+    size = str(launch.request.ranks)
     common = {
         **os.environ,
         **{"WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
-        "ROLE_NAME": "rank",
+        **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "rank"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
         "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
         "TORCHELASTIC_RESTART_COUNT": str(launch.starts - 1),
         "TORCHELASTIC_MAX_RESTARTS": str(launch.settings.max_restarts),
-        **group,
     }
     processes: dict[int, Forked] = {}
-    for rank in range(launch.ranks):
+    for rank in range(launch.request.ranks):
         environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if rank == 0:
-            environ[STORE_FD] = str(server)
-        open_files = (server,) if rank == 0 else ()
-        processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}", open_files=open_files)
+        processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}")
     return processes
 
 
 def _be_rank(launch: Launch, environ: Mapping[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environ)
-    return worker.main(launch.rank_main, str(launch.run_dir.path))
+    return worker.main(launch.run_dir.path, launch.request.call)
 
 
 def _keep_quiet(log: Path) -> None:

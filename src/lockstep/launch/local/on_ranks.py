@@ -1,4 +1,4 @@
-"""New ranks on this machine: those of a run, and a function on ranks for anything else.
+"""One way to start ranks on this machine: a function on new processes, for runs, sessions, evaluations and trials.
 
 The chain is caller → launcher (:mod:`lockstep.launch.local.launcher`) → ranks (:mod:`lockstep.launch.local.worker`).
 No rank runs in the caller, which may be a script without a main guard, a notebook, a thread or a server's child.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import json
 import os
 import pickle
 import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.fork_server import RemoteChild, server_for
-from lockstep.launch.local.worker import Rank
+from lockstep.launch.local.launcher import LaunchRequest
+from lockstep.launch.local.worker import RESULTS, pack_call, take_results
 from lockstep.launch.process.environment import LAUNCH_ID, THREADS, for_launcher
 from lockstep.launch.process.rank_log import flush
-from lockstep.launch.process.signals import Stopped, StopRequest, exit_code
+from lockstep.launch.process.signals import StopRequest, exit_code
 from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 
-_CALL_FILE = "call.pkl"
 _MAIN = "lockstep.launch.local.launcher:main"
 #: Slow imports: if the caller has one, all its ranks share one import of it.
 _SHARED = ("lightning.pytorch",)
@@ -58,7 +57,9 @@ def run_on_ranks(
     threads: int | None = None,
     redirect: bool = True,
 ) -> list[Any]:
-    """Call ``function(rank, *arguments)``, ``rank`` a :class:`Rank`, on ``ranks`` new processes; results in rank order.
+    """Call ``function(rank, *arguments)`` on ``ranks`` new processes; results in rank order.
+
+    ``rank`` is a :class:`lockstep.launch.local.worker.Rank`. The function raises :class:`Stopped` after a stop.
 
     Args:
         folder: where the ranks keep their logs.
@@ -68,67 +69,36 @@ def run_on_ranks(
     Raises:
         LockstepError: a rank failed; which one and why. RanksStopped: a stop was requested.
     """
-    import cloudpickle  # by reference where a function can be imported, by value if it is in a script
-
-    file = folder.path / _CALL_FILE
-    file.write_bytes(cloudpickle.dumps((function, arguments)))
-    try:
-        with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
-            main = f"{__name__}:{call.__name__}"
-            code = 0
-            if not stop.requested:
-                code = launch(folder, ranks, rank_main=main, settings=settings, threads=threads)
-    finally:
-        file.unlink(missing_ok=True)
+    call = pack_call(function, arguments)
+    for file in folder.path.glob(RESULTS):  # from elsewhere: results are unpickled
+        file.unlink()
+    with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
+        code = 0 if stop.requested else launch(folder, ranks, call, settings=settings, threads=threads)
     # Ranks that were still starting are killed after the grace, with the exit code of a failure.
     if stop.requested is not None or code >= 128:
         raise RanksStopped(exit_code(stop.requested) if stop.requested is not None else code)
     if code:
         report = read_failure(folder)
         raise report.as_error() if report else RankFailed(f"the ranks ended with exit code {code}")
-    results = []
-    for rank in range(ranks):
-        file = _result_file(folder, rank)
-        results.append(pickle.loads(file.read_bytes()))
-        file.unlink()
-    return results
-
-
-def call(rank: Rank) -> int:
-    """Run the function of :func:`run_on_ranks` as one of its ranks."""
-    from lockstep.engine.runtime import serve_store
-
-    serve_store()
-    function, arguments = pickle.loads((rank.folder.path / _CALL_FILE).read_bytes())
-    try:
-        result = function(rank, *arguments)
-        code = 0
-    except Stopped as end:
-        result = None
-        code = int(end.code or 0)
-    _result_file(rank.folder, rank.world.rank).write_bytes(pickle.dumps(result))
-    return code
-
-
-def _result_file(folder: RunDir, rank: int) -> Path:
-    return folder.path / f"result-{rank}.pkl"
+    results = take_results(folder)
+    return [results.get(rank) for rank in range(ranks)]
 
 
 def launch(
     run_dir: RunDir,
     ranks: int,
+    call: bytes,
     *,
-    rank_main: str,
     settings: LaunchConfig | None = None,
     threads: int | None = None,
 ) -> int:
-    """Run ``ranks`` ranks of an existing run on this machine and wait until all have ended.
+    """Run ``ranks`` ranks on this machine and wait until all have ended.
 
     In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end, as they do when this
     process ends. A second SIGINT kills them. :func:`lockstep.launch.failure.report.read_failure` reports a failure.
 
     Args:
-        rank_main: each rank's function, as ``module:function``; it takes a :class:`Rank` and returns an exit code.
+        call: of each rank, from :func:`lockstep.launch.local.worker.pack_call`.
         settings: of which restarts and time limits count; ``None``: the defaults.
         threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
 
@@ -143,11 +113,21 @@ def launch(
             why=str(error),
             fix="change its permissions, or choose another --save-dir",
         ) from error
-    limits = (settings or LaunchConfig()).model_dump()
-    request = {"folder": str(run_dir.path.resolve()), "ranks": ranks, "rank_main": rank_main, "settings": limits}
-    environ = {**os.environ, **({THREADS: str(threads)} if threads else {})}
+    launch_id = uuid.uuid4().hex
+    base = {**os.environ, **({THREADS: str(threads)} if threads else {})}
+    folder = None
+    with contextlib.suppress(FileNotFoundError):  # it was removed
+        folder = str(Path.cwd())
+    request = LaunchRequest(
+        run_dir=RunDir(run_dir.path.resolve()),
+        ranks=ranks,
+        call=call,
+        settings=settings or LaunchConfig(),
+        environ=for_launcher(base, launch_id, sys.path),
+        working_folder=folder,
+    )
     with StopRequest() as stop:
-        code = _run_launcher(request, environ, stop)
+        code = _run_launcher(request, stop)
     if code >= 0:
         return code
     if -code in (signal.SIGINT, signal.SIGTERM):
@@ -161,22 +141,17 @@ def launch(
     return 1
 
 
-def _run_launcher(request: Mapping[str, Any], environ: Mapping[str, str], stop: StopRequest) -> int:
+def _run_launcher(request: LaunchRequest, stop: StopRequest) -> int:
     """Run the launcher and pass on the first signal of ``stop``; its return code. No process is left at the end."""
-    launch_id = uuid.uuid4().hex
-    variables = for_launcher(environ, launch_id, sys.path)
-    content = {**request, "environ": variables}
-    with contextlib.suppress(FileNotFoundError):  # it was removed
-        content["cwd"] = str(Path.cwd())  # the server has that of its start
     process: RemoteChild | None = None
     output = _Output()
     with open(os.memfd_create("lockstep-request"), "w+b") as request_file:
-        request_file.write(json.dumps(content).encode())
+        pickle.dump(request, request_file)
         request_file.seek(0)
         try:
             try:
                 shared = [name for name in _SHARED if name in sys.modules]
-                process = server_for(variables).launch(_MAIN, shared, (request_file.fileno(), *output.files))
+                process = server_for(request.environ).launch(_MAIN, shared, (request_file.fileno(), *output.files))
             finally:
                 output.close_files()
             stop.notify(process.send_signal)
@@ -195,7 +170,7 @@ def _run_launcher(request: Mapping[str, Any], environ: Mapping[str, str], stop: 
                 process.send_signal(signal.SIGKILL)  # its ranks die with it
                 process.wait()
             if process is not None and (process.returncode or 0) < 0:
-                parent_death.kill_marked(LAUNCH_ID, launch_id)
+                parent_death.kill_marked(LAUNCH_ID, request.environ[LAUNCH_ID])
 
 
 class _Output:

@@ -1,21 +1,19 @@
-"""The frame of every rank that Lockstep's launcher starts, whatever its function (:mod:`.start`, :mod:`.on_ranks`).
+"""The main function of every rank that Lockstep's launcher or the agent of ``--nodes`` starts.
 
-::
-
-    python -m lockstep.launch.local.worker MODULE:FUNCTION RUN
-
-It ends with the launcher, writes to its log, answers stop requests, and records its failure in a file.
+The rank ends with its parent, writes to its log, answers stop requests, and leaves its result or its failure in a file.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
+from typing import Any
 
 from lockstep._compat import run_exit_functions
 from lockstep.errors import LockstepError, StorageError
@@ -25,7 +23,6 @@ from lockstep.launch.failure import records
 from lockstep.launch.process import environment, signals
 from lockstep.launch.process.rank_log import leave, log_file, rank_output, stacks_on_request
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.heartbeat import pulse
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,31 @@ class Rank:
     stop: signals.StopRequest
 
 
-def main(function: str, folder: str) -> int:
-    """Run ``function``, as ``module:function``, as one rank of the run in ``folder``; its result is the exit code.
+#: The call of the ranks that an agent starts, in their folder.
+CALL_FILE = "call.pkl"
+#: The pickled results of ranks, in their folder.
+RESULTS = "result-*.pkl"
+
+
+def pack_call(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """Pickle a call for ranks: the function by reference if it can be imported, by value if it is in a script."""
+    import cloudpickle
+
+    content: bytes = cloudpickle.dumps((function, tuple(arguments)))
+    return content
+
+
+def take_results(folder: RunDir) -> dict[int, Any]:
+    """Results of the ranks in ``folder`` that are not ``None``, by rank; they are removed there."""
+    results = {}
+    for file in folder.path.glob(RESULTS):
+        results[int(file.stem.partition("-")[2])] = pickle.loads(file.read_bytes())
+        file.unlink()
+    return results
+
+
+def main(folder: Path, call: bytes) -> int:
+    """Call a function as one rank: ``call`` is the pickle of the function and its arguments after the :class:`Rank`.
 
     The process ends at once. After a failure, exit handlers may wait for ranks that wait for this one; after a
     success, native threads of torch that still run must not turn it into a crash.
@@ -50,21 +70,20 @@ def main(function: str, folder: str) -> int:
     signals.accept()
     environment.restore_sys_path(os.environ)
     environment.set_threads(os.environ)
-    pulse.connect(os.environ)
     try:
-        rank = Rank(RunDir.open(Path(folder)), read_world(os.environ), stop)
+        rank = Rank(RunDir.open(folder), read_world(os.environ), stop)
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = _run(rank, function)
+    code = _run(rank, call)
     stop.restore()
     if code in (0, *signals.STOPPED):
         run_exit_functions()
     leave(code)
 
 
-def _run(rank: Rank, function: str) -> int:
-    """Call ``function`` with this rank's output in its place.
+def _run(rank: Rank, call: bytes) -> int:
+    """Make the call with this rank's output in its place.
 
     A failure becomes an exit code, and is recorded and not printed, since the process that started the ranks prints one
     report on all of them.
@@ -82,11 +101,14 @@ def _run(rank: Rank, function: str) -> int:
             faulthandler.enable(file=log)  # for crashes in native code
             try:
                 with stacks_on_request(log):
-                    return int(resolve_name(function)(rank))
+                    _call(rank, call)
+                    return 0
             finally:
                 faulthandler.disable()
     except KeyboardInterrupt:
         return signals.exit_code(signals.STOP_SIGNALS[0])
+    except signals.Stopped as end:
+        return int(end.code or 0)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
@@ -99,5 +121,13 @@ def _run(rank: Rank, function: str) -> int:
         return records.exit_code_of(error)
 
 
+def _call(rank: Rank, call: bytes) -> None:
+    function, arguments = pickle.loads(call)
+    result: Any = function(rank, *arguments)
+    if result is not None:
+        (rank.folder.path / RESULTS.replace("*", str(rank.world.rank))).write_bytes(pickle.dumps(result))
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    own_folder = Path(sys.argv[1])
+    sys.exit(main(own_folder, (own_folder / CALL_FILE).read_bytes()))

@@ -14,7 +14,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
@@ -32,6 +32,7 @@ from lockstep.errors import ConfigError, LockstepError, RankFailed, RunError
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
+from lockstep.launch.failure.watchdog import watched
 from lockstep.launch.run_claim import warn
 from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import versions
@@ -158,8 +159,10 @@ def meeting(world: World, config: RunConfig) -> Iterator[Team]:
 @contextmanager
 def group(world: World, config: RunConfig, placement: Mapping[str, Any], logs: Path) -> Iterator[Team]:
     """Meet, in the process group that ``placement`` names, and give it to user code; for ranks that train no run."""
-    with meeting(world, config) as team, shared(world, config.distributed.timeout_s):
+    with meeting(world, config) as team, shared(world, config.distributed.timeout_s), ExitStack() as ending:
         use_backend(team, config, placement, logs)
+        if world.launcher == "lockstep":
+            ending.enter_context(watched(logs, world, team.store, timeout_s=config.launch.hang_timeout_s))
         yield team
 
 

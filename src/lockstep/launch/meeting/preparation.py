@@ -103,28 +103,26 @@ class NodeRun(NamedTuple):
     previous: PreviousStart | None
 
 
-def launched_start(team: Team, run: RunDir, task: Task, config: RunConfig, *, is_restart: bool) -> Start:
-    """Read the plan of the launcher's caller; after a restart, begin at the latest checkpoint. Collective."""
+def restarted_start(team: Team, start: Start) -> Start:
+    """Begin the next attempt of ranks that their launcher has started again, at the latest checkpoint. Collective."""
 
-    def begin() -> tuple[Plan, int, int, Restarted | None]:
-        plan = run_claim.plan_of(run)
-        if not is_restart:
-            return plan, run.read().attempt, 0, None
+    def begin() -> tuple[int, int, Restarted | None]:
+        run = start.run
         edited = run.config_file.read_bytes()
-        run.keep_config(config)
+        run.keep_config(start.config)
         if run.config_file.read_bytes() != edited:
             text = f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings"
             run_claim.warn(text)
         point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
         step = point.step if point else 0
-        attempt = run.begin_attempt(run.plan(), plan.placement, step)
+        attempt = run.begin_attempt(start.plan.as_dict(), start.plan.placement, step)
         restarts = records.read_launcher(run).restarts
-        return plan, attempt, step, records.restarted(restarts, attempt, step) if restarts else None
+        return attempt, step, records.restarted(restarts, attempt, step) if restarts else None
 
     beginning = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
     assert beginning is not None
-    plan, attempt, step, restarted = beginning
-    return Start(run, task, config, None, plan, attempt, step, restarted if team.world.is_main else None)
+    attempt, step, restarted = beginning
+    return replace(start, attempt=attempt, step=step, restarted=restarted if team.world.is_main else None)
 
 
 def prepare_together(
@@ -241,45 +239,38 @@ def _agree(
     new_id = team.collectives.broadcast(new_run_id(config.save_dir))
     run_id = next((node.run_id for node in runs_by_rank.values()), new_id)
     path = absolute(config.save_dir or config.runs_dir / run_id)
-    for rank, sharing in enumerate(team.collectives.all_gather(lowest_sharing(team, path))):
-        if sharing != 0:
-            error = ConfigError(
-                f"this node sees another folder as {path} than node {team.node_of(0)}",
-                why="rank 0 writes the run folder, and every node reads it when it resumes",
-                fix="name a --save-dir on storage that all nodes share",
-            )
-            team.end_if([*[None] * rank, error])
+    _refuse_other_folders(team, path)
     return RunDir(path), run_id, list(runs_by_rank.values())
 
 
-def lowest_sharing(team: Team, path: Path) -> int:
-    """The lowest of the nodes' first ranks that has the same ``path`` as this rank's node. Collective.
+def _refuse_other_folders(team: Team, path: Path) -> None:
+    """End every rank where a node sees another folder at ``path`` than rank 0. Collective.
 
-    Each of them leaves a file beside ``path``, and looks whose files it finds there. The name is a new one, so that no
-    network file system remembers that there is no such file.
+    Rank 0 leaves a file beside ``path``. Its name is a new one, so that no network file system remembers that there is
+    no such file.
     """
     if len(team.leads) == 1:
-        return team.leads[0]
-    token = team.collectives.broadcast(uuid.uuid4().hex)
-    probes = {rank: path.with_name(f".{path.name}.{token}.{rank}") for rank in team.leads}
+        return
+    probe = path.with_name(f".{path.name}.{team.collectives.broadcast(uuid.uuid4().hex)}")
 
     def touch() -> None:
-        probe = probes[team.me.rank]
         with storing(probe):
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()
 
     try:
-        team.together(touch, here=team.is_lead)
-        visible = next(rank for rank in team.leads if probes[rank].exists()) if team.is_lead else None
-        lowest = team.collectives.all_gather(visible)
+        team.together(touch, here=team.world.is_main)
+        for rank, is_shared in enumerate(team.collectives.all_gather(probe.exists())):
+            if not is_shared:
+                error = ConfigError(
+                    f"this node sees another folder as {path} than node {team.node_of(0)}",
+                    why="rank 0 writes the run folder, and every node reads it when it resumes",
+                    fix="name a --save-dir on storage that all nodes share",
+                )
+                team.end_if([*[None] * rank, error])
     finally:
-        if team.is_lead:
-            with contextlib.suppress(OSError):
-                probes[team.me.rank].unlink()
-    of_node = lowest[next(lead for lead in team.leads if team.members[lead].node_rank == team.me.node_rank)]
-    assert of_node is not None, "the first rank of a node sees its file"
-    return of_node
+        if team.world.is_main:
+            probe.unlink(missing_ok=True)
 
 
 class Planned(NamedTuple):
@@ -360,10 +351,8 @@ def place_together(team: Team, config: RunConfig) -> Placement:
 
 
 def _prepare_data(team: Team, task: Task, config: RunConfig) -> None:
-    """Call ``prepare()`` once on each node; where nodes share the data's folder, on one of them first. Collective."""
-    folder = config.data.data_dir
-    goes_first = folder is None or lowest_sharing(team, folder / "data") == team.me.rank
-    for turn in (True, False):
+    """Call ``prepare()`` once on each node, on rank 0's first: nodes may share the data's folder. Collective."""
+    for goes_first in (True, False):
         with team.collectives.main_first(per_node=True):
-            if team.is_lead and goes_first is turn:
+            if team.is_lead and team.world.is_main is goes_first:
                 prepare_data(task, config)

@@ -1,4 +1,4 @@
-"""What watches a rank: its launcher, or the rank itself where no launcher of Lockstep sees all ranks."""
+"""What watches a rank that trains: its watchdog and, where no launcher of Lockstep does, its stop requests and log."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def supervise(
     launched: Rank | None,
     ending: ExitStack,
 ) -> StopRequest:
-    """Make the process group of ``placement``, and watch this rank where no launcher does; the stop requests of it.
+    """Make the process group of ``placement``, and watch this rank; returns its stop requests.
 
-    Collective. ``ending`` ends the watch.
+    Collective. ``ending`` ends the watch. ``launched``: of a rank that Lockstep's launcher has started.
     """
     world = team.world
     limits = config.launch
     use_backend(team, config, placement, run.logs)
     stop = launched.stop if launched is not None else ending.enter_context(StopRequest())
-    if world.from_outside:
-        logs = None if launched is None else run.logs
-        ending.enter_context(watched(run, world, team.store, timeout_s=limits.hang_timeout_s, launcher=logs))
-        ending.enter_context(rank_output(run.logs, world.rank))
-    elif launched is None and world.size == 1:
+    if launched is None and not world.from_outside:
         ending.enter_context(stops_within(stop, limits.stop_grace_s))
+        return stop
+    record = run if launched is None else None
+    ending.enter_context(watched(run.logs, world, team.store, timeout_s=limits.hang_timeout_s, run=record))
+    if world.from_outside:
+        ending.enter_context(rank_output(run.logs, world.rank))
     return stop

@@ -7,19 +7,20 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import resolve
 from lockstep.config.load import merge
-from lockstep.errors import ConfigError, LockstepError, RunFolderError, TaskError, UsageError
+from lockstep.errors import ConfigError, RunFolderError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
-from lockstep.launch.failure.report import INTERRUPTED, keep_failure
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.launch.session.join import Started, close_open_session, started
+from lockstep.launch.start import run_of_ranks
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.origin import Script, require_script_named, script_of
 
@@ -113,30 +114,24 @@ def _start(
         run = run or create_folder(config)
         if script is not None:
             script.keep(run)
-        try:
-            results = run_on_ranks(
-                _as_rank,
-                function,
-                tuple(arguments),
-                dict(settings),
-                is_resume,
-                needs_session,
-                folder=run,
-                ranks=placement.world_size,
-                settings=config.launch,
-                threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
-                redirect=needs_session,
-            )
-        except RanksStopped as end:
-            if run.read().status == "running":
-                keep_failure(run, INTERRUPTED)
-            return run, end.exit_code, []
-        except LockstepError as error:
-            keep_failure(run, str(error))
-            raise
-        if run.read().status == "pending":  # a script without a session
+        start = partial(
+            run_on_ranks,
+            _as_rank,
+            function,
+            tuple(arguments),
+            dict(settings),
+            is_resume,
+            needs_session,
+            folder=run,
+            ranks=placement.world_size,
+            settings=config.launch,
+            threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
+            redirect=needs_session,
+        )
+        code, results = run_of_ranks(run, start)
+        if code == 0 and run.read().status == "pending":  # a script without a session
             run.update(status="completed")
-    return run, 0, results
+    return run, code, results
 
 
 #: Variables of the script, until the end of the process as those of ``python path``: DDP's reducer, destroyed before,
