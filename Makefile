@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Made when the packages that training needs are installed, and when those of the tests and tools are, too.
+# Made with the environment, when the packages of a training are installed, and when those of tests and tools are, too.
+MADE := $(VENV)/.made
 TRAINS := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
 # uv where it is there, else pip.
-INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(RUN),$(RUN) -m pip install --quiet --disable-pip-version-check) -c constraints.txt
+INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(RUN),$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile) -c constraints.txt
 # What `make train` trains on; by default every GPU, or two ranks on the CPU where there is none.
 DEVICES ?=
 ARGS ?=
@@ -25,7 +26,7 @@ PYTEST_ARGS ?=
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
 	@echo "              (make train DEVICES=gpu:0 ARGS='--epochs 5')"
-	@echo "make test     set up, then lint and the tests"
+	@echo "make test     set up, then run the tests"
 	@echo "make slow     the tests that take several seconds each: faults, engines, long journeys (CI runs them, too)"
 	@echo "make check    lint, and the tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
@@ -39,17 +40,20 @@ help: ## show this list
 
 setup: $(STAMP) ## make .venv and install, with the packages of tests and tools
 
-$(TRAINS): pyproject.toml constraints.txt
+$(MADE):
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON) here. fix: install Python 3.11 or newer, or say where it is: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Lockstep needs 3.11 or newer. fix: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module. fix: install it (Debian, Ubuntu: apt install python3-venv), or make PYTHON=/path/to/another/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(TRAINS): pyproject.toml constraints.txt | $(MADE)
 	$(INSTALL) -e .
 	@touch $@
 
-$(STAMP): $(TRAINS)
+$(STAMP): pyproject.toml constraints.txt | $(MADE)
 	$(INSTALL) -e '.[dev]'
-	@touch $@
+	@touch $(TRAINS) $@
 
 train: $(TRAINS) ## train on what the machine has
 	@devices="$(DEVICES)"; \
@@ -66,7 +70,7 @@ browser:
 	  $(APT) update && DEBIAN_FRONTEND=noninteractive $(APT) install -y chromium; } 3>&1 </dev/null >/dev/null \
 	|| echo "no chromium here: the browser tests are skipped, with CI=true they fail (Debian: apt-get install chromium)"
 
-test: lint browser ## lint, then the tests
+test: setup browser ## the tests
 	$(RUN) -m pytest $(PARALLEL) -m "not drill and not slow" $(PYTEST_ARGS) $(TESTS)
 
 slow: setup browser ## the tests that take several seconds each
