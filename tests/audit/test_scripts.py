@@ -15,12 +15,12 @@ from tests.conftest import RunCli
 
 SCRIPTS = sorted(path for path in Path(__file__).with_name("scripts").glob("*.py") if path.stem != "common")
 #: Those of `make test`; with those of `make slow`, one fault of each kind and three right ones.
-QUICK = (
-    *("ddp_no_set_epoch", "ddp_same_noise", "ddp_token_means", "ddp_clip_local", "ddp_no_sync_last"),
-    "ddp_right_accumulation",
-)
+QUICK = ("ddp_no_set_epoch", "ddp_same_noise", "ddp_token_means", "ddp_right_accumulation")
 #: Those of `make slow`; the others are drills.
-SLOW = ("ddp_eval_mean", "ddp_file_race", "ddp_ends_early", "ddp_right_eval", "ddp_right_tokens")
+SLOW = (
+    *("ddp_clip_local", "ddp_no_sync_last", "ddp_eval_mean", "ddp_file_race", "ddp_ends_early"),
+    *("ddp_right_eval", "ddp_right_tokens"),
+)
 #: Scripts whose fault shows only beside a run on one rank.
 COMPARED = ("ddp_schedule", "accelerate_schedule", "accelerate_right_schedule", "ddp_right", "ddp_notes")
 

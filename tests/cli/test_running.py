@@ -188,6 +188,7 @@ def test_evaluate_names_a_split_only_where_there_is_one(here: Path, capsys: pyte
     assert "choose --split" not in error
 
 
+@pytest.mark.slow
 def test_evaluate_on_two_ranks_gives_the_metrics_of_one(here: Path, tmp_path: Path, run_cli: RunCli) -> None:
     before = sorted((here / "run").rglob("*"))
     results = []

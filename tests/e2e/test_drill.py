@@ -230,6 +230,7 @@ def test_killed_runs_resume_from_their_mirror_alone(tmp_path: Path, seed: int, u
     assert fingerprint(run.path) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_the_mirror(tmp_path: Path) -> None:
     """For longer than ranks may take to end, while the storage is away; nobody is killed, and all is there."""
     with s3.serve() as storage:

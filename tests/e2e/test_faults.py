@@ -184,6 +184,7 @@ def test_a_run_survives_a_killed_rank_a_killed_loader_worker_and_a_stopped_rank(
 # Hangs.
 
 
+@pytest.mark.slow
 def test_a_barrier_on_one_rank_is_named_with_its_line(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3") as run:
         output = run.finish(1)
@@ -330,6 +331,7 @@ def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
 # The run folder.
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk:
         with drive(tmp_path, *SLOW, *SAVING, run=disk / "run") as run:

@@ -44,6 +44,7 @@ def run(*arguments: str, cwd: Path, stdin: str = "") -> str:
     return out
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_trains_a_class_of_its_own_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -113,6 +114,7 @@ def test_what_is_refused(tmp_path: Path, task: object, settings: dict, error: ty
         lockstep.train(task, {**base, **settings})
 
 
+@pytest.mark.slow
 def test_the_readme_example_of_a_users_own_model_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     example = next(block for block in blocks if "class " in block and "Task" in block)

@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
 Weights = dict[str, Tensor]
 #: Groups and numbers of ranks of `make test`. The others are trained in `make slow`, or, by three ranks, whose shares
 #: are uneven, in `make drills`.
-QUICK = (("buffers", 2), ("fine-tuning", 2), ("normalisation", 3))
+QUICK = (("buffers", 2), ("normalisation", 3))
 UNEVEN = ("losses", "normalisation")
 #: By number of ranks; exact mode needs one that divides the lanes.
 MODES: dict[int, tuple[str, ...]] = {2: ("fast", "exact"), 3: ("fast",)}

@@ -189,6 +189,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_by_all_ranks(tmp_path: Path
     assert rows[-1]["samples_seen"] == 400, "a skipped step still advances the samples"
 
 
+@pytest.mark.slow
 def test_own_optimizer_hooks_and_state_survive_a_resume(tmp_path: Path) -> None:
     task = TOY.replace(":Toy", ":TwoGroups")
     scaled = ("--lr-scaling", "linear", "--set", "optimizer.base_batch_size=8", "--set", "scheduler.name=constant")

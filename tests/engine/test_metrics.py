@@ -70,7 +70,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 def evaluated(metrics: Callable[[], Any], chunk: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     torch.manual_seed(0)  # of the model
-    loader = LoaderPlan(num_workers=0, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    loader = LoaderPlan(num_workers=0, prefetch_factor=2, pin_memory=False)
     collectives = Collectives(World(rank, ranks, rank, ranks))
     evaluator = Evaluator(collectives, CPU, Precision("32", CPU, 1.0), loader, chunk, seed=0)
     return evaluate(evaluator, Scored(metrics), nn.Linear(CLASSES, 1), ArrayDataset(*rows()))
@@ -95,6 +95,7 @@ def of_pairs(rank: int, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str
     return pairs, [evaluated(drawing, chunk, rank, ranks) for chunk in (1, 5)]
 
 
+@pytest.mark.slow
 def test_every_pair_of_metrics_has_the_values_of_each_alone() -> None:
     alone = {name: make() for name, make in CATALOGUE.items()}
     for metric in alone.values():

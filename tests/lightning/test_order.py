@@ -124,6 +124,7 @@ def test_a_loader_keeps_its_own_order_on_one_device(tmp_path: Path, kind: str) -
     assert folder.steps()[-1]["samples_seen"] >= 2 * SAMPLES
 
 
+@pytest.mark.slow
 def test_ddp_from_the_command_line_shares_the_order_of_one_process(run_cli: RunCli, tmp_path: Path) -> None:
     """The Trainer's own ``devices`` and ``strategy`` start ranks, too."""
     path = configuration(tmp_path, batchnorm=True)

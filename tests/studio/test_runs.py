@@ -43,6 +43,7 @@ def gone(summary: Any) -> bool:
     return not psutil.pid_exists(summary["pid"]) or psutil.Process(summary["pid"]).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_start_stop_resume_on_one_rank_and_the_rest(address: Address, tmp_path: Path) -> None:
     asked = body(["cpu", "cpu"], 0.05, name="first try", tags=["a", "b"], id="run-00000001")
     started = address.post("/api/runs", asked, 202)

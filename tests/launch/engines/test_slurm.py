@@ -212,6 +212,7 @@ def reference(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return folder / "run", output
 
 
+@pytest.mark.slow
 def test_a_job_on_two_nodes(reference: tuple[Path, str], lockstep: Run) -> None:
     run, output = reference
     record = RunDir.open(run).read()
