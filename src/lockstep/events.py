@@ -28,7 +28,8 @@ class Event:
 class RunStarted(Event):
     """An attempt begins after ``step`` steps (0 for a new run).
 
-    ``position`` returns the current step between events; any thread may call it.
+    ``position`` returns the current step between events; any thread may call it. ``length`` returns the number of all
+    steps, if that changes: a session learns of all loops of an epoch in the first one.
     """
 
     run_dir: Path
@@ -37,6 +38,12 @@ class RunStarted(Event):
     total_steps: int
     plan: Mapping[str, Any]
     position: Callable[[], int] | None = field(default=None, compare=False)
+    length: Callable[[], int] | None = field(default=None, compare=False)
+
+    @property
+    def total(self) -> int:
+        """The number of all steps, as far as it is known now."""
+        return self.total_steps if self.length is None else self.length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,8 @@ class RankState:
     Attributes:
         step_s: mean seconds of a step, evaluation left out; the same on all ranks but for noise.
         wait_s: of these, seconds that the rank waited for input.
-        own_s: seconds of one step until the rank's gradients are computed, before it waits for others.
+        own_s: seconds of one step until the rank's gradients are computed, before it waits for others; on a CPU,
+            without the time in which other processes had its core.
         memory_gb: in use now, 1e9 bytes: allocated tensors on a GPU, the process's resident memory on a CPU.
         reserved_gb: held by torch's allocator on a GPU.
         peak_gb: highest ``memory_gb``: of this epoch on a GPU, of the process on a CPU.

@@ -89,6 +89,11 @@ def test_predictions_tables_and_classes(
     assert tables["class_names"] == list(NAMES)
     assert [sum(row) for row in tables["test_confusion"]] == [(data["label"] == number).sum() for number in range(3)]
 
+    cells: dict[str, list[Any]] = {}
+    for index, pair in enumerate(zip(data["label"], scores.argmax(1).tolist(), strict=True)):
+        cells.setdefault(f"{pair[0]},{pair[1]}", []).append([index, None])
+    assert json.loads(Path("run/confused.json").read_text()) == cells, "the samples behind each cell"
+
     capsys.readouterr()
     assert main(["predict", "run", "val", "--loss", "--out", "rows.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]

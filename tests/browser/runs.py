@@ -31,6 +31,8 @@ def make_run(folder: Path, name: str, status: str, steps: int = 40, **record: ob
     )
     run.update(status=status, **record)
     write_json(run.path / "tables.json", {"test_confusion": [[4, 1], [2, 4]], "class_names": ["walk", "sit"]})
+    confused = {"0,1": [[8, "walk/h.png"]], "1,0": [[3, "sit/d.png"], [7, "sit/<b>.png"]]}
+    write_json(run.path / "confused.json", confused)
     run.pictures.mkdir()
     for epoch in (1, 2):
         picture = np.full((4, 8), 100 * epoch, np.uint8)

@@ -75,12 +75,11 @@ def test_a_first_visit_asks_for_each_module_at_once_and_for_few_answers(server: 
 
 @pytest.mark.slow
 def test_the_token_leaves_the_address_and_a_new_one_is_asked_for(open_page: OpenPage, tmp_path: Path) -> None:
-    # Below a path, as a proxy shows it.
-    with studio(tmp_path, [], base_path="/user/me") as address:
+    with studio(tmp_path, []) as address:
         home = Home(tmp_path / "runs")
         address.get("/api/tasks")  # its helper process is not left in the middle of its start
         door = home.write_door(address.url)
-        page = open_page(door.as_uri(), refused=re.compile("/user/me/.*"))
+        page = open_page(door.as_uri(), refused=re.compile("/.*"))
         train = page.get_by_role("region", name="Runs")
         expect(train).to_be_visible()
         assert page.url.rstrip("/") == address.base
@@ -144,6 +143,14 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     state.get_by_role("tab", name="Evaluation").click()
     matrix = state.get_by_role("region", name="Test confusion")
     expect(matrix.get_by_role("row", name=re.compile("^sit 80.0 % 66.7 % 72.7 % 6$"))).to_be_visible()
+    # The samples behind a cell: of the most frequent mistake, of the cell that is clicked, of the classes chosen.
+    samples = matrix.get_by_role("table", name="Samples").locator("tbody tr")
+    expect(samples).to_have_text(["3sit/d.pngsitwalk", "7sit/<b>.pngsitwalk"])
+    matrix.get_by_role("cell", name="walk as sit: 1").click()
+    expect(samples).to_have_text(["8walk/h.pngwalksit"])
+    matrix.get_by_label("Predicted").select_option("walk")
+    expect(samples).to_have_count(0)
+    expect(matrix.get_by_role("region", name="Samples of a cell")).to_contain_text("the first 0 of 4 samples")
     expect(state.get_by_role("img", name="Samples, epoch 2")).to_have_js_property("complete", True)
     remarks = state.get_by_role("region", name="Remarks")
     expect(remarks).not_to_contain_text("sample: to be")

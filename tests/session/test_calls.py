@@ -1189,6 +1189,24 @@ def test_every_loop_of_the_last_epoch_runs_and_a_changed_accumulation_is_taken(s
     assert session.step_count == 4 + 6
 
 
+def test_the_run_has_the_steps_of_all_loops_and_names_of_groups_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"telemetry.log_interval": 1, "telemetry.system_metrics": False}
+    with lockstep.Session(settings, global_batch_size=8, seed=0, save_dir=tmp_path / "run") as session:
+        model, optimizer = prepared(session)
+        for _ in session.epochs(2):
+            for samples in (16, 24):
+                for x, y in session.batches(data(samples)):
+                    session.backward(squares(model, x, y), count=len(y))
+                    session.step(optimizer)
+            session.log(loss=0.5, **{"rollout/reward": 2.0})
+    printed = "".join(capsys.readouterr())
+    assert [f"step {step}/{total} " in printed for step, total in ((2, 4), (3, 10), (10, 10))] == [True] * 3
+    for row in lockstep.Run(tmp_path / "run").history:
+        assert (row["val_loss"], row["rollout/reward"]) == (0.5, 2.0) and "val_rollout/reward" not in row
+
+
 @pytest.mark.parametrize("model", [nn.LazyLinear(2), nn.Linear(4, 2, device="meta")], ids=["lazy", "meta"])
 def test_a_parameter_without_values_is_refused(session: lockstep.Session, model: nn.Module) -> None:
     with pytest.raises(TaskError, match=r"the parameter weight of (Lazy)?Linear has no values yet"):

@@ -133,26 +133,6 @@ def test_the_policy_of_every_answer(address: Address) -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_proxy_by_name_and_below_a_path(tmp_path: Path) -> None:
-    with studio(tmp_path, [], base_path="/user/me", trusted_hosts=("hub.example",)) as address:
-        for host, origin in (
-            ("hub.example", "https://hub.example"),
-            ("hub.example:8000", "http://hub.example:8000"),
-            (f"127.0.0.1:{address.port}", "https://hub.example"),
-        ):
-            for path in ("/user/me/api/runs", "/api/runs"):  # as the browser has it, or as a proxy shortens it
-                assert raw(address, "GET", path, Host=host, Origin=origin)[0] == 200, (host, origin, path)
-        for host, origin in (("other.example", ""), ("hub.example", "https://other.example"), ("127.0.0.1", "null")):
-            assert raw(address, "GET", "/api/runs", Host=host, Origin=origin)[0] in {400, 403}
-        assert raw(address, "GET", "/user/me", Host="hub.example")[0] == 307
-        token = json.dumps({"token": address.token}).encode()
-        with httpx.Client(base_url=f"http://127.0.0.1:{address.port}", trust_env=False) as client:
-            given = client.post("/user/me/api/session", content=token).headers["set-cookie"]
-            assert "Path=/user/me/;" in given
-            assert client.get("/user/me/").status_code == 200
-            assert client.get("/api/runs").status_code == 401, "the cookie is for that path alone"
-
-
 def test_foreign_hosts_and_origins(address: Address) -> None:
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost@evil.example", "[", "", "0"):
         status, answer = raw(address, "GET", "/api/runs", Host=host)

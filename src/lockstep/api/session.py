@@ -376,8 +376,8 @@ class Session(Loop):
         """Log numbers: in a loop over batches or updates with the step's row, after it with the epoch's.
 
         After a loop over batches a name gets the prefix ``val_`` unless it begins with ``train_``, ``val_`` or
-        ``test_``; after the last epoch ``test_``. The best checkpoint is that of the best ``val_loss``, or
-        ``checkpoint.monitor``. The values of rank 0 are logged.
+        ``test_``, or names a group (``rollout/reward``); after the last epoch ``test_``. The best checkpoint is that of
+        the best ``val_loss``, or ``checkpoint.monitor``. The values of rank 0 are logged.
         """
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")):

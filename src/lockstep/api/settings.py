@@ -38,7 +38,7 @@ class Settings(TypedDict, total=False):
     early_stopping_patience: int  # evaluations without improvement before the run stops; 0: off
     seed: int  # of parameters, data order, augmentation and dropout
     init_from: str | os.PathLike[str] | None  # a run or a checkpoint folder to take the initial weights from
-    fast_dev_run: bool  # one training step and one validation batch
+    fast_dev_run: bool  # three training steps and one validation batch
     data_dir: str | os.PathLike[str] | None  # folder of the task's data
     download: bool  # let the task download its data
     num_workers: int | Literal["auto"] | None  # loader processes per rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from lockstep.cli.output import AsJson, deliver, flag, print_json, progress, report_folder, verb
 from lockstep.cli.settings import (
@@ -18,7 +18,10 @@ from lockstep.cli.settings import (
     refuse_arguments,
     to_mapping,
 )
-from lockstep.telemetry.console import print_plan, say
+from lockstep.telemetry.console import duration, print_plan, say
+
+if TYPE_CHECKING:
+    from lockstep.planning import Plan
 
 
 @verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
@@ -26,14 +29,39 @@ def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: As
     name, mapping = to_mapping(settings, task)
     from lockstep.launch.prepare import prepare
 
-    made = prepare(name, mapping).plan
+    inputs = prepare(name, mapping)
+    made = inputs.plan
     if as_json:
         print_json(made.as_dict())
         return
     print_plan(made.as_dict(), sys.stdout)
     say(made.effective_batch_label, sys.stdout)
+    say(_expected_time(made, inputs.config.runs_dir), sys.stdout)
     for note in made.notes:
         say(f"{'note' if note.level == 'info' else note.level}: {note}", sys.stdout)
+
+
+def _expected_time(plan: Plan, runs_dir: Path) -> str:
+    """Describe how long the run takes, at the speed of the newest run of this task on the same devices."""
+    from lockstep.planning.schedule import DEV_STEPS
+    from lockstep.rundir.summary import read_runs, summarize
+
+    placement = (plan.placement["devices"], plan.placement["precision"])
+    for run, record in read_runs(runs_dir):
+        if record.task != plan.task.name:
+            continue
+        summary = summarize(run, record)
+        speed = summary["samples_per_s"]
+        if speed and (summary["step"] or 0) > DEV_STEPS and (summary["devices"], summary["precision"]) == placement:
+            epoch_s = plan.batch.samples / speed
+            run_s = plan.total_steps * plan.batch.global_batch / speed
+            return (
+                f"an epoch takes about {duration(epoch_s)} and the run {duration(run_s)}, without evaluations, at the "
+                f"{speed:,.0f} samples/s of {run.path.name}"
+            )
+    return (
+        "no run of this task on these devices was measured yet: --fast-dev-run of `lockstep train` estimates its time"
+    )
 
 
 VERIFY = """\

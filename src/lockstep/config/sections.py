@@ -297,6 +297,9 @@ class DataConfig(Section):
         "uniform: every sample once an epoch; weighted: by the task's weights; balanced: every class equally often, "
         "by the labels; auto: weighted when the task gives weights",
     )
+    label_column: str | None = setting(
+        None, "column (or key of a sample) with the classes of data.sampling=balanced; unset: targets, labels or label"
+    )
     replacement: bool | None = setting(None, "whether a weighted epoch may have a sample several times; unset: yes")
     epoch_samples: int | None = setting(None, "samples of an epoch; unset: as many as the training set has", ge=1)
     device: Literal["auto", "host", "gpu"] = setting(
@@ -420,7 +423,9 @@ class LightningConfig(Section):
 
 
 class DebugConfig(Section):
-    fast_dev_run: bool = setting(False, "run one training step and one validation batch, as a check")
+    fast_dev_run: bool = setting(
+        False, "run up to three training steps and one validation batch, as a check with an estimate of the run's time"
+    )
     detect_anomaly: bool = setting(False, "torch's anomaly detection: slow, names the operator that produced a NaN")
     limit_eval_batches: int | None = setting(None, "evaluate on N batches of each split only", ge=1)
     start_position: int = setting(0, "begin the first epoch after N of its samples", ge=0)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lockstep.data.packing import Packed, document_mask
     from lockstep.data.sampling import select
     from lockstep.readers.columns import ArrowFiles, ParquetFiles
+    from lockstep.readers.frames import FrameEncoder
     from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ArrowFiles",
     "ClassFolders",
     "CsvFiles",
+    "FrameEncoder",
     "JsonLines",
     "Mixture",
     "Packed",
@@ -35,6 +37,7 @@ _EXPORTS = {
     "lockstep.data.packing": ("Packed", "document_mask"),
     "lockstep.data.sampling": ("select",),
     "lockstep.readers.columns": ("ArrowFiles", "ParquetFiles"),
+    "lockstep.readers.frames": ("FrameEncoder",),
     "lockstep.readers.records": ("ClassFolders", "CsvFiles", "JsonLines", "TarShards", "TokenFile"),
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}

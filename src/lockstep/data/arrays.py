@@ -6,7 +6,7 @@ import mmap
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
 from types import MethodType
@@ -90,11 +90,13 @@ class FrameRows:
     """The rows of a frame; sample ``i`` is a dictionary of the values in row ``i``, whatever the frame's index."""
 
     def __init__(self, columns: dict[Any, npt.NDArray[Any]], samples: int) -> None:
-        self._columns = columns
+        self.columns = columns
         self._samples = samples
-        self.targets = next((self._columns[name] for name in LABELS if name in self._columns), None)
-        numbers = all(column.dtype.kind in "biuf" and min(column.strides) >= 0 for column in self._columns.values())
-        self._tensors = {name: as_tensor(column) for name, column in self._columns.items()} if numbers else {}
+        self.targets = next((self.columns[name] for name in LABELS if name in self.columns), None)
+        numbers = all(column.dtype.kind in "biuf" and min(column.strides) >= 0 for column in self.columns.values())
+        self._tensors = {name: as_tensor(column) for name, column in self.columns.items()} if numbers else {}
+        #: For the plan.
+        self.remark = _gaps_remark(columns)
         #: For :meth:`gathered`.
         self.is_plain = bool(self._tensors) and all(map(_is_plain, self._tensors.values()))
 
@@ -104,11 +106,11 @@ class FrameRows:
     def __getitem__(self, index: int) -> dict[Any, Any]:
         if not -self._samples <= index < self._samples:
             raise IndexError(f"row {index} of {self._samples}")
-        return {name: column[index] for name, column in self._columns.items()}
+        return {name: column[index] for name, column in self.columns.items()}
 
     def check_collatable(self) -> None:
         """Raise :class:`DataError` for a column with a value that ``default_collate`` cannot take."""
-        for name, column in self._columns.items():
+        for name, column in self.columns.items():
             kinds = set(map(type, column)) if column.dtype.kind not in "biufcSU" else set()
             if kinds <= {bool, int, float} or kinds <= {str}:
                 continue
@@ -119,13 +121,27 @@ class FrameRows:
                     raise DataError(
                         misfit.text,
                         why=f"a batch has tensors and texts, and the column is of type {column.dtype}",
-                        fix=f"{misfit.fix}; or leave the column out, or write Task.collate (or pass collate=)",
+                        fix=f"encode the frame with lockstep.data.FrameEncoder; or {misfit.fix}; or leave the column "
+                        "out, or write Task.collate (or pass collate=)",
                     )
 
     def gathered(self, indices: Positions) -> dict[Any, Tensor]:
         """The batch that ``default_collate`` makes of the samples ``indices``."""
         rows = torch.from_numpy(indices)
         return {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}
+
+
+def _gaps_remark(columns: Mapping[Any, npt.NDArray[Any]]) -> str | None:
+    """Name the columns of numbers with missing values, which a frame has as NaN."""
+    floats = {name: column for name, column in columns.items() if column.dtype.kind == "f" and column.ndim == 1}
+    gaps = {name: np.flatnonzero(np.isnan(column)) for name, column in floats.items()}
+    texts = [f"{name!r} ({len(rows)}, the first in row {rows[0]})" for name, rows in gaps.items() if len(rows)]
+    if not texts:
+        return None
+    return (
+        f"The frame has missing values (NaN) in {', '.join(texts)}: the loss is NaN unless the task leaves them out. "
+        "lockstep.data.FrameEncoder fills them."
+    )
 
 
 def is_loader(problem: str, loader: DataLoader[Any], fix: str) -> TaskError:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler
 
 from lockstep.config.sections import DataConfig
-from lockstep.data.arrays import LABELS, NO_LABEL, is_hugging_face, leaves
+from lockstep.data.arrays import LABELS, NO_LABEL, FrameRows, is_hugging_face, leaves
 from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, shuffled, words_of
 from lockstep.errors import ConfigError, DataError, many
 from lockstep.planning.batch import SamplingFacts, check_sizes
@@ -268,7 +268,7 @@ def resolve_sampling(dataset: Any, weights: Weights, config: DataConfig) -> Samp
             fix="return Datasets(train=…, weights=…), or set data.sampling=balanced for weights from labels",
         )
     if name == "balanced":
-        labels = labels_of(dataset)
+        labels = labels_of(dataset, config.label_column)
         weights = balanced_weights(labels)
         unlabelled = int(np.count_nonzero(labels == NO_LABEL))
     if weights is None or name == "uniform":
@@ -334,27 +334,48 @@ def balanced_weights(labels: NDArray[Any]) -> Floats:
     return weights
 
 
-def labels_of(dataset: Any) -> NDArray[Any]:
-    """The label of each sample: the data set's ``targets`` or ``labels``, its last tensor, or a column ``label``."""
+def labels_of(dataset: Any, column: str | None = None) -> NDArray[Any]:
+    """The label of each sample: its ``column``, a text or a whole number.
+
+    Without ``column``: the data set's ``targets`` or ``labels``, its last tensor, or a column ``label``.
+    """
     if type(dataset) is Subset:
-        labels: NDArray[Any] = labels_of(dataset.dataset)[np.asarray(dataset.indices)]
+        whole = labels_of(dataset.dataset, column)
+        labels: NDArray[Any] = whole[np.asarray(dataset.indices)]
         return labels
     if type(dataset) is ConcatDataset:
-        return np.concatenate([labels_of(part) for part in dataset.datasets])
-    column: Any = next((getattr(dataset, name) for name in LABELS if hasattr(dataset, name)), None)
-    if column is None and is_hugging_face(dataset):
-        column = next((dataset.with_format("numpy")[name] for name in LABELS if name in dataset.features), None)
-        column = None if column is None else column[:]
-    if column is None and hasattr(dataset, "tensors"):
-        column = dataset.tensors[-1]
-    labels = np.asarray(column) if column is not None else np.empty(())
+        return np.concatenate([labels_of(part, column) for part in dataset.datasets])
+    values = _attribute_labels(dataset) if column is None else _column_of(dataset, column)
+    labels = np.asarray(values) if values is not None else np.empty(())
     if labels.shape != (len(dataset),) or labels.dtype.kind == "f":
         raise ConfigError(
             f"the labels of {type(dataset).__name__} are not known",
             why="data.sampling is balanced, which needs one label for each training sample",
-            fix="give the data set an attribute `targets` with them, or return Datasets(weights=…)",
+            fix="name their column (data.label_column), give the data set an attribute `targets` with them, or return "
+            "Datasets(weights=…)",
         )
     return labels
+
+
+def _attribute_labels(dataset: Any) -> Any:
+    labels = next((getattr(dataset, name) for name in LABELS if hasattr(dataset, name)), None)
+    if labels is None and is_hugging_face(dataset):
+        labels = next((_column_of(dataset, name) for name in LABELS if name in dataset.features), None)
+    if labels is None and hasattr(dataset, "tensors"):
+        labels = dataset.tensors[-1]
+    return labels
+
+
+def _column_of(dataset: Any, name: str) -> Any:
+    """The values of a column, or of a key of each sample; ``None``: there is none of this name."""
+    if isinstance(dataset, FrameRows):
+        return dataset.columns.get(name)
+    if is_hugging_face(dataset):
+        return dataset.with_format("numpy")[name][:] if name in dataset.features else None
+    try:
+        return [dataset[index][name] for index in range(len(dataset))]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
 
 
 def select(dataset: Any, keep: Callable[[Any], bool]) -> Any:

@@ -153,6 +153,7 @@ def evaluate(
     chunks: int | None = None,
     forward: nn.Module | None = None,
     report: Callable[[int], None] = lambda done: None,
+    add_rows: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:
     """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank. Collective.
 
@@ -162,6 +163,7 @@ def evaluate(
         chunks: number of chunks to evaluate (a sanity check); ``None``: all.
         forward: called in place of ``model``: the same, compiled.
         report: called with the number of samples before each chunk.
+        add_rows: called with the rows of each chunk, on rank 0.
     """
     collectives = evaluator.collectives
     metrics: Any = make_metrics(task) if collectives.is_main else None
@@ -189,6 +191,8 @@ def evaluate(
                 total += chunk.total
                 count += chunk.count
                 merged.append(chunk.rows) if merges else update(chunk.rows)
+                if add_rows is not None and not merges:
+                    add_rows(chunk.rows)
                 chunk_number += 1
         if merges and metrics is not None:
             update(task.merge(merged))

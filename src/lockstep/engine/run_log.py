@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import Steady
 from lockstep.data.requests import BatchRequest, Window
+from lockstep.engine.diagnostics.step_times import StepTimes
 from lockstep.engine.diagnostics.stragglers import RankWatch, Throughput
 from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
@@ -127,6 +128,7 @@ class RunLog:
         self._epoch_speed = self._speed.since(self._epoch)
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
+        self._step_times = StepTimes(rank.device) if rank.config.debug.fast_dev_run else None
         self._noted = set[str]()
         self._left_out = 0
         self._ranks = RankWatch(rank, timed, self._speed, state.step)
@@ -151,7 +153,15 @@ class RunLog:
         rank.heartbeat(state.step, self.total)
         plan = rank.plan.as_dict()
         rank.sink.emit(
-            RunStarted(rank.run_dir.path, rank.attempt, state.step, self.total, plan, position=lambda: state.step)
+            RunStarted(
+                run_dir=rank.run_dir.path,
+                attempt=rank.attempt,
+                step=state.step,
+                total_steps=self.total,
+                plan=plan,
+                position=lambda: state.step,
+                length=lambda: self.total,
+            )
         )
         for note in (*rank.plan.notes, *notes):
             rank.sink.emit(note)
@@ -200,6 +210,8 @@ class RunLog:
     def step(self, samples: int, waited_s: float) -> None:
         """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
         self._speed.add(samples, waited_s)
+        if self._step_times is not None:
+            self._step_times.add(waited_s)
         self._rank.heartbeat(self.state.step, self.total)
         pulse.at(Activity.HOOKS, self.state.step)
 
@@ -431,6 +443,9 @@ class RunLog:
         state = self.state
         ended = self.ended_by or EndedBy.COMPLETED
         rank = self._rank
+        if self._step_times is not None:
+            text = self._step_times.estimate(rank.plan.batch.steps_per_epoch, rank.config.training.epochs)
+            rank.note("estimate", text)
         rank.sink.emit(RunEnded(ended.status, state.step, final, state.best_epoch, state.best_metric, self.elapsed_s))
         code = 128 + (rank.stop_signal() or 15) if ended is EndedBy.SIGNAL else 0
         best = dict(state.best_metric)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.confusion import ConfusedSamples
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
@@ -85,16 +86,23 @@ class Validation:
         return _by_row_name(evaluations)
 
     def test(self, step: int) -> dict[str, float]:
-        """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``."""
+        """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``.
+
+        The samples behind the cells of a confusion matrix among them go to ``confused.json``.
+        """
+        confused = ConfusedSamples()
+        dataset = self._datasets.test
         with evaluation(self._task, self._module, self._parts.callbacks):
-            metrics = self._evaluate(self._datasets.test, self._chunks, step)
+            metrics = self._evaluate(dataset, self._chunks, step, confused.add)
         values = {f"test_{name}": value for name, value in metrics.items()}
         numbers = {name: float(value) for name, value in _numbers(values).items()}
         tables = {name: value for name, value in values.items() if name not in numbers}
         if tables and self._rank.collectives.is_main:
             names = self._task.class_names
             tables |= {"class_names": list(names)} if names else {}
-            write_json(self._rank.run_dir.path / "tables.json", tables)
+            folder = self._rank.run_dir.path
+            write_json(folder / "tables.json", tables)
+            write_json(folder / "confused.json", confused.cells(tables, getattr(dataset, "names", None)))
         return numbers
 
     @property
@@ -103,11 +111,13 @@ class Validation:
         debug = self._rank.config.debug
         return self._rank.collectives.size if debug.fast_dev_run else debug.limit_eval_batches
 
-    def _evaluate(self, dataset: Any, chunks: int | None, step: int | None = None) -> dict[str, Any]:
+    def _evaluate(
+        self, dataset: Any, chunks: int | None, step: int | None = None, add_rows: Callable[[Any], None] | None = None
+    ) -> dict[str, Any]:
         evaluator = replace(self._evaluator, step=self._parts.state.step if step is None else step)
         task = self._parts.strategy.evaluating(self._task)
         forward = self._parts.strategy.compiled
-        return evaluate(evaluator, task, self._module, dataset, chunks=chunks, forward=forward)
+        return evaluate(evaluator, task, self._module, dataset, chunks=chunks, forward=forward, add_rows=add_rows)
 
     def _show(self, *, emits: bool = True) -> None:
         """Emit the task's remarks and pictures of an evaluation, whose metrics only rank 0 has."""

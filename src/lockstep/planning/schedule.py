@@ -18,6 +18,9 @@ from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
 from lockstep.planning.decision import Decision, Frozen, decide
 
+#: Steps of a run with ``debug.fast_dev_run``: the first one is slower than the others, which are timed.
+DEV_STEPS = 3
+
 
 class Schedule(Frozen):
     """``at(step)`` returns the learning rate of the step that follows ``step`` finished ones.
@@ -136,7 +139,7 @@ def _length(config: RunConfig, batch: BatchPlan, done: tuple[int, int, int] | No
     epochs = config.training.epochs
     max_steps = config.training.max_steps
     if config.debug.fast_dev_run:
-        return 1, 1, 0, "fast_dev_run: one step"
+        return 1, min(DEV_STEPS, batch.steps_per_epoch), 0, "fast_dev_run: the steps after the first are timed"
     steps_per_epoch = batch.steps_per_epoch
     total_steps = epochs * steps_per_epoch
     offset = 0

@@ -6,11 +6,11 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
@@ -67,23 +67,18 @@ class Sessions:
 class Guard:
     """ASGI middleware: a browser exchanges the token for a session, scripts send it as ``Authorization: Bearer``.
 
-    ``cookie`` holds the session; cookies are shared between ports, so its name contains the port. ``base``: the
-    path below which a proxy, named in ``hosts``, shows the studio, without the last slash; it may leave it out.
+    ``cookie`` holds the session; cookies are shared between ports, so its name contains the port.
     """
 
-    def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str, base: str, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, *, sessions: Sessions, cookie: str) -> None:
         self._app = app
         self._sessions = sessions
         self._cookie = cookie
-        self._base = base
-        self._hosts = {*_LOOPBACK, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        if self._base and scope["path"].startswith(f"{self._base}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._base)}
         connection = HTTPConnection(scope)
 
         async def receive_while_known() -> Message:
@@ -114,10 +109,8 @@ class Guard:
         """Return a refusal, or an answer that needs no session; ``None``: the application answers."""
         method = connection.scope.get("method")
         path = connection.scope["path"]
-        if self._base and path == self._base:
-            return RedirectResponse(f"{self._base}/")
         try:
-            _check_place(connection.headers, self._hosts)
+            _check_place(connection.headers)
             if method is not None:
                 _check_body(method, connection.headers)
             if path == "/api/session":
@@ -159,27 +152,26 @@ class Guard:
         if not self._sessions.is_token(str(token)):
             raise ApiError("UNAUTHORISED", 401, "this is not the studio's token", fix="copy it from the terminal")
         answer = JSONResponse({"status": "ok", "data": None}, headers=_NOT_KEPT)
-        path = f"{self._base}/"
-        answer.set_cookie(self._cookie, self._sessions.begin(), SESSION_S, path=path, httponly=True, samesite="strict")
+        answer.set_cookie(self._cookie, self._sessions.begin(), SESSION_S, httponly=True, samesite="strict")
         return answer
 
 
-def _check_place(headers: Mapping[str, str], hosts: set[str]) -> None:
-    """Refuse names bound to this address (DNS rebinding) but for ``hosts``, and pages of other sites."""
+def _check_place(headers: Mapping[str, str]) -> None:
+    """Refuse names bound to this address (DNS rebinding), and pages of other sites."""
     host = headers.get("host", "")
     origin = headers.get("origin")
     name = _host_of(f"//{host}")
-    if name not in hosts or "@" in host:
+    if name not in _LOOPBACK or "@" in host:
         raise ApiError(
             "FOREIGN_HOST",
             400,
             "the studio answers on this machine only",
-            fix="use the address that it printed; behind a proxy, start it with the proxy's name as --trusted-host",
+            fix="use the address that it printed; from another machine, with ssh -L as in `lockstep studio --help`",
         )
-    foreign = origin not in {None, f"http://{host}"} and _host_of(str(origin)) not in hosts - _LOOPBACK
+    is_foreign = origin not in {None, f"http://{host}"}
     # Other ports of this machine are the same site to a browser, and get the cookie.
     elsewhere = origin is None and headers.get("sec-fetch-site") in {"cross-site", "same-site"}
-    if foreign or (elsewhere and headers.get("sec-fetch-mode") != "navigate"):
+    if is_foreign or (elsewhere and headers.get("sec-fetch-mode") != "navigate"):
         raise ApiError("FOREIGN_ORIGIN", 403, "another site may not use the studio", fix="use the studio's page")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, flag, verb
-from lockstep.errors import UnsupportedError, UsageError
+from lockstep.errors import UnsupportedError
 from lockstep.telemetry.console import say
 
 EPILOGUE = """\
@@ -38,10 +37,6 @@ def studio(
             "FILE.py:CLASS",
         ),
     ] = None,
-    base_path: Annotated[str, flag("Path at which a reverse proxy shows the studio. Default: /.", "PATH")] = "/",
-    trusted_host: Annotated[
-        list[str] | None, flag("Host name of a reverse proxy in front of it. May be repeated.", "NAME")
-    ] = None,
     new_token: Annotated[bool, flag("Replace the token and end every session. Default: off.")] = False,
     browser: Annotated[bool, flag("Open the page in a browser. Default: on.", negative="--no-browser")] = True,
 ) -> None:
@@ -67,8 +62,6 @@ def studio(
         tasks=offered_tasks(task or ()),
         flags=flag_table(),
         warm=True,
-        base_path=_base(base_path),
-        trusted_hosts=tuple(name.lower() for name in trusted_host or ()),
     )
     server = Server(options, port=port, detect=detect_devices, new_token=new_token)
     say(f"Lockstep studio: {server.url}", sys.stdout)
@@ -79,14 +72,3 @@ def studio(
 
         webbrowser.open(server.write_door())
     server.run()
-
-
-def _base(path: str) -> str:
-    """``path`` without the slash at its end. Raises :class:`UsageError`."""
-    if not re.fullmatch(r"(/[\w.~@-]+)*/?", path, re.ASCII):
-        raise UsageError(
-            f"invalid --base-path {path!r}",
-            why="it is a path of an address: letters, digits and . ~ @ - _ between slashes",
-            fix="write it as the proxy has it, such as --base-path /user/me/studio",
-        )
-    return path.rstrip("/")

@@ -69,7 +69,7 @@ def _describe_task(name: str) -> dict[str, Any]:
     description: dict[str, Any] = {"name": name, "title": name, "error": None, "schema": {}, "defaults": {}}
     try:
         kind = find_task(name)
-        title = (inspect.getdoc(kind) or name).partition("\n")[0].rstrip(".")
+        title = (inspect.cleandoc(kind.__doc__ or "") or name).partition("\n")[0].rstrip(".")
         schema = settings_model(kind).model_json_schema()
         defaults = plain(dict(kind.defaults))
         return description | {"title": title, "schema": schema, "defaults": defaults}

@@ -104,6 +104,11 @@ class Runs:
             "start_output": "\n".join(lines) or None,
         }
 
+    def confused(self, name: RunName) -> dict[str, Any]:
+        """The samples that the run has kept of the cells of its confusion matrix, by ``"target,prediction"``."""
+        file = self._index.run_folder(name).path / "confused.json"
+        return {"cells": or_else(lambda: read_json(file, max_bytes=_MAX_TABLES), {})}
+
     def label(self, name: RunName, body: LabelBody) -> dict[str, Any]:
         location = self._index.summary(name)["location"]
         changes = {key: getattr(body, key) for key in body.model_fields_set}

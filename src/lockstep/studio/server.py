@@ -59,9 +59,6 @@ class Options:
     kill_after_s: float = 60.0
     #: Import the tasks at the start, before a page asks for them.
     warm: bool = False
-    #: Below which path a proxy shows the studio, such as ``/user/me/studio``; and the names of that proxy.
-    base_path: str = ""
-    trusted_hosts: tuple[str, ...] = ()
 
 
 class Studio:
@@ -135,7 +132,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}{self.studio.options.base_path}/#token={self.token}"
+        return f"http://{HOST}:{self.port}/#token={self.token}"
 
     def write_door(self) -> str:
         """The address of a file that leads to :attr:`url`, for a browser's command line."""
@@ -199,10 +196,7 @@ def _make_app(studio: Studio, port: int) -> Any:
     _add_pages(app, studio)
     _add_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
-    options = studio.options
-    sessions = Sessions(studio.home, port)
-    cookie = f"lockstep_studio_{port}"
-    return Guard(app, sessions=sessions, cookie=cookie, base=options.base_path, hosts=options.trusted_hosts)
+    return Guard(app, sessions=Sessions(studio.home, port), cookie=f"lockstep_studio_{port}")
 
 
 class _Modules(StaticFiles):
@@ -300,6 +294,7 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
         ("GET", "/compare", runs.compare),
         ("GET", "/runs/{name}/log", runs.log),
         ("GET", "/runs/{name}/files", runs.files),
+        ("GET", "/runs/{name}/confused", runs.confused),
     ]
     for method, path, function in routes:
         methods, status = (["POST"], 202) if method == "START" else ([method], 200)

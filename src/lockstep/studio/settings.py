@@ -85,9 +85,12 @@ def task_classes(file: Path) -> list[str]:
         tree = ast.parse(read_bytes(file, max_bytes=_MAX_SOURCE_BYTES))
     except (SyntaxError, ValueError, RecursionError, RunFolderError):
         return []
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    bases = {node.name: [ast.unparse(base).rpartition(".")[2] for base in node.bases] for node in classes}
-    return [name for name, names in bases.items() if any(base.endswith(("Task", "LightningModule")) for base in names)]
+    tasks: list[str] = []
+    for node in tree.body:
+        bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases] if isinstance(node, ast.ClassDef) else ()
+        if any(base.endswith(("Task", "LightningModule")) or base in tasks for base in bases):
+            tasks.append(node.name)
+    return tasks
 
 
 def task_files(folder: Path, runs_dir: Path) -> list[str]:

@@ -20,7 +20,7 @@ class RunBar(Progress):
     """
 
     def __init__(self, console: Console, started: RunStarted, texts: Callable[[int], tuple[str, str]]) -> None:
-        self._position = started.position
+        self._started = started
         self._texts = texts
         super().__init__(
             TextColumn("{task.description}"),
@@ -41,7 +41,8 @@ class RunBar(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         """Bring the bar up to date; called at each refresh."""
         for task in self.tasks:
-            step = int(task.completed) if self._position is None else self._position()
+            position = self._started.position
+            step = int(task.completed) if position is None else position()
             label, status = self._texts(step)
-            self.update(task.id, completed=step, description=label, status=status)
+            self.update(task.id, total=self._started.total, completed=step, description=label, status=status)
         return super().get_renderables()

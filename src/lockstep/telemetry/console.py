@@ -107,7 +107,7 @@ class ConsoleSink:
             self._loss_label = f"loss{steps}"
             self._bar.show(event.step)
         elif self._mode == "plain":
-            total = self._started.total_steps if self._started else 0
+            total = self._started.total if self._started else 0
             self._line(step_line(event, total, self._seconds_left(event.step), f"loss{steps}"))
 
     def _start(self, event: RunStarted) -> None:
@@ -176,7 +176,7 @@ class ConsoleSink:
         label = epoch_label(newest.epoch, self._started.plan.get("epochs"))
         loss = [] if newest.loss is None else [f"{self._loss_label} {number(newest.loss)}"]
         parts = [_rates(newest), *loss, *left, f"lr {newest.lr:.2g}"]
-        room = width - len(label) - len(str(self._started.total_steps)) * 2 - _BAR_ROOM
+        room = width - len(label) - len(str(self._started.total)) * 2 - _BAR_ROOM
         while len(parts) > 1 and len("  ".join(parts)) > room:
             parts.pop()
         return label, "  ".join(parts)
@@ -184,7 +184,7 @@ class ConsoleSink:
     def _seconds_left(self, step: int) -> float | None:
         from lockstep.rundir.heartbeat import seconds_left
 
-        first, total = (self._started.step, self._started.total_steps) if self._started else (0, 0)
+        first, total = (self._started.step, self._started.total) if self._started else (0, 0)
         return seconds_left(step - first, self._clock() - self._began, total - step)
 
 

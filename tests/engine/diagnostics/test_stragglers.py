@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,10 +90,38 @@ def test_own_time_ends_with_the_last_gradient_and_leaves_no_hook() -> None:
     before = time.perf_counter()
     model(torch.ones(1, 2)).backward()
     time.sleep(0.05)  # waiting for others
-    assert 0 < own.stop() <= time.perf_counter() - before
+    assert 0 <= own.stop() <= time.perf_counter() - before
     model(torch.ones(1, 2)).backward()
     assert own.stop() != own.stop(), "no gradient was seen: not a number"
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_other_processes_on_the_core_are_no_work_of_the_rank() -> None:
+    cores = os.sched_getaffinity(0)
+    core = {min(cores)}
+    model = nn.Linear(400, 400)
+    own = OwnTime(model.parameters, torch.device("cpu"))
+    os.sched_setaffinity(threading.get_native_id(), core)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for process in busy:
+            os.sched_setaffinity(process.pid, core)
+        own.start()
+        wall_s = time.perf_counter()
+        cpu_s = time.thread_time()
+        while time.thread_time() - cpu_s < 0.3:
+            math.sqrt(2.0)
+        model(torch.ones(1, 400)).sum().backward()
+        cpu_s = time.thread_time() - cpu_s
+        wall_s = time.perf_counter() - wall_s
+        own_s = own.stop()
+    finally:
+        os.sched_setaffinity(threading.get_native_id(), cores)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert wall_s > 1.5 * cpu_s, "the others had the core, too"
+    assert own_s == pytest.approx(cpu_s, rel=0.2)
 
 
 def test_a_step_takes_the_time_since_the_last_row_also_after_an_epochs_end() -> None:

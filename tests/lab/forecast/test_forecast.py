@@ -29,6 +29,9 @@ def test_a_gpu_that_is_not_here() -> None:
     assert any("modelled" in note for note in report.notes)
     assert any("25 Gb/s" in note for note in report.notes)
     assert report.extra["advice"]
+    rate = report.extra["input_samples_per_s"]
+    needed = report.rows[1]["samples_per_s"] / 512
+    assert any(f"{rate:,.0f} samples/s" in note and f"{needed:,.0f}" in note for note in report.notes)
 
 
 def test_a_batch_has_no_more_samples_than_there_are() -> None:

@@ -7,6 +7,7 @@ parameters that exist in this step alone. The numbers are gathered asynchronousl
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -95,19 +97,25 @@ _process = lru_cache(maxsize=1)(psutil.Process)
 
 
 class OwnTime:
-    """Times one step of this rank until its last gradient; on a GPU by events, without waiting for it."""
+    """Times one step of this rank until its last gradient; on a GPU by events, without waiting for it.
+
+    On a CPU, the time in which other processes had the core is left out: it says how busy a machine is, not which rank
+    is slow.
+    """
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device) -> None:
         self._parameters = parameters
         self._device = device
         self._began: Any = None
         self._marked: Any = None
+        self._queued_s = 0.0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def start(self) -> None:
         """The step begins that :meth:`stop` ends."""
         self.stop()
         self._began = moment(self._device)
+        self._queued_s = queued_s()
         trained = [p for p in self._parameters() if p.requires_grad]  # now: it may change between steps
         self._hooks = [p.register_post_accumulate_grad_hook(self._mark) for p in trained]
 
@@ -123,9 +131,17 @@ class OwnTime:
         self._marked = None
         if marked is None:
             return math.nan
-        if not isinstance(marked, float):
-            marked.synchronize()
+        if isinstance(marked, float):
+            return max(0.0, between(self._began, marked) - (queued_s() - self._queued_s))
+        marked.synchronize()
         return between(self._began, marked)
+
+
+def queued_s() -> float:
+    """Seconds in which this thread was ready to run and waited for a core; 0 where the kernel does not count them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    return 0.0
 
 
 class RankWatch:

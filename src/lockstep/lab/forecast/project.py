@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.engine.training_data import training_source
 from lockstep.errors import RunError, UsageError, many
+from lockstep.lab.bench.loader import EPOCHS, loading_rate
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.step import RARER_MESSAGES, measure_all
 from lockstep.lab.bench.trials import Subject, new_trials
@@ -26,6 +29,8 @@ LINKS = {"gpu": "nvlink,ib400", "cpu": "25gbe"}
 #: Share of a step from which a part other than computation is worth a word.
 WORTH = 0.03
 WARM_UP = 5
+#: How long the input is measured, seconds.
+INPUT_S = 1.0
 #: Quartiles lie this many standard deviations apart (normal distribution).
 QUARTILES = 1.349
 #: What shortens each part of a step.
@@ -95,7 +100,11 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
         f"{largest['efficiency']:.0%} ({largest['efficiency_low']:.0%} to {largest['efficiency_high']:.0%}); an epoch "
         f"takes {duration(largest['epoch_s'])}, the run {duration(largest['run_s'])}, without evaluations"
     )
-    report.extra = {"advice": list(_advice(largest))}
+    rate = _input_rate(base)
+    needed = largest["samples_per_s"] / largest["gpus"]
+    processes = "which is enough" if rate >= needed else f"--num-workers {math.ceil(needed / rate)} or more"
+    notes.append(f"one process reads {rate:,.0f} samples/s here, and a rank needs {needed:,.0f}: {processes}")
+    report.extra = {"advice": list(_advice(largest)), "input_samples_per_s": rate}
     report.notes = [*report.extra["advice"], *strategy_notes, *report.notes, *notes, *_assumptions(step, setting)]
     return report
 
@@ -129,6 +138,14 @@ def _checked(wish: Wish, base: RunInputs) -> Cluster:
             fix='name the GPU, such as --gpu "NVIDIA H100 80GB HBM3", or leave --interconnect out (25gbe)',
         )
     return cluster_of(LINKS["cpu"], 1)
+
+
+def _input_rate(base: RunInputs) -> float:
+    """Samples that this process reads in a second, measured on the batches of the run."""
+    plan = base.plan.model_copy(update={"epochs": EPOCHS})
+    source = training_source(base.task, base.datasets, plan)
+    rate: float = loading_rate(source, plan, 0, INPUT_S, check=lambda: None)["samples_per_s"]
+    return rate
 
 
 def _row(step: Step, count: int, setting: Setting, base: RunInputs) -> dict[str, Any]:

@@ -75,4 +75,7 @@ def modelled_step(footprint: Footprint, gpu: str) -> tuple[Step, list[str]]:
         f"{typical.launch_s * 1e6:.0f} µs a kernel; between the slow and the fast case lies a factor of "
         f"{longest / shortest:.2g}"
     )
-    return step, [note, "input is taken to keep up, and every GPU to be equally fast"]
+    return step, [
+        note,
+        "input is taken to keep up, if there are enough loader processes, and every GPU to be equally fast",
+    ]

@@ -391,7 +391,8 @@ class Loop:
     def _row(self, split: str) -> dict[str, float]:
         values = as_numbers(self._logged)
         self._logged = {}
-        return {name if name.startswith(_SPLITS) else f"{split}_{name}": value for name, value in values.items()}
+        keeps_name = {name: name.startswith(_SPLITS) or "/" in name for name in values}
+        return {name if keeps_name[name] else f"{split}_{name}": value for name, value in values.items()}
 
     def _evaluation_batch_size(self) -> int:
         """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""

@@ -2,7 +2,6 @@
 
 import { signal, useEffect, useState } from "./html.js";
 
-/** Relative: behind a proxy the page may be below any path. */
 export const API = "api";
 
 /** Whether the server no longer knows this page: its token has changed, or the session has expired. */

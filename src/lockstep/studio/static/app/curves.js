@@ -46,11 +46,16 @@ function merged(...lines) {
 /** Whether a column of metrics.json is a metric: no rate, time or share of the training. */
 export const isMetric = (name) => !/^(lr|data_wait|.*_s|.*_share|samples_seen|skipped_steps|epoch|step|attempt|complete)$/.test(name);
 
-/** Metrics of metrics.json grouped for charts: training and validation of one quantity share one. */
+/** Most classes of a metric in one chart. */
+const MOST_CLASSES = 20;
+
+/** Metrics of metrics.json grouped for charts: training, validation and classes (`recall/cat`) of one quantity share one. */
 function epochCharts(lines) {
   const shown = [...lines].filter(([name]) => isMetric(name));
   const series = shown.map(([name, line]) => ({ label: words(name), name, ...line }));
-  return [...Map.groupBy(series, ({ name }) => name.replace(/^(train|val|test)_/, ""))];
+  const quantityOf = ({ name }) => name.replace(/^(train|val|test)_/, "");
+  const groups = [...Map.groupBy(series, (one) => quantityOf(one).split("/")[0])];
+  return groups.flatMap((group) => (group[1].length > MOST_CLASSES ? [...Map.groupBy(group[1], quantityOf)] : [group]));
 }
 
 /** The x axis that was chosen, for a run. */

@@ -1,22 +1,46 @@
 // What evaluations left in the run folder: confusion matrices, pictures with a slider.
 
 import { html, useState } from "./html.js";
-import { filePath } from "./api.js";
-import { heading, number, percent } from "./format.js";
-import { Table } from "./ui.js";
+import { filePath, runPath, useAnswer } from "./api.js";
+import { heading, many, number, percent } from "./format.js";
+import { Select, Table } from "./ui.js";
 
 /** What a table of the task shows: a square `…confusion`, the scores of `…per_class`, other rows of numbers, or neither. */
 function kindOf([name, value]) {
   const isRows = Array.isArray(value) && value.length > 0 && value.every((row) => Array.isArray(row) && row.length === value[0].length && row.every((one) => one === null || Number.isFinite(one)));
   if (!isRows) return "text";
-  if (name.endsWith("confusion") && value.length > 1 && value.length === value[0].length) return "confusion";
+  if (/confusion(_?matrix)?$/i.test(name) && value.length > 1 && value.length === value[0].length) return "confusion";
   return name.endsWith("per_class") && value[0].length === 4 ? "scores" : "rows";
 }
 
 /** Precision, recall, F1 and number of samples of each class. */
 const Scores = ({ names, rows }) => html`<${Table} label="Scores per class" heads=${["Class", ["Precision"], ["Recall"], ["F1"], ["Samples"]]} rows=${rows.map(([precision, recall, f1, total], at) => [names[at], ...[precision, recall, f1].map((share) => percent(share, 1)), number(total)])} />`;
 
-function Confusion({ title, matrix, names }) {
+/** The samples of the class `target` that were taken for `prediction`: the first ones, of `count`. */
+function CellSamples({ run, names, cell: [target, prediction], count, onChoose }) {
+  const { found } = useAnswer(runPath(run, "/confused"), []);
+  if (!found || !Object.keys(found.cells).length) return null;
+  const samples = found.cells[`${target},${prediction}`] ?? [];
+  const classes = names.map((name, at) => [String(at), name]);
+  const hasFiles = samples.some(([, file]) => file !== null);
+  return html`<section class="stack" aria-label="Samples of a cell">
+    <div class="row">
+      <${Select} label="True" value=${String(target)} options=${classes} onChange=${(at) => onChoose([Number(at), prediction])} />
+      <${Select} label="Predicted" value=${String(prediction)} options=${classes} onChange=${(at) => onChoose([target, Number(at)])} />
+      <span class="muted number">${samples.length < count ? `the first ${samples.length} of ` : ""}${many(count, "sample")}</span>
+    </div>
+    ${samples.length > 0 && html`<div class="scroll-x samples" tabindex="0"><${Table} label="Samples" heads=${[["Row"], ...(hasFiles ? ["File"] : []), "True", "Predicted"]} rows=${samples.map(([index, file]) => [number(index), ...(hasFiles ? [file] : []), names[target], names[prediction]])} /></div>`}
+  </section>`;
+}
+
+/** The cell of the most frequent mistake. */
+function worstCell(matrix) {
+  const mistakes = matrix.flatMap((row, target) => row.map((count, prediction) => [target === prediction ? -1 : count, target, prediction]));
+  return mistakes.reduce((worst, one) => (one[0] > worst[0] ? one : worst)).slice(1);
+}
+
+function Confusion({ run, title, matrix, names }) {
+  const [cell, setCell] = useState(worstCell(matrix));
   const totals = matrix.map((row) => row.reduce((sum, value) => sum + value, 0));
   const predicted = matrix[0].map((_, at) => matrix.reduce((sum, row) => sum + row[at], 0));
   const scores = matrix.map((row, at) => {
@@ -33,13 +57,14 @@ function Confusion({ title, matrix, names }) {
           ${matrix.map(
             (row, at) => html`<tr key=${at}><th scope="row">${names[at]}</th>${row.map((value, other) => {
               const share = totals[at] ? value / totals[at] : 0;
-              return html`<td key=${other} class=${at === other ? "right" : ""} style=${{ "--share": share }} title=${`${names[at]} as ${names[other]}: ${number(value)} (${percent(share)})`}>${small && value ? number(value) : ""}</td>`;
+              return html`<td key=${other} class=${`${at === other ? "right" : ""} ${at === cell[0] && other === cell[1] ? "chosen" : ""}`} onClick=${() => setCell([at, other])} style=${{ "--share": share }} title=${`${names[at]} as ${names[other]}: ${number(value)} (${percent(share)})`}>${small && value ? number(value) : ""}</td>`;
             })}</tr>`,
           )}
         </tbody>
       </table></div>
       <div class="scroll-x" tabindex="0"><${Scores} names=${names} rows=${scores} /></div>
     </div>
+    <${CellSamples} run=${run} names=${names} cell=${cell} count=${matrix[cell[0]][cell[1]]} onChoose=${setCell} />
   </section>`;
 }
 
@@ -86,7 +111,7 @@ export function Evaluation({ run, detail }) {
   const scores = (of.get("scores") ?? []).filter(([name]) => !(name.replace("per_class", "confusion") in tables));
   const none = !detail.remarks.length && !Object.keys(tables).length && !detail.pictures.length;
   return html`
-    ${of.get("confusion")?.map(([name, matrix]) => html`<${Confusion} key=${name} title=${heading(name)} matrix=${matrix} names=${namesOf(matrix)} />`)}
+    ${of.get("confusion")?.map(([name, matrix]) => html`<${Confusion} key=${name} run=${run.id} title=${heading(name)} matrix=${matrix} names=${namesOf(matrix)} />`)}
     ${scores.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Scores} names=${namesOf(rows)} rows=${rows} /></section>`)}
     <${Epochs} run=${run.id} remarks=${detail.remarks} pictures=${detail.pictures} />
     ${of.get("rows")?.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Table} label=${heading(name)} heads=${["", ...rows[0].map((_, at) => [at])]} rows=${rows.map((row, at) => [namesOf(rows)[at], ...row.map((value) => number(value))])} /></section>`)}

@@ -79,7 +79,8 @@ function Absent() {
 function Precision() {
   const chosen = valueOf(["hardware", "precision"]);
   const options = planned.value.answer?.precisions ?? [{ value: chosen, supported: true, reason: null }];
-  const refused = options.filter(({ supported }) => !supported);
+  const onGpu = ticked.value.some((id) => id !== "cpu"); // on a CPU, only the reason against the chosen one matters
+  const refused = options.filter(({ value, supported }) => !supported && (onGpu || value === chosen));
   const texts = options.map(({ value, supported, reason }) => [value, `${value}${supported ? "" : " – not supported here"}`, { disabled: !supported, title: reason ?? "" }]);
   return html`<${Labelled} label="Precision" help=${refused.length > 0 && refused.map(({ value, reason }) => html`<p key=${value}>${reason}</p>`)} always>
     ${(given) => html`<${Select} bare ...${given} value=${chosen} onChange=${(value) => change(["hardware", "precision"], value)} options=${texts} />`}
