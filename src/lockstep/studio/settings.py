@@ -87,7 +87,9 @@ def task_classes(file: Path) -> list[str]:
         return []
     tasks: list[str] = []
     for node in tree.body:
-        bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases] if isinstance(node, ast.ClassDef) else ()
+        if not isinstance(node, ast.ClassDef):
+            continue
+        bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
         if any(base.endswith(("Task", "LightningModule")) or base in tasks for base in bases):
             tasks.append(node.name)
     return tasks
