@@ -17,7 +17,6 @@ from lockstep.errors import ConfigError
 from lockstep.launch.engines.spec import Job, NodeRange
 from lockstep.launch.engines.torchrun import Rendezvous
 from lockstep.launch.meeting.membership import compared_settings
-from lockstep.launch.meeting.preparation import with_own_settings
 from tests.conftest import RunCli
 from tests.e2e.test_train import TOY, finish, start
 
@@ -84,16 +83,6 @@ def test_what_may_differ_between_nodes(tmp_path: Path) -> None:
     (tmp_path / "two" / "task.py").write_text("class Mine: other = 1\n")
     one, two = compared_settings(config("one")), compared_settings(config("two"))
     assert [key for key in one if one[key] != two[key]] == ["task.name"]
-
-
-def test_a_node_keeps_its_own_settings() -> None:
-    shared = RunConfig.model_validate({"save_dir": "theirs", "optimizer": {"lr": 0.5}, "data": {"data_dir": "there"}})
-    own = RunConfig.model_validate({"save_dir": "mine", "hardware": {"selected_devices": "cpu,cpu"}})
-    result = with_own_settings(shared, own)
-    assert str(result.save_dir) == "mine"
-    assert result.hardware.selected_devices == ("cpu", "cpu")
-    assert result.optimizer.lr == 0.5
-    assert str(result.data.data_dir) == "there", "what a node does not say is as on the others"
 
 
 ALONE = ("train", TOY, "--devices", "cpu", "--nodes", "2", "--set", "launch.join_timeout_s=1")

@@ -1,12 +1,8 @@
-"""Which run several nodes train, and that all of them see its folder: real ranks, one on each node.
-
-Ranks that somebody else has started, and that wait for each other.
-"""
+"""Which run several nodes train, and that all of them see its folder: real ranks, one on each node."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ import pytest
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.hardware.world import World
-from lockstep.launch.meeting import membership
 from lockstep.launch.meeting.membership import Member, Team
 from lockstep.launch.meeting.preparation import agreed_folder
 from lockstep.launch.run_claim import create_folder
@@ -68,20 +63,3 @@ def test_a_node_that_sees_another_folder_is_refused_by_name(tmp_path: Path, runs
         assert "node2" in result["error"]
         assert "storage that all nodes share" in result["fix"]
     assert not [path for folder in folders for path in folder.iterdir() if path.name != "run"]
-
-
-@pytest.mark.parametrize(("local_rank", "says"), [("0", True), (None, True), ("1", False)])
-def test_who_waits_for_others_says_so(
-    local_rank: str | None, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(membership, "WAITS_S", 0.01)
-    for name, value in (("MASTER_ADDR", "here"), ("MASTER_PORT", "29500"), ("LOCAL_RANK", local_rank)):
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    world = World(1, 2, int(local_rank or 1), 2, launcher="torchrun")
-    with membership._said(world, 600):
-        time.sleep(0.2)
-    assert ("rank 1 waits at here:29500 for all 2 ranks, up to 600 s" in capsys.readouterr().err) == says
-    monkeypatch.setattr(membership, "WAITS_S", 5)
-    with membership._said(world, 600):
-        pass
-    assert not capsys.readouterr().err

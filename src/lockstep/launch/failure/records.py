@@ -18,7 +18,6 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from lockstep.errors import (
     UsageError,
     many,
 )
-from lockstep.events import Restarted
 from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.process.rank_log import MARK, log_file
 from lockstep.rundir.files import FileContent
@@ -123,24 +121,17 @@ class RankEnd(FileContent):
     ended_by_launcher: bool = False
 
 
-class Restart(FileContent):
-    """Why all ranks were restarted. ``step``: the last one that a rank had finished; ``of``: the limit of restarts."""
-
-    step: int = 0
-    reason: str = ""
-    of: int = 0
-
-
 class LauncherLog(FileContent):
     """The part of ``launcher.json`` that a report needs.
 
-    ``oom_kills``: processes that the kernel killed for lack of memory.
+    ``previous_failure``: of the start before this one, in a line. ``oom_kills``: processes that the kernel killed for
+    lack of memory.
     """
 
     ranks: int | None = None
     exits: tuple[RankEnd, ...] = ()
     error: str = ""
-    restarts: tuple[Restart, ...] = ()
+    previous_failure: str = ""
     oom_kills: int = 0
 
 
@@ -249,12 +240,6 @@ def read_errors(logs: Path) -> dict[int, RankError]:
     """The failures that ranks recorded, by rank."""
     errors = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
     return {error.rank: error for error in errors if error is not None}
-
-
-def restarted(done: Sequence[Restart], attempt: int, step: int) -> Restarted:
-    """The event of the latest of the restarts ``done``; ``attempt`` resumes from the checkpoint of ``step``."""
-    last = done[-1]
-    return Restarted(len(done), last.of, attempt, step, max(0, last.step - step), last.reason)
 
 
 def write(path: Path, content: Any) -> None:

@@ -236,12 +236,11 @@ class Launch:
     request: LaunchRequest
     stop: signals.StopRequest
     parent_pid: int = field(default_factory=os.getppid)
-    started_at: float = field(default_factory=time.time)
     oom_kills_before: int = field(default_factory=oom_kills)
     starts: int = 0
     supervisor: Supervisor | None = None
     error: str = ""
-    restarts: list[dict[str, Any]] = field(default_factory=list)
+    previous_failure: str = ""
 
     @property
     def run_dir(self) -> RunDir:
@@ -255,10 +254,7 @@ class Launch:
         """Prepare a start of the ranks: remove the records of an earlier one."""
         if self.starts:  # keep the reason of its end, for rank 0 to report
             self.write()
-            reason = failure_line(self.run_dir)
-            beat = self.run_dir.progress()
-            step = beat.step if beat else 0
-            self.restarts.append({"at": time.time(), "step": step, "reason": reason, "of": self.settings.max_restarts})
+            self.previous_failure = failure_line(self.run_dir)
             self.error = ""
             with contextlib.suppress(OSError):
                 records.clear(self.run_dir.logs)
@@ -299,13 +295,11 @@ class Launch:
             "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
             "ranks": self.request.ranks,
-            "started_at": self.started_at,
             "starts": self.starts,
             "pids": supervisor.pids,
             "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
             "oom_kills": oom_kills() - self.oom_kills_before,
-            "restarts": self.restarts,
-            "stop_requested": signal.Signals(self.stop.requested).name if self.stop.requested else None,
+            "previous_failure": self.previous_failure,
             "error": self.error,
             "exit_code": exit_code,
         }

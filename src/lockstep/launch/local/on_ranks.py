@@ -26,7 +26,7 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.fork_server import RemoteChild, server_for
 from lockstep.launch.local.launcher import LaunchRequest
 from lockstep.launch.local.worker import RESULTS, pack_call, take_results
-from lockstep.launch.process.environment import LAUNCH_ID, THREADS, for_launcher
+from lockstep.launch.process.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.process.rank_log import flush
 from lockstep.launch.process.signals import StopRequest, exit_code
 from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
@@ -113,8 +113,6 @@ def launch(
             why=str(error),
             fix="change its permissions, or choose another --save-dir",
         ) from error
-    launch_id = uuid.uuid4().hex
-    base = {**os.environ, **({THREADS: str(threads)} if threads else {})}
     folder = None
     with contextlib.suppress(FileNotFoundError):  # it was removed
         folder = str(Path.cwd())
@@ -123,7 +121,7 @@ def launch(
         ranks=ranks,
         call=call,
         settings=settings or LaunchConfig(),
-        environ=for_launcher(base, launch_id, sys.path),
+        environ=for_launcher(os.environ, uuid.uuid4().hex, sys.path, threads),
         working_folder=folder,
     )
     with StopRequest() as stop:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,6 @@ from lockstep.hardware import parent_death
 from lockstep.hardware.network import choose_interface
 from lockstep.hardware.world import World, rendezvous
 from lockstep.launch.failure.watchdog import watched
-from lockstep.launch.run_claim import warn
 from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import versions
 
@@ -42,8 +40,8 @@ T = TypeVar("T")
 #: Settings that may differ between nodes: where its files are, and its devices.
 OWN_SETTINGS = ("save_dir", "runs_dir", "init_from", "hardware.selected_devices", "data.data_dir", "launch.rdzv")
 _COMPARED_VERSIONS = ("lockstep", "torch", "python")
-#: How long a process waits for others before it says so, in seconds.
-WAITS_S = 10.0
+#: Seconds that rank 0 waits for the others to read a difference.
+_READING_S = 10.0
 #: Numbers this process's trainings: every rank of a script runs the same ones.
 _trainings = count()
 
@@ -141,10 +139,11 @@ def meeting(world: World, config: RunConfig) -> Iterator[Team]:
     os.environ.update(rendezvous(os.environ))
     if world.nodes > 1:
         choose_interface(os.environ, os.environ["MASTER_ADDR"])
-    with _said(world, timeout_s):
-        store = _open_store(world, timeout_s)
-        members = _exchange(store, me, world.size)
-    _refuse_differences(members, prints=_prints(world))
+    store = _open_store(world, timeout_s)
+    members = _exchange(store, me, world.size)
+    if any(member.compared != me.compared for member in members):
+        _await_readers(store, world)
+        _refuse_differences(members, prints=_prints(world))
     join(store, "gloo", world, timeout_s)
     failed = True
     try:
@@ -194,20 +193,6 @@ def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-@contextmanager
-def _said(world: World, timeout_s: float) -> Iterator[None]:
-    """Print that this process waits for others, once it waits longer than ranks take to start."""
-    text = f"rank {world.rank} waits at {_address()} for all {world.size} ranks, up to {timeout_s:g} s. "
-    timer = threading.Timer(WAITS_S, warn, [text + "To train without others, unset RANK and WORLD_SIZE"])
-    timer.daemon = True
-    if world.launcher == "torchrun" and ("LOCAL_RANK" not in os.environ or not world.local_rank):
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _open_store(world: World, timeout_s: float) -> Store:
     store: Store
     try:
@@ -244,9 +229,18 @@ def _exchange(store: Store, me: Member, size: int) -> list[Member]:
             raise RankFailed(
                 f"rank {rank} of {size} did not join",
                 why=f"rank {me.rank} on {me.host} timed out waiting for it",
-                fix="look at the output of its node: it failed before it could report that, or never started",
+                fix="look at the output of its node: it failed before it could report that, or never started; "
+                "to train without others, unset RANK and WORLD_SIZE",
             ) from error
     return members
+
+
+def _await_readers(store: Store, world: World) -> None:
+    """Keep rank 0, whose process may serve the store, until all ranks have read the members."""
+    store.set(f"lockstep/read/{world.rank}", "")
+    if world.is_main:
+        with contextlib.suppress(RuntimeError):  # a rank has ended
+            store.wait([f"lockstep/read/{rank}" for rank in range(world.size)], timedelta(seconds=_READING_S))
 
 
 def _refuse_differences(members: Sequence[Member], *, prints: bool) -> None:

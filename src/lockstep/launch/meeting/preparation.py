@@ -7,6 +7,7 @@ for them. Rank 0 writes the run folder, which all nodes share.
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
-from lockstep.config.load import merge
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
 from lockstep.errors import ConfigError
 from lockstep.events import Restarted
 from lockstep.hardware import Placement
+from lockstep.hardware.world import restart_count
 from lockstep.launch import run_claim
 from lockstep.launch.failure import records
-from lockstep.launch.meeting.membership import OWN_SETTINGS, Team
+from lockstep.launch.meeting.membership import Team
 from lockstep.launch.prepare import RunInputs, place, plan_for, with_precision
 from lockstep.planning import Plan
 from lockstep.rundir.files import absolute, storing
@@ -31,7 +32,7 @@ from lockstep.telemetry.sinks import check_sinks
 
 
 class PreviousStart(NamedTuple):
-    """The run that this node's ranks trained before their agent started them again.
+    """The run that this node's ranks trained before they were started again.
 
     ``restarts``: number of failures after which it has. ``reason``: of the last one in one line, if known.
     """
@@ -106,8 +107,9 @@ class NodeRun(NamedTuple):
 def restarted_start(team: Team, start: Start) -> Start:
     """Begin the next attempt of ranks that their launcher has started again, at the latest checkpoint. Collective."""
 
-    def begin() -> tuple[int, int, Restarted | None]:
-        run = start.run
+    run = start.run
+
+    def begin() -> tuple[int, int]:
         edited = run.config_file.read_bytes()
         run.keep_config(start.config)
         if run.config_file.read_bytes() != edited:
@@ -115,14 +117,19 @@ def restarted_start(team: Team, start: Start) -> Start:
             run_claim.warn(text)
         point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
         step = point.step if point else 0
-        attempt = run.begin_attempt(start.plan.as_dict(), start.plan.placement, step)
-        restarts = records.read_launcher(run).restarts
-        return attempt, step, records.restarted(restarts, attempt, step) if restarts else None
+        return run.begin_attempt(start.plan.as_dict(), start.plan.placement, step), step
 
-    beginning = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
-    assert beginning is not None
-    attempt, step, restarted = beginning
-    return replace(start, attempt=attempt, step=step, restarted=restarted if team.world.is_main else None)
+    begun = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
+    assert begun is not None
+    attempt, step = begun
+    start = replace(start, attempt=attempt, step=step)
+    if not team.world.is_main:
+        return start
+    beat = run.progress()
+    failure = records.read_launcher(run).previous_failure
+    previous = PreviousStart(str(run.path), restart_count(os.environ), failure)
+    run_before = NodeRun(run.read().id, beat.step if beat else 0, previous)
+    return replace(start, restarted=_restarted([run_before], start.config.launch.max_restarts, start))
 
 
 def prepare_together(
@@ -135,11 +142,9 @@ def prepare_together(
     run, run_id, node_runs = _agree(team, config, request.resume, request.previous)
     if not node_runs:
         return begin_attempt(team, run, task, config, request, new_id=run_id)
-    whole = team.together(lambda: run_claim.changed_config(run, request.given), here=team.world.is_main)
-    shared = team.collectives.broadcast(whole)
-    local = config
-    assert shared is not None
-    config = shared if team.me.node_rank == team.members[0].node_rank else with_own_settings(shared, local)
+    changed = team.together(lambda: run_claim.changed_config(run, request.given))  # with this node's devices
+    assert changed is not None
+    config = changed
     task = run_claim.task_of_run(task, config, as_given=request.as_given)
     team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
     start = begin_attempt(team, run, task, config, request)
@@ -319,18 +324,6 @@ def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int
     """Begin an attempt in the run folder, with its configuration; its number."""
     run_claim.keep_config(run, config)
     return run.begin_attempt(plan.as_dict(), plan.placement, step)
-
-
-def with_own_settings(shared: RunConfig, local: RunConfig) -> RunConfig:
-    """Take from ``local`` the settings that each node decides, if it has a value for them, and else ``shared``."""
-    result = shared.model_dump(mode="json")
-    values = local.model_dump(mode="json")
-    for key in OWN_SETTINGS:
-        section, _, name = key.rpartition(".")
-        value = (values[section] if section else values)[name]
-        if value is not None:
-            result = merge(result, {section: {name: value}} if section else {name: value})
-    return RunConfig.model_validate(result)
 
 
 def place_together(team: Team, config: RunConfig) -> Placement:

@@ -17,8 +17,6 @@ LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 #: The caller's ``sys.path``, as JSON: a folder's name may have a colon.
 SYS_PATH = "LOCKSTEP_SYS_PATH"
-#: Intra-op threads of each rank.
-THREADS = "LOCKSTEP_THREADS"
 #: The caller's ``OMP_NUM_THREADS``, for ranks that make the plan themselves.
 NAMED_THREADS = "LOCKSTEP_OMP_NUM_THREADS"
 
@@ -34,10 +32,13 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]) -> dict[str, str]:
+def for_launcher(
+    base: Mapping[str, str], launch_id: str, caller_path: list[str], threads: int | None = None
+) -> dict[str, str]:
     """The environment of a launcher and, through it, of its ranks.
 
     ``base``, ``caller_path``: environment and ``sys.path`` of the caller, so that ranks can import its modules.
+    ``threads``: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
     """
     import socket
 
@@ -56,7 +57,7 @@ def for_launcher(base: Mapping[str, str], launch_id: str, caller_path: list[str]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(first))
     # Each rank with a thread for every core would be slower than one thread each.
     environ[NAMED_THREADS] = base.get("OMP_NUM_THREADS", "")
-    environ["OMP_NUM_THREADS"] = base.get(THREADS) or base.get("OMP_NUM_THREADS") or "1"
+    environ["OMP_NUM_THREADS"] = str(threads or base.get("OMP_NUM_THREADS") or 1)
     set_defaults(environ)
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are here: gloo need not find out under which address others would see this machine.

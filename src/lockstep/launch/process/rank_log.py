@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import multiprocessing
 import os
 import re
@@ -16,11 +15,10 @@ import signal
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import NamedTuple, NoReturn, TextIO
 
 import psutil
 
@@ -56,12 +54,12 @@ def log_file(logs: Path, rank: int) -> Path:
 def rank_output(logs: Path, rank: int) -> Iterator[None]:
     """Send this rank's output to its log, below the file descriptors: that of native code too.
 
-    Rank 0 keeps its terminal; its log gets a copy of Python's warnings and log records. All is as before on leaving.
+    Rank 0 keeps its terminal. All is as before on leaving.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with log_file(logs, rank).open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
         log.write(f"{MARK}process {os.getpid()} begins as rank {rank}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
-        with _copied_to(log) if rank == 0 else _redirected_to(log):
+        with contextlib.nullcontext() if rank == 0 else _redirected_to(log):
             yield
 
 
@@ -81,33 +79,6 @@ def _redirected_to(log: TextIO) -> Iterator[None]:
             if fd in saved:
                 os.dup2(saved[fd], fd)
             os.close(saved.get(fd, fd))
-
-
-@contextmanager
-def _copied_to(log: TextIO) -> Iterator[None]:
-    root = logging.getLogger()
-    show = warnings.showwarning
-    copy = logging.StreamHandler(log)
-    copy.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    added: list[logging.Handler] = [copy]
-    if not root.handlers and logging.lastResort is not None:
-        added.append(logging.lastResort)  # what prints warnings as long as there is no handler
-
-    def show_and_copy(
-        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        log.write(warnings.formatwarning(message, category, filename, lineno, line))
-        show(message, category, filename, lineno, file, line)
-
-    for handler in added:
-        root.addHandler(handler)
-    warnings.showwarning = show_and_copy
-    try:
-        yield
-    finally:
-        warnings.showwarning = show
-        for handler in added:
-            root.removeHandler(handler)
 
 
 def flush() -> None:
