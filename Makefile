@@ -21,7 +21,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow check coverage lint docs drills clean browser smoke-oldest compat
+.PHONY: help setup train test slow check coverage lint types texts docs drills clean browser smoke-oldest compat
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
@@ -83,9 +83,14 @@ coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest $(PARALLEL) -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff, mypy, words, names and spelling of the documentation
+	@$(MAKE) --no-print-directory --jobs=2 types texts
+
+types:
+	$(RUN) -m mypy
+
+texts:
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
 	$(RUN) scripts/words.py
 	$(RUN) scripts/names.py --check
 	$(RUN) -m codespell_lib README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs examples src/lockstep

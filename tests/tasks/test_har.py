@@ -81,9 +81,9 @@ def test_settings_that_do_not_fit_are_one_clear_error(
 
 
 def test_only_uci_har_can_be_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to download"):
+    with pytest.raises(ConfigError):
         make(tmp_path, download=True, source="watch").prepare()
-    with pytest.raises(ConfigError, match="no folder for the data"):
+    with pytest.raises(ConfigError):
         make(download=True).prepare()
     make().prepare()
 
