@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lockstep import ArrayDataset, Order
+from lockstep.data import filled
 from lockstep.data.loader import _groups, make_loader
 from lockstep.data.order import WorkerInit
 from lockstep.data.requests import BatchRequest, InOrder, SampleOrder, Source, windows
@@ -207,6 +209,11 @@ def test_workers_and_gathers_take_the_dealt_items() -> None:
             assert [batch[0].tolist() for batch in loader] == expected
         finally:
             loader.close()
+        padded = make_loader(replace(source, pad=filled, full=9), mine, plan, 0, largest=7)
+        try:
+            assert [batch[0].tolist() for batch in padded] == [row + (9 - len(row)) * row[-1:] for row in expected]
+        finally:
+            padded.close()
 
 
 @pytest.mark.slow

@@ -20,14 +20,23 @@ import json
 import lockstep
 import torch
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data import filled
 from tests.toys import Toy
+from torch._dynamo.utils import counters
 
-class Quiet(Toy):
+class Filled(Toy):
+    def pad(self, batch, samples):
+        return filled(batch, samples, 1)
+
     def _misbehave(self):
         pass  # counts its calls: another graph for each number
 
-def train(name, task=Quiet, devices="cpu", strategy="auto", **training):
+    def loss(self, model, batch):
+        return lockstep.Loss(super().loss(model, batch).total, (batch[1] != -100).sum())
+
+def train(name, task=Filled, devices="cpu", strategy="auto", **training):
     torch.compiler.reset()
+    counters.clear()
     run = lockstep.train(task, {
         "save_dir": name,
         "hardware": {"selected_devices": devices, "strategy": strategy},
@@ -39,6 +48,7 @@ def train(name, task=Quiet, devices="cpu", strategy="auto", **training):
     return {
         "losses": [json.loads(row)["loss"] for row in rows],
         "weights": sorted(store.load(26).model),
+        "graphs": counters["stats"]["unique_graphs"],
     }
 
 mode = {"compile": True, "compile_mode": "reduce-overhead"}
@@ -63,6 +73,7 @@ def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     plain, *others = json.loads(done.stdout.splitlines()[-1])
     assert len(plain["losses"]) == 26
+    assert [compiled["graphs"] for compiled in others] == [1, 0], "the tail has the shape of other batches"
     for compiled in others:
         assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert compiled["weights"] == plain["weights"]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+from lockstep import Task
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.recipes.images.folders import Augmentation, Images, is_grey, list_images, read_image
 from lockstep.recipes.images.resnet import ResNet
 from lockstep.recipes.images.task import ImagesConfig, ImagesTask
+from lockstep.tasks.har.task import HarConfig, HarTask
 from lockstep.tasks.har.vision import LinePlots, Vit
 from lockstep.tasks.registry import make_task
 
@@ -207,6 +211,18 @@ class SmallConfig(ImagesConfig):
 
 class SmallImages(ImagesTask):
     Config = SmallConfig
+
+
+@pytest.mark.parametrize("kind", ["images", "har"])
+def test_padding_does_not_count(tmp_path: Path, kind: str) -> None:
+    folders(tmp_path / "data")
+    made: Task = SmallImages() if kind == "images" else HarTask(HarConfig(model="mlp"))
+    made.data = replace(made.data, data_dir=tmp_path / "data" if kind == "images" else None)
+    train, model = made.datasets().train, made.model().eval()
+    batch = tuple(default_collate([train.sample(k, np.random.default_rng(k)) for k in range(3)]))
+    found = [made.loss(model, one) for one in (batch, made.pad(batch, 8))]
+    assert [int(count) for _, count in found] == [3, 3]
+    assert found[0].total.item() == pytest.approx(found[1].total.item(), rel=1e-6)
 
 
 def spoil(folder: Path) -> None:

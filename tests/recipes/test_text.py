@@ -158,6 +158,21 @@ def test_ids_of_a_tokenizer_may_have_gaps() -> None:
     assert numbers.tolist() == [0, 9] and tokens.size == len(tokens.lengths()) == 10
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_padding_does_not_count(tmp_path: Path, pack: bool) -> None:
+    made = task(written(tmp_path), pack=pack)
+    model, train = made.model(), made.datasets().train
+    batch = tuple(torch.stack(rows) for rows in zip(*(train[k] for k in range(3)), strict=True))
+    full = made.pad(batch, 8)
+    assert [column.shape for column in full] == [(8, *column.shape[1:]) for column in batch]
+    found = []
+    for one in (batch, full):
+        total, count = made.loss(model, one)
+        found.append((total.item(), int(count), torch.autograd.grad(total, model.tokens.weight)[0]))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-6)
+    torch.testing.assert_close(found[0][2], found[1][2])
+
+
 @pytest.mark.parametrize("lora", [0, 2])
 def test_a_model_of_transformers_is_saved_in_its_format_and_as_a_program(tmp_path: Path, lora: int) -> None:
     library = pytest.importorskip("transformers")

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.data.arrays import ArrayDataset
+    from lockstep.data.arrays import ArrayDataset, filled
     from lockstep.data.mixture import Mixture
     from lockstep.data.packing import Packed, document_mask
     from lockstep.data.sampling import select
@@ -27,11 +27,12 @@ __all__ = [
     "TarShards",
     "TokenFile",
     "document_mask",
+    "filled",
     "select",
 ]
 #: The public names of each module.
 _EXPORTS = {
-    "lockstep.data.arrays": ("ArrayDataset",),
+    "lockstep.data.arrays": ("ArrayDataset", "filled"),
     "lockstep.data.mixture": ("Mixture",),
     "lockstep.data.packing": ("Packed", "document_mask"),
     "lockstep.data.sampling": ("select",),

@@ -414,3 +414,16 @@ def _of_hugging_face(dataset: Any, indices: Positions) -> dict[str, Any]:
     if not all(type(column) is Tensor and len(column) == len(indices) for column in batch.values()):
         raise ValueError("samples of different sizes, or values that are not tensors")
     return batch
+
+
+def filled(batch: Sequence[Tensor], samples: int, *labels: int) -> tuple[Tensor, ...]:
+    """Repeat the last sample of ``batch`` up to ``samples``, without its label; serves as ``Task.pad``.
+
+    Args:
+        labels: which columns are labels.
+    """
+    whole = []
+    for number, column in enumerate(batch):
+        last = column[-1:].expand(samples - len(column), *column.shape[1:])
+        whole.append(torch.cat([column, torch.full_like(last, NO_LABEL) if number in labels else last]))
+    return tuple(whole)

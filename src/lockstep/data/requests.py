@@ -112,6 +112,7 @@ class Source:
 
     ``lanes``: the items of a step are dealt to this number of parts in turn (:func:`.deal`), for an order whose
     neighbours are alike; ``None`` leaves them in order. ``skipped``, ``min_samples``: see :class:`Reader`.
+    ``full``: a batch of fewer samples is filled up to this number by ``pad(batch, full)``.
     ``arrangement``: of samples within a batch, for :mod:`lockstep.verification`; ``None`` lets batches be gathered.
     """
 
@@ -122,6 +123,8 @@ class Source:
     lanes: int | None = None
     skipped: Path | None = None
     min_samples: int = 1
+    pad: Callable[[Any, int], Any] | None = None
+    full: int = 0
     arrangement: str | None = None
 
     def batch(self, request: BatchRequest) -> Any:
@@ -129,7 +132,12 @@ class Source:
         if request.start == request.stop:
             return ()
         keys = self.places(request) if self.order.repeats else None
-        return self.reader.batch(request.epoch, self.indices(request), request.start, keys)
+        return self._filled(self.reader.batch(request.epoch, self.indices(request), request.start, keys), request.size)
+
+    def _filled(self, batch: Any, size: int) -> Any:
+        if self.pad is None or size >= self.full or isinstance(batch, Unreadable):
+            return batch
+        return self.pad(batch, self.full)
 
     @cached_property
     def reader(self) -> Reader:
@@ -186,7 +194,7 @@ class Source:
             rows: Iterable[Any] = _cut(gathered, sizes)
         else:
             rows = map(type(gathered), zip(*(_cut(column, sizes) for column in gathered), strict=True))
-        return [row if size else () for row, size in zip(rows, sizes, strict=True)]
+        return [self._filled(row, size) if size else () for row, size in zip(rows, sizes, strict=True)]
 
 
 def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:

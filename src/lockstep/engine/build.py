@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from lockstep.checkpoint.store import Snapshot
@@ -51,6 +52,7 @@ def build_training(rank: RankContext, task: Task, datasets: Datasets, snapshot: 
         trace = Trace(debug, file, rank.world.is_main, parts.update, strategy.module, parts.draws)
         source = trace.source(source)
     else:
+        source = replace(source, pad=task.pad, full=rank.plan.filled_to) if rank.plan.filled_to else source
         source, remark = kept_on(source, rank.device, rank.plan)
         parts.remark(remark)
     return TaskTraining(task, datasets, parts, log, source, trace)

@@ -92,6 +92,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         opens_files=opens_files,
         multiply_adds=multiply_adds(model, datasets.train),
         joint_bytes=joint_bytes(model),
+        pads=type(task).pad is not Task.pad,
         convolutions=any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in model.modules()),
         array_bytes=array_bytes(datasets.train),
     )

@@ -338,6 +338,14 @@ class Task:
 
         return default_collate(list(samples))
 
+    def pad(self, batch: Any, samples: int) -> Any:
+        """For ``training.compile``: ``batch`` filled up to ``samples`` samples; ``loss`` must not count the new ones.
+
+        Then the last, smaller batch of an epoch has the shape of the others, and nothing is compiled for it. Not called
+        for a model with BatchNorm, whose statistics would count them. The default is ``batch`` as it is.
+        """
+        return batch
+
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """For ``strategy: fsdp``: the modules of ``model`` whose parameters are gathered together, none in another.
 

@@ -43,6 +43,7 @@ class TaskFacts(Frozen):
         monitor: metric and mode that select the best evaluation.
         metric_modes: modes of the metrics that state one, by name.
         metrics_remark: remark on compute groups of the metrics.
+        pads: the task can fill up a smaller batch.
         unrecorded: arguments of the task object that are not saved with the run.
     """
 
@@ -75,6 +76,7 @@ class TaskFacts(Frozen):
     multiply_adds: int = 0
     joint_bytes: int = 0
     opens_files: bool = False
+    pads: bool = False
     convolutions: bool = False
     array_bytes: int = 0
 
@@ -174,6 +176,11 @@ class Plan(Frozen):
     def one_message(self) -> bool:
         """True if ddp reduces all gradients in one message after the backward."""
         return bool(self.value("one_message"))
+
+    @property
+    def filled_to(self) -> int:
+        """Number of samples to which compiled models fill up smaller batches; 0 if they do not."""
+        return int(self.value("compiled") or 0)
 
     @property
     def world_size(self) -> int:

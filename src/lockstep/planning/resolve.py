@@ -121,7 +121,7 @@ def make_plan(
         *course.decisions,
         _parameters(facts),
         *_weight_decay(inputs),
-        *_compiled(inputs),
+        *_compiled(inputs, batch),
         *_averaging(inputs, course.schedule.total_steps),
         _reproducibility(inputs),
         batchnorm_decision,
@@ -343,14 +343,24 @@ def _weight_decay(inputs: PlanInputs) -> list[Decision]:
     return [decay]
 
 
-def _compiled(inputs: PlanInputs) -> list[Decision]:
-    """Show what is compiled; no decision without torch.compile."""
+def _compiled(inputs: PlanInputs, batch: BatchPlan) -> list[Decision]:
+    """Decide the number of samples that smaller batches are filled up to; no decision without torch.compile."""
     training = inputs.config.training
+    facts = inputs.facts
     if not training.compile or inputs.placement.spec.scatters:
         return []
     compiled_part = "each block" if inputs.placement.spec.divides else "model"
-    reason = "as configured; compiled again for smaller batches"
-    return [decide("compiled", (True, f"{compiled_part} ({training.compile_mode})", reason))]
+    shown = f"{compiled_part} ({training.compile_mode})"
+    full = batch.largest
+    recompiled = "compiled again for smaller batches, which are not filled up:"
+    decision = decide(
+        "compiled",
+        (facts.has_batchnorm, 0, f"{recompiled} BatchNorm would count the added samples"),
+        (not facts.pads, 0, f"{recompiled} the task has no pad()"),
+        (True, full, f"smaller batches are filled up to {full} samples, which do not count: one shape"),
+        shown={0: shown, full: shown},
+    )
+    return [decision]
 
 
 def _averaging(inputs: PlanInputs, steps: int) -> list[Decision]:

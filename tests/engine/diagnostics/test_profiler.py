@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,10 @@ def train(folder: Path, profile: str) -> Path:
     return folder / "run" / "profile"
 
 
-def calls_in(trace: Path) -> Counter[str]:
-    with gzip.open(trace, "rt") as file:
-        return Counter(str(event.get("name", "")) for event in json.load(file)["traceEvents"])
-
-
 def steps_in(trace: Path) -> set[str]:
-    return {name for name in calls_in(trace) if name.startswith("step ")}
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return {event["name"] for event in events if str(event.get("name", "")).startswith("step ")}
 
 
 @pytest.mark.slow
@@ -45,15 +41,19 @@ def test_each_chosen_rank_records_these_steps_and_no_others(tmp_path: Path) -> N
     assert "profiler_st" not in output, "the library's own lines stay away"
     for rank in (0, 1):
         assert steps_in(folder / f"rank-{rank}.trace.json.gz") == {"step 3", "step 4", "step 5"}
-        calls = calls_in(folder / f"rank-{rank}.trace.json.gz")
+        document = json.loads((folder / f"rank-{rank}.json").read_text())
+        assert document["rank"] == rank
+        calls = {row["name"]: row["calls"] for row in document["operators"]}
         assert calls["aten::addmm"] == 6, "two linear layers, three steps"
         assert calls["Optimizer.step#AdamW.step"] == 3
+        costs = [row["self_cpu_us"] for row in document["operators"]]
+        assert costs == sorted(costs, reverse=True)
         assert "aten::addmm" in (folder / f"rank-{rank}.txt").read_text()
 
 
 def test_a_rank_that_is_not_there_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = train(tmp_path, "1:1")
-    assert {file.name for file in folder.iterdir()} == {"rank-0.trace.json.gz", "rank-0.txt"}
+    assert {file.name for file in folder.iterdir()} == {"rank-0.trace.json.gz", "rank-0.json", "rank-0.txt"}
     assert steps_in(folder / "rank-0.trace.json.gz") == {"step 1"}
     assert "profile_ranks names 7, but the run has 1 rank," in capfd.readouterr().out
     assert "KINETO_LOG_LEVEL" not in os.environ

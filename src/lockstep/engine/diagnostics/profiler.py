@@ -7,18 +7,19 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.engine.distributed.staging import finish
 from lockstep.engine.rank_context import RankContext
 from lockstep.errors import StorageError, many
-from lockstep.rundir.files import write_text
+from lockstep.rundir.files import write_json, write_text
 from lockstep.rundir.heartbeat import Activity, pulse
 
-#: Operators in the table.
+#: Operators in the table for people; the JSON has all of them.
 TABLE_ROWS = 40
 T = TypeVar("T")
 
@@ -27,9 +28,9 @@ T = TypeVar("T")
 def profiled(rank: RankContext, steps: Iterator[T], step: int) -> Iterator[Iterator[T]]:
     """``steps`` after ``step``, of which those of ``telemetry.profile`` are recorded.
 
-    Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing) and ``rank-<r>.txt`` into ``profile/`` of the
-    run after the last of them, or where the run ends before. What runs between these steps (logging, an evaluation) is
-    in the trace too.
+    Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank-<r>.txt`` and ``rank-<r>.json`` into
+    ``profile/`` of the run after the last of them, or where the run ends before. What runs between these steps
+    (logging, an evaluation) is in the trace too.
     """
     settings = rank.config.telemetry
     remark = partial(rank.note, "profile")
@@ -92,8 +93,9 @@ def _written(profiler: profile | None, rank: RankContext) -> str:
         try:
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
-            table = profiler.key_averages().table(sort_by=order, row_limit=TABLE_ROWS)
-            write_text(folder / f"{name}.txt", table + "\n")
+            averages = profiler.key_averages()
+            write_text(folder / f"{name}.txt", averages.table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
+            write_json(folder / f"{name}.json", {"rank": rank.world.rank, "operators": operators(averages, order)})
         except (OSError, StorageError) as error:
             return f"could not be written: {error}"
     return f"is in {folder}"
@@ -111,3 +113,20 @@ def _quiet_library() -> Iterator[None]:
         yield
     finally:
         del os.environ[variable]
+
+
+def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
+    """A row an operator, the costliest first: calls, times in µs, bytes that it allocated less those it released."""
+    return [
+        {
+            "name": event.key,
+            "calls": event.count,
+            "self_cpu_us": event.self_cpu_time_total,
+            "cpu_us": event.cpu_time_total,
+            "self_device_us": event.self_device_time_total,
+            "device_us": event.device_time_total,
+            "self_cpu_bytes": event.self_cpu_memory_usage,
+            "self_device_bytes": event.self_device_memory_usage,
+        }
+        for event in sorted(averages, key=lambda event: -getattr(event, order))
+    ]

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.arrays import NO_LABEL
+from lockstep.data.arrays import NO_LABEL, filled
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError
 from lockstep.recipes.images.folders import (
@@ -144,6 +144,9 @@ class ImagesTask(Task):
     def _loss(self, logits: Tensor, labels: Tensor) -> Loss:
         losses = F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=self.config.label_smoothing)
         return Loss(losses.sum(), (labels != NO_LABEL).sum())
+
+    def pad(self, batch: Any, samples: int) -> Any:
+        return filled(batch, samples, 1)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         return self.validate(model, batch)[1]

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.arrays import NO_LABEL, ArrayDataset
+from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.data.packing import Packed, causal_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError, many
@@ -226,6 +226,9 @@ class TextTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Summed over tokens; the items are tokens."""
         return Loss(self._losses(model, batch).sum(), (batch[1] != NO_LABEL).sum())
+
+    def pad(self, batch: Any, samples: int) -> Any:
+        return filled(batch, samples, 1)
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
         rows = self.evaluate(model, batch)

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.arrays import NO_LABEL, ArrayDataset
+from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks import DEFAULTS
@@ -220,6 +220,9 @@ class HarTask(Task):
         # In 32 bits under any precision: a sum of many items needs its last digits.
         total = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.config.label_smoothing)
         return Loss(total, (labels != NO_LABEL).sum())
+
+    def pad(self, batch: Any, samples: int) -> Any:
+        return filled(batch, samples, 1)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         return self.validate(model, batch)[1]
