@@ -137,6 +137,7 @@ _KNOWN = {
             state="sharded",
             forward_is_collective=True,
             messages="gather",
+            settings=("fsdp",),
             refuses=_refuse_for_fsdp,
         ),
         StrategySpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lockstep import ArrayDataset, Loss, Task, make_plan
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import ShardedStore
-from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig
+from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from lockstep.config.load import merge
 from lockstep.data.requests import InOrder, Source, Window, windows
 from lockstep.engine.ablation import Watched
@@ -47,13 +48,10 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(600)
 
 
-def undivided(
-    task: Task, model: nn.Module, world: World, precision: str = "32", *, recompute: bool = False
-) -> Undivided:
+def undivided(task: Task, model: nn.Module, world: World, precision: str = "32", **sections: Any) -> Undivided:
     plan: Any = SimpleNamespace(placement={"precision": precision}, seed=0)
     nothing: Any = None
-    config = RunConfig.model_validate({"training": {"activation_checkpointing": recompute}})
-    return Undivided(task, model, nothing, RankContext(nothing, world, config, plan, CPU, nothing))
+    return Undivided(task, model, nothing, RankContext(nothing, world, RunConfig(**sections), plan, CPU, nothing))
 
 
 class Case(NamedTuple):
@@ -67,9 +65,11 @@ class Case(NamedTuple):
     batchnorm: bool = False
     checkpointing: bool = False
     dropout: bool = False
+    sharding: str = "full"
     poison: bool = False
     max_norm: float | None = 0.05
     optimizer: str = "adamw"
+    offload: bool = False
 
 
 class Outcome(NamedTuple):
@@ -156,8 +156,14 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         model = convert(model, None)
     task: Task = Watched(Weighted(), model, ("dropout",)) if case.dropout else Weighted()
     if not alone:
-        world = World(rank, ranks, rank, ranks)
-        sharded = ShardedModel(undivided(task, model, world, recompute=case.checkpointing))
+        config = FsdpConfig(
+            activation_checkpointing=case.checkpointing,
+            sharding=case.sharding,  # type: ignore[arg-type]
+            cpu_offload=case.offload,
+        )
+        nodes = 2 if case.sharding == "hybrid" else 1
+        world = World(rank, ranks, rank % (ranks // nodes), ranks // nodes)
+        sharded = ShardedModel(undivided(task, model, world, fsdp=config))
     schedule, _ = resolve_schedule(
         SchedulerConfig(name="constant", warmup_steps=0),
         lr=0.05,
@@ -231,6 +237,7 @@ CASES = [
     Case(25, checkpointing=True, max_norm=None),
     Case(13, checkpointing=True, dropout=True),
     Case(25, optimizer="sgd"),
+    Case(25, accumulate=2, offload=True),  # a run refuses it on a CPU, which has no other memory; FSDP2 does the same
 ]
 
 
@@ -313,11 +320,12 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
-    with_batchnorm, with_scalar, transposed, views, short, frozen_later = divided.refusals
+    with_batchnorm, with_scalar, transposed, views, short, alone_on_its_node, frozen_later = divided.refusals
     assert "weight and view" in views
     assert "parameter frozen, of torch.int16" in short
     assert "BatchNorm1d '1'" in with_batchnorm and "parameter scale, of shape ()" in with_scalar
     assert "parameter weight, of shape (3, 2)" in transposed
+    assert "hybrid needs several ranks on each node" in alone_on_its_node
     assert "cannot freeze or unfreeze parameters during training, as 1.weight" in frozen_later
 
 
@@ -341,9 +349,17 @@ def refusals(world: World) -> list[str]:
     short = nn.Linear(2, 3)
     short.frozen = nn.Parameter(torch.ones(3, dtype=torch.int16), requires_grad=False)
     told = []
-    for model in (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), scalar, transposed, views, short):
+    config, hybrid = FsdpConfig(activation_checkpointing=True), FsdpConfig(sharding="hybrid")
+    for model, wanted, where in (
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), config, world),
+        (scalar, config, world),
+        (transposed, config, world),
+        (views, config, world),
+        (short, config, world),
+        (nn.Linear(2, 2), hybrid, replace(world, local_rank=0, local_size=1, node_rank=world.rank)),
+    ):
         with pytest.raises(UnsupportedError) as caught:
-            ShardedModel(undivided(Weighted(), model, world, recompute=True))
+            ShardedModel(undivided(Weighted(), model, where, fsdp=wanted))
         told.append(caught.value.what)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sharded = ShardedModel(undivided(Weighted(), model, world))
@@ -353,6 +369,16 @@ def refusals(world: World) -> list[str]:
     with pytest.raises(UnsupportedError) as caught:
         strategy.gradients(Window(0, 0, 0, (), irregular=False), iter(()), 0, Flags())
     return [*told, caught.value.what]
+
+
+@pytest.mark.drill
+def test_hybrid_sharding_over_two_nodes_computes_the_same() -> None:
+    cases = [case._replace(sharding="hybrid", checkpointing=False, dropout=False) for case in CASES]
+    by_rank = run_ranks(all_cases, 4, cases, 16, timeout_s=240.0)
+    for index, case in enumerate(cases):
+        alone = two_epochs(0, 1, case, 16)
+        for rank in range(4):
+            assert_same(by_rank[rank][index], alone)
 
 
 #: The same global batch for any number of ranks; one rank takes it in one micro-batch, so BatchNorm sees the same.
@@ -427,6 +453,8 @@ def test_kills_at_random_moments_while_shards_are_written_lose_no_sample(tmp_pat
     ("settings", "words"),
     [
         ({"training": {"reproducibility": "exact"}}, "strategy fsdp"),
+        ({"training": {"compile": True, "compile_loss": True}}, "training.compile_loss"),
+        ({"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload on the CPU"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(settings: dict[str, Any], words: str) -> None:

@@ -27,6 +27,18 @@ def test_validation_between_epochs_finds_the_best_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_overfitting_a_few_batches_uses_the_same_samples_in_every_epoch(tmp_path: Path) -> None:
+    train(
+        tmp_path, "--devices", "cpu", "--epochs", "3", "--set", "debug.overfit_batches=2",
+        "--set", "telemetry.record_samples=true",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples-rank0.jsonl").read_text().splitlines()]
+    used = [sorted(i for row in rows if row["epoch"] == epoch for i in row["indices"]) for epoch in (1, 2, 3)]
+    assert len(used[0]) == len(set(used[0])) == 32
+    assert used[0] == used[1] == used[2]
+
+
+@pytest.mark.slow
 def test_anomaly_detection_names_the_operator(tmp_path: Path) -> None:
     output = train(tmp_path, "--devices", "cpu", "--set", "debug.detect_anomaly=true", "--set", "task.nan_at=2", code=1)
     assert "returned nan values" in output

@@ -53,7 +53,8 @@ def train(name, task=Filled, devices="cpu", strategy="auto", **training):
 
 mode = {"compile": True, "compile_mode": "reduce-overhead"}
 ranks = {"devices": "cpu,cpu", "strategy": "fsdp", "compile": True}
-print(json.dumps([train("plain", Toy), train("compiled", **mode), train("blocks", **ranks)]))
+whole = {**mode, "compile_loss": True}
+print(json.dumps([train("plain", Toy), train("compiled", **mode), train("whole", **whole), train("blocks", **ranks)]))
 """
 
 
@@ -73,7 +74,7 @@ def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     plain, *others = json.loads(done.stdout.splitlines()[-1])
     assert len(plain["losses"]) == 26
-    assert [compiled["graphs"] for compiled in others] == [1, 0], "the tail has the shape of other batches"
+    assert [compiled["graphs"] for compiled in others] == [1, 1, 0], "the tail has the shape of other batches"
     for compiled in others:
         assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert compiled["weights"] == plain["weights"]
@@ -175,3 +176,5 @@ def test_a_model_that_the_user_compiles_is_saved_under_its_own_names(tmp_path: P
 def test_a_mode_without_compiling_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile is off"):
         resolve({"training": {"compile_mode": "reduce-overhead"}})
+    with pytest.raises(ConfigError, match="compile_loss is set, but compile is off"):
+        resolve({"training": {"compile_loss": True}})

@@ -59,6 +59,20 @@ def test_the_order_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     assert windows(one, 128, 4) == windows(other, 128, 8)
 
 
+def test_overfitting_takes_a_fixed_part_of_the_data_in_order_of_length(tmp_path: Path) -> None:
+    settings = {"debug": {"overfit_batches": 5}, "data": {"bucket_window": 120, "bucket_block": 60}}
+    run = run_of(tmp_path / "run", 24, **settings)
+    assert run.plan.batch.samples == 120
+    first, second = windows(run, 120, 10)
+    assert first == second and len({*first}) == 120
+    steps = windows(run, 24, 10)
+    assert steps[:5] != steps[5:], "another order in each epoch"
+    lengths = Sequences(Sequences.Config(samples=SAMPLES))
+    lengths.datasets()
+    spread = [np.ptp(lengths.train_data.lengths[indices]) for indices in steps]
+    assert np.mean(spread) < 0.7 * np.ptp(lengths.train_data.lengths[first])
+
+
 def test_lengths_that_change_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path / "run", 64, training={"max_steps": 1})
     with monkeypatch.context() as patched:

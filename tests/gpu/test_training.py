@@ -65,9 +65,10 @@ def test_a_run_goes_on_on_other_devices(tmp_path: Path, alone: RunDir, first: st
     [
         {"hardware": {"strategy": "ddp"}},
         {"hardware": {"strategy": "fsdp"}},
+        {"hardware": {"strategy": "fsdp"}, "fsdp": {"cpu_offload": True}},
         {"hardware": {"strategy": "dp"}},
     ],
-    ids=["ddp", "fsdp", "dp"],
+    ids=["ddp", "fsdp", "fsdp-offloaded", "dp"],
 )
 def test_every_strategy_computes_on_two_gpus_what_one_computes(
     tmp_path: Path, alone: RunDir, settings: dict[str, Any]

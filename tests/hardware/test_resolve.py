@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from lockstep.errors import ConfigError, DeviceError, UnsupportedError, UsageErr
 from lockstep.hardware.detect import Device
 from lockstep.hardware.nvml import GpuUser
 from lockstep.hardware.resolve import (
+    CONTEXT,
     MAX_DEVICES,
     Placement,
     choose_default,
+    divide_if_needed,
     parse,
     resolve_hardware,
     resolve_placement,
@@ -377,6 +380,42 @@ def test_resolve_hardware_looks_at_this_machine() -> None:
     assert resolve_hardware(["cpu"]) == {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
     with pytest.raises(DeviceError, match="gpu:900"):
         resolve_hardware(["gpu:900"])
+
+
+GPUS = [Device(f"gpu:{index}", "gpu", "NVIDIA A100-SXM4-40GB", 40.0) for index in range(2)]
+
+
+def placed(*devices: str) -> Placement:
+    detected = [*GPUS, Device("cpu", "cpu", "CPU", 64.0)]
+    return resolve_placement(HardwareConfig(selected_devices=devices), DistributedConfig(), World(), detected)
+
+
+def test_a_state_larger_than_a_gpu_is_divided() -> None:
+    found = divide_if_needed(placed("gpu:0", "gpu:1"), 50e9, GPUS)
+    assert found.strategy == "fsdp"
+    assert found.world_size == 2
+    assert found.reasons["strategy"].startswith("auto: ")
+    assert "50.0 GB" in found.reasons["strategy"]
+    assert "25.0 GB each" in found.reasons["strategy"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "state"),
+    [
+        (("gpu:0", "gpu:1"), 40e9 - CONTEXT),
+        (("gpu:0",), 50e9),
+        (("gpu:0", "gpu:0"), 50e9),
+        (("cpu", "cpu"), 500e9),
+    ],
+)
+def test_otherwise_the_placement_stays(devices: tuple[str, ...], state: float) -> None:
+    before = placed(*devices)
+    assert divide_if_needed(before, state, GPUS) is before
+
+
+def test_a_gpu_whose_memory_is_not_known_decides_nothing() -> None:
+    before = placed("gpu:0", "gpu:1")
+    assert divide_if_needed(before, 500e9, [replace(gpu, memory_gb=0.0) for gpu in GPUS]) is before
 
 
 @pytest.mark.parametrize(

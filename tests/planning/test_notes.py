@@ -30,6 +30,7 @@ def test_settings_at_their_default_are_not_spoken_of(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "settings", "words"),
     [
+        ("ddp", {"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload has no effect: the strategy is ddp, not fsdp."),
         ("fsdp", {"distributed": {"bucket_cap_mb": 50}}, "distributed.bucket_cap_mb has no effect"),
         ("dp", {"training": {"compile": True}}, "training.compile has no effect: dp copies the model"),
         ("single", {"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule has no effect"),

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_poly_exponential_and_constant():
 
 
 @given(
-    name=st.sampled_from(["cosine", "step", "multistep", "poly", "exponential", "constant"]),
+    name=st.sampled_from(["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle"]),
     total=st.integers(1, 500),
     per_epoch=st.integers(1, 50),
     warmup=st.integers(0, 600),
@@ -57,7 +58,7 @@ def test_any_rate_is_finite_and_between_the_floor_and_the_peak(name, total, per_
     assert 0 < value <= 0.5 + 1e-12
 
 
-@pytest.mark.parametrize("name", ["cosine", "poly", "step", "exponential"])
+@pytest.mark.parametrize("name", ["cosine", "poly", "step", "exponential", "wsd"])
 def test_a_floor_above_the_rate_raises_nothing(name):
     rates = [schedule(name, lr=1e-7, min_lr=1e-6).at(step) for step in (0, 50, 100)]
     assert rates == pytest.approx([1e-7] * 3)
@@ -80,6 +81,22 @@ def test_the_rate_never_changes_silently():
     assert decision.value == 1e-3
     assert note.key == "lr_not_scaled" and "0.004" in note.text
     assert scale_lr(1e-3, "none", global_batch=32, base_batch=32)[1] == []
+
+
+def test_one_cycle_is_that_of_torch():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=100, final_div_factor=40.0)
+    s = schedule("one-cycle", warmup_epochs=None, min_lr=1e-3)
+    for step in range(100):
+        assert s.at(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step < 99:
+            reference.step()
+
+
+def test_wsd_is_constant_and_then_falls_to_the_floor():
+    s = schedule("wsd", warmup_steps=10, decay_share=0.4, min_lr=0.2)
+    assert [s.at(step) for step in (4, 9, 10, 60, 80, 100)] == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.6, 0.2])
 
 
 BATCH = BatchPlan(samples=640, global_batch=64, batch_size=32, accumulate=1, ranks=2)

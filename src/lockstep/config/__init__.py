@@ -11,6 +11,7 @@ from lockstep.config.sections import CheckpointConfig as CheckpointConfig
 from lockstep.config.sections import DataConfig as DataConfig
 from lockstep.config.sections import DebugConfig as DebugConfig
 from lockstep.config.sections import DistributedConfig as DistributedConfig
+from lockstep.config.sections import FsdpConfig as FsdpConfig
 from lockstep.config.sections import HardwareConfig as HardwareConfig
 from lockstep.config.sections import LaunchConfig as LaunchConfig
 from lockstep.config.sections import OptimizerConfig as OptimizerConfig

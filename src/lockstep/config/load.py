@@ -36,12 +36,6 @@ REMOVED = {
     "pipeline.in_process": "leave it out: a pipeline has one process per device",
     "optimizer.layer_decay": "return parameter groups with their rates from Task.optimizer()",
     "training.cuda_graphs": "use training.compile=true with training.compile_mode=reduce-overhead",
-    "training.compile_loss": "leave it out; wrap the function in torch.compile() in the task",
-    "scheduler.decay_share": "return a scheduler of torch from Task.scheduler()",
-    "debug.overfit_batches": "return torch.utils.data.Subset(train, range(N)) from Task.datasets()",
-    "fsdp.sharding": "leave it out: parameters are divided among all ranks",
-    "fsdp.activation_checkpointing": "use training.activation_checkpointing",
-    "fsdp.cpu_offload": "use more devices, or training.activation_checkpointing",
 }
 
 #: Keys by short name. ``skip_bad`` and ``mode`` are settings of built-in tasks: flags only.

@@ -195,6 +195,7 @@ class TrainingConfig(Section):
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting(
         "default", "torch.compile's mode; reduce-overhead replays CUDA graphs, for small models on GPUs"
     )
+    compile_loss: bool = setting(False, "also compile the task's loss(), for one of many small operations")
     activation_checkpointing: bool = setting(
         False, "keep only the inputs of each block, and compute the rest again in the backward pass"
     )
@@ -216,8 +217,9 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _mode_of_nothing(self) -> TrainingConfig:
-        if self.compile_mode != "default" and not self.compile:
-            raise ValueError("compile_mode is set, but compile is off: set compile, or remove compile_mode")
+        for name, is_set in (("compile_mode", self.compile_mode != "default"), ("compile_loss", self.compile_loss)):
+            if is_set and not self.compile:
+                raise ValueError(f"{name} is set, but compile is off: set compile, or remove {name}")
         return self
 
 
@@ -245,17 +247,20 @@ class OptimizerConfig(Section):
     base_batch_size: int | None = setting(None, "the batch that lr was tuned for; unset: training.batch_size", ge=1)
 
 
-ScheduleName = Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "plateau"]
+ScheduleName = Literal["cosine", "step", "multistep", "poly", "exponential", "constant", "wsd", "onecycle", "plateau"]
 
 
 class SchedulerConfig(Section):
-    name: ScheduleName = setting("cosine", "schedule after warm-up; plateau: lower when the monitored metric stalls")
+    name: ScheduleName = setting(
+        "cosine", "schedule after warm-up; wsd: warm-up, stable, decay; plateau: lower when the monitored metric stalls"
+    )
     warmup_epochs: float | None = setting(None, "linear warm-up, in epochs; unset: 2, at most a tenth of the run", ge=0)
     warmup_steps: int | None = setting(None, "linear warm-up, in optimizer steps; overrides warmup_epochs", ge=0)
-    min_lr: float = setting(1e-6, "final value of cosine and poly; a lower bound for all", ge=0)
+    min_lr: float = setting(1e-6, "final value of cosine, poly, wsd and onecycle; a lower bound for all", ge=0)
     step_epochs: float = setting(10.0, "step: multiply by gamma every N epochs", of="step", gt=0)
     milestones: tuple[float, ...] = setting((), "multistep: the epochs at which to multiply by gamma", of="multistep")
     gamma: float = setting(0.1, "step, multistep and plateau: the factor", of="step multistep plateau", gt=0, le=1)
+    decay_share: float = setting(0.2, "wsd: share of the run that decays", of="wsd", gt=0, le=1)
     patience: int = setting(3, "plateau: evaluations without improvement before lowering the rate", of="plateau", ge=0)
     power: float = setting(1.0, "poly: the exponent", of="poly", gt=0)
     decay: float = setting(0.96, "exponential: the factor per decay_steps", of="exponential", gt=0, le=1)
@@ -264,7 +269,7 @@ class SchedulerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        aliases = {None: "constant", "none": "constant", "polynomial": "poly"}
+        aliases = {None: "constant", "none": "constant", "polynomial": "poly", "one-cycle": "onecycle"}
         return aliases.get(value, value) if isinstance(value, str | None) else value
 
 
@@ -318,6 +323,14 @@ class DistributedConfig(Section):
         None, "size of a gradient bucket; unset: torch's, or one bucket of a small model on CPUs", gt=0
     )
     timeout_s: float = setting(600.0, "timeout of a collective operation, in seconds", gt=0)
+
+
+class FsdpConfig(Section):
+    sharding: Literal["full", "hybrid"] = setting(
+        "full", "full: divided among all ranks; hybrid: among those of a node, the same on every node"
+    )
+    activation_checkpointing: bool = setting(False, "as training.activation_checkpointing, for this strategy alone")
+    cpu_offload: bool = setting(False, "keep parameters, gradients and optimizer in host memory (GPUs only)")
 
 
 class PipelineConfig(Section):
@@ -426,6 +439,7 @@ class DebugConfig(Section):
     fast_dev_run: bool = setting(
         False, "run up to three training steps and one validation batch, as a check with an estimate of the run's time"
     )
+    overfit_batches: int | None = setting(None, "train on N global batches only, repeatedly", ge=1)
     detect_anomaly: bool = setting(False, "torch's anomaly detection: slow, names the operator that produced a NaN")
     limit_eval_batches: int | None = setting(None, "evaluate on N batches of each split only", ge=1)
     start_position: int = setting(0, "begin the first epoch after N of its samples", ge=0)
@@ -457,6 +471,7 @@ class RunConfig(Section):
     averaging: AveragingConfig = Field(default_factory=AveragingConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -151,10 +151,10 @@ _FIX_OF_MEAN = (
 
 
 class CheckedLoss:
-    """A task's loss, checked on the first batch; a count may have the shape (1,)."""
+    """A task's loss, checked on the first batch; a count may have the shape (1,). ``mode``: of ``torch.compile``."""
 
-    def __init__(self, task: Task) -> None:
-        self._loss = task.loss
+    def __init__(self, task: Task, mode: str | None = None) -> None:
+        self._loss = task.loss if mode is None else torch.compile(task.loss, mode=mode)
         self._is_checked = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:

@@ -45,7 +45,8 @@ def writing(
     if not plan.sharded_checkpoints:
         yield saved_to(CheckpointStore(run_dir.checkpoints)) if world.is_main else None
         return
-    writer = saved_to(ShardedStore(run_dir.checkpoints, Collectives(world, timeout_s=WRITE_TIMEOUT_S), world.size))
+    shards = world.local_size if config.fsdp.sharding == "hybrid" else world.size
+    writer = saved_to(ShardedStore(run_dir.checkpoints, Collectives(world, timeout_s=WRITE_TIMEOUT_S), shards))
     try:
         yield writer
     except BaseException:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -32,6 +32,9 @@ from lockstep.planning import Plan, TaskFacts
 
 class TaskRunner:
     """Runs a task with Lockstep's loop; a subclass runs the tasks of another class with another loop."""
+
+    #: Whether a strategy may divide the model among ranks.
+    can_divide: ClassVar[bool] = True
 
     def __init__(self, task: Task) -> None:
         self.task = task

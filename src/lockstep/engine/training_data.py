@@ -17,7 +17,7 @@ from lockstep.config import DataConfig, RunConfig
 from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, is_stream, leaves
 from lockstep.data.loader import Settled, make_loader
 from lockstep.data.order import Order
-from lockstep.data.reader import Collate
+from lockstep.data.reader import Collate, Indices
 from lockstep.data.requests import Source, Window, windows
 from lockstep.data.sampling import (
     BucketedOrder,
@@ -190,14 +190,33 @@ def collate_of(task: Task) -> Collate:
     return cast(Collate, default_collate) if is_default else task.collate
 
 
+class _Subset:
+    """A fixed part of the data, in a separate order (``debug.overfit_batches``)."""
+
+    def __init__(self, indices: Indices, order: SampleOrder) -> None:
+        self._indices = indices
+        self._order = order
+        self.samples = order.samples
+        self.seed = order.seed
+        self.repeats = order.repeats
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices:
+        return self._indices[self._order.slice(epoch, start, stop)]
+
+
 def _order(task: Task, sampling: Sampling | None, plan: Plan) -> SampleOrder:
     order = _sampled(sampling, plan)
-    if not plan.order.bucketed:
-        return order
-    window = plan.order.window
-    block = plan.order.block
-    assert window is not None and block is not None, "a bucketed order has both"
-    return BucketedOrder(order, _lengths(task, plan), window, block)
+    subset = None
+    if plan.overfit_samples is not None:
+        subset = order.slice(0, 0, plan.overfit_samples)
+        order = Order(plan.overfit_samples, plan.seed)
+    if plan.order.bucketed:
+        window = plan.order.window
+        block = plan.order.block
+        assert window is not None and block is not None, "a bucketed order has both"
+        lengths = _lengths(task, plan)
+        order = BucketedOrder(order, lengths if subset is None else lengths[subset], window, block)
+    return order if subset is None else _Subset(subset, order)
 
 
 def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
 from lockstep.config import DistributedConfig, HardwareConfig
@@ -313,6 +313,34 @@ def _world_reason(
     if is_single_process and strategy.devices == "many":
         return f"{strategy.name} is one process" + ("" if strategy.one_process else ", as set")
     return "one device" if len(devices) == 1 else "one rank for each selected device, repeats included"
+
+
+#: Bytes of a GPU for its context and the workspaces of libraries (an allowance).
+CONTEXT = 0.8e9
+
+
+def divide_if_needed(placement: Placement, state_bytes: float, detected: Sequence[Device]) -> Placement:
+    """Choose a sharded strategy if the state of training does not fit in a GPU of this node.
+
+    Activations do not count, since a smaller batch reduces them.
+
+    Args:
+        placement: resolved from ``strategy: auto``.
+        state_bytes: size of parameters, gradients and optimizer state.
+    """
+    devices = placement.devices
+    has_distinct_gpus = placement.world_size > 1 and placement.nodes == 1 and len(set(devices)) == len(devices)
+    if placement.spec.divides or placement.accelerator != "gpu" or not has_distinct_gpus:
+        return placement
+    smallest = min((find(name, detected) for name in devices), key=lambda device: device.memory_gb)
+    if smallest.memory_gb <= 0 or state_bytes <= smallest.memory_gb * 1e9 - CONTEXT:
+        return placement
+    sharded = auto_strategy(len(devices), fits=False)
+    reason = (
+        f"auto: parameters, gradients and optimizer take {state_bytes / 1e9:.1f} GB, and {smallest.id} has "
+        f"{smallest.memory_gb} GB; {sharded} divides them, {state_bytes / 1e9 / len(devices):.1f} GB each"
+    )
+    return replace(placement, strategy=sharded, reasons={**placement.reasons, "strategy": reason})
 
 
 @dataclass(frozen=True, slots=True)

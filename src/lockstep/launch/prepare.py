@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ from lockstep.engine.strategies.stages import stages_of
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import data_settings, open_data, open_datasets
 from lockstep.errors import ConfigError
-from lockstep.hardware import Placement, World, detect_devices, read_world, resolve_placement
+from lockstep.hardware import Device, Placement, World, detect_devices, read_world, resolve_placement
 from lockstep.hardware.detect import usable_cores
+from lockstep.hardware.resolve import divide_if_needed
 from lockstep.launch.process.environment import NAMED_THREADS
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
+from lockstep.planning.resolve import moments_of
 from lockstep.tasks.registry import (
     RESERVED,
     check_methods,
@@ -129,13 +131,19 @@ def plan_for(
     placement: Placement,
     datasets: Datasets,
     resume: ResumePoint | None,
+    *,
+    devices: Sequence[Device] | None = None,
 ) -> RunInputs:
-    """Make the plan for open data."""
+    """Make the plan for open data. ``devices``: those of the machine; ``None``: detect them."""
     config = with_precision(config, placement)
     runner = runner_of(task)
     facts = runner.inspect(datasets, config)
     if facts.opens_files:  # a worker must open them itself: through ours, all would share one position
         datasets = open_datasets(task, config)
+    if runner.can_divide and _may_divide(config, placement):
+        # Of each parameter: itself, its gradient and the optimizer's moments, all in one format.
+        each = (2 if config.hardware.precision == "bf16-true" else 4) * (2 + moments_of(config.optimizer))
+        placement = divide_if_needed(placement, facts.parameters * each, devices or detect_devices())
     cores = usable_cores()
     preset = _preset_threads(placement, cores)
     global_batch_size = resume.global_batch if resume and resume.hold else config.training.global_batch_size
@@ -161,3 +169,10 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
     if placement.world_size == 1 and here < cores:
         return here, "torch.get_num_threads() of this process"
     return None
+
+
+def _may_divide(config: RunConfig, placement: Placement) -> bool:
+    """Whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
+    training = config.training
+    several = placement.world_size > 1 and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
+    return several and training.reproducibility == "fast" and not training.compile

@@ -69,6 +69,7 @@ def refuse_settings(config: RunConfig) -> None:
     is_set = {
         "reproducibility: exact": config.training.reproducibility == "exact",
         "training.compile": config.training.compile,
+        "debug.overfit_batches": config.debug.overfit_batches is not None,
         "debug.trace": config.debug.trace != "off",
         "debug.switch_off": bool(config.debug.switch_off),
         "telemetry.record_samples": config.telemetry.record_samples,

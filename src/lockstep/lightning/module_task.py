@@ -55,7 +55,7 @@ DECIDED = {
     "sync_batchnorm": "distributed.sync_batchnorm",
     "default_root_dir": "save_dir",
     "fast_dev_run": "debug.fast_dev_run",
-    "overfit_batches": "a torch.utils.data.Subset",
+    "overfit_batches": "nothing",
     "barebones": "nothing",
 }
 #: How often a training loader that epochs make again is made to plan a run.

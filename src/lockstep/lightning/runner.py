@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 class ModuleRunner(TaskRunner):
     """Runs a :class:`.ModuleTask`."""
 
+    can_divide = False
     task: ModuleTask
 
     @classmethod

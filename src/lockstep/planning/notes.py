@@ -174,9 +174,13 @@ def _check_divided(config: RunConfig, placement: Placement, facts: TaskFacts) ->
     optimizer = config.optimizer.name
     spec = placement.spec
     is_sharded = spec.state == "sharded"
+    offloads_on_cpu = "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu"
     needs_matrices = is_sharded and optimizer == "adafactor" and facts.optimizer_lr is None
+    blocks = "blocks are compiled one by one, as their parameters are gathered between them"
     refused = {
         "training.compile": (training.compile and not is_sharded, "its stages are called one by one, not as the model"),
+        "training.compile_loss": (training.compile_loss, blocks),
+        "fsdp.cpu_offload on the CPU": (offloads_on_cpu, "there is no other memory to move anything to"),
         f"optimizer.name={optimizer}": (needs_matrices, "it needs whole matrices, and each rank has rows of them"),
     }
     refuse(f"strategy {spec.name}", refused, "leave one of them out")

@@ -140,6 +140,7 @@ class Plan(Frozen):
     eval_batch_size: int
     pre_scale: float
     seed: int
+    overfit_samples: int | None = None
     monitor: str = "val_loss"
     mode: Mode = "min"
     accepted_data: str | None = None

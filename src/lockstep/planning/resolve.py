@@ -148,6 +148,7 @@ def make_plan(
         # A sum over the global batch, scaled back to about a mean: a power of two, so that it is exact.
         pre_scale=2.0 ** -(batch.global_batch.bit_length() - 1),
         seed=config.training.seed,
+        overfit_samples=batch.samples if config.debug.overfit_batches else None,
         monitor=monitor,
         mode=mode,
         accepted_data=resume.fingerprint if resume and resume.accept_data else None,
@@ -256,7 +257,7 @@ def _batch(
     training = inputs.config.training
     placement = inputs.placement
     facts = inputs.facts
-    return resolve_batch(
+    batch, decisions = resolve_batch(
         samples=samples,
         ranks=inputs.readers,
         devices_per_rank=len(placement.devices) if placement.spec.scatters else 1,
@@ -269,6 +270,10 @@ def _batch(
         sync_batchnorm=sync_batchnorm,
         even=facts.even_steps,
     )
+    if inputs.config.debug.overfit_batches:
+        overfit_samples = min(samples, inputs.config.debug.overfit_batches * batch.global_batch)
+        batch = batch.model_copy(update={"samples": overfit_samples})
+    return batch, decisions
 
 
 def _threads(inputs: PlanInputs, batch: BatchPlan) -> Decision:
@@ -349,7 +354,9 @@ def _compiled(inputs: PlanInputs, batch: BatchPlan) -> list[Decision]:
     facts = inputs.facts
     if not training.compile or inputs.placement.spec.scatters:
         return []
-    compiled_part = "each block" if inputs.placement.spec.divides else "model"
+    compiled_part = "model and loss" if training.compile_loss else "model"
+    if inputs.placement.spec.divides:
+        compiled_part = "each block"
     shown = f"{compiled_part} ({training.compile_mode})"
     full = batch.largest
     recompiled = "compiled again for smaller batches, which are not filled up:"

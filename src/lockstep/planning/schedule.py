@@ -18,6 +18,8 @@ from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan
 from lockstep.planning.decision import Decision, Frozen, decide
 
+#: Divisor of the rate at the start of ``onecycle``.
+ONE_CYCLE_START = 25.0
 #: Steps of a run with ``debug.fast_dev_run``: the first one is slower than the others, which are timed.
 DEV_STEPS = 3
 
@@ -43,6 +45,7 @@ class Schedule(Frozen):
     power: float = 1.0
     decay: float = 0.96
     decay_steps: int = 10_000
+    decay_share: float = 0.2
     patience: int = 3
     offset: int = 0
 
@@ -54,18 +57,33 @@ class Schedule(Frozen):
     def at(self, step: int) -> float:
         step += self.offset
         floor = min(self.min_lr, self.lr)  # a floor above the peak would raise every rate
+        if self.name == "onecycle":
+            return self._one_cycle(step, floor)
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         return max(floor, self._after_warmup(step, floor))
+
+    def _one_cycle(self, step: int, floor: float) -> float:
+        """Rise from a 25th of the rate and fall to the floor, both as a cosine, as torch's ``OneCycleLR`` does.
+
+        Smith and Topin 2018, https://arxiv.org/abs/1708.07120; momentum stays as it is.
+        """
+        peak_step = max(1, self.warmup_steps) - 1
+        if step < peak_step:
+            return _cosine(self.lr / ONE_CYCLE_START, self.lr, step / peak_step)
+        return _cosine(self.lr, floor, min(1.0, (step - peak_step) / max(1, self.total_steps - 1 - peak_step)))
 
     def _after_warmup(self, step: int, floor: float) -> float:
         steps_after_warmup = step - self.warmup_steps
         share = min(1.0, steps_after_warmup / max(1, self.total_steps - self.warmup_steps))
         epoch = step / self.steps_per_epoch
         if self.name == "cosine":  # Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts
-            return floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
+            return _cosine(self.lr, floor, share)
         if self.name == "poly":
             return float(floor + (self.lr - floor) * (1 - share) ** self.power)
+        if self.name == "wsd":  # Hu et al. 2024, https://arxiv.org/abs/2404.06395, with a linear decay
+            share_of_decay_left = (self.total_steps - step) / (self.decay_share * self.total_steps)
+            return floor + (self.lr - floor) * max(0.0, min(1.0, share_of_decay_left))
         if self.name == "step":
             return float(self.lr * self.gamma ** math.floor(epoch / self.step_epochs))
         if self.name == "multistep":
@@ -75,8 +93,14 @@ class Schedule(Frozen):
         return self.lr
 
 
+def _cosine(start: float, end: float, share: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
+
+
 #: Default length of the warm-up, in epochs.
 WARMUP_EPOCHS = 2
+#: Share of the run in which the rate of ``onecycle`` rises.
+ONE_CYCLE_RISE = 0.3
 
 
 class Course(NamedTuple):
@@ -197,11 +221,13 @@ def resolve_schedule(
     default_epochs = WARMUP_EPOCHS * steps_per_epoch
     tenth = total_steps // 10
     epochs_text = "1 epoch" if epochs == 1 else f"{epochs or 0:g} epochs"
+    rise = f"onecycle rises for {ONE_CYCLE_RISE:.0%} of the run"
     default = f"default: {WARMUP_EPOCHS} epochs {epoch_length}"
     decision = decide(
         "warmup",
         (config.warmup_steps is not None, config.warmup_steps, "as configured"),
         (epochs is not None, round((epochs or 0) * steps_per_epoch), f"as configured: {epochs_text} {epoch_length}"),
+        (config.name == "onecycle", round(ONE_CYCLE_RISE * total_steps), rise),
         (default_epochs <= tenth, default_epochs, default),
         (True, tenth, f"a tenth of the run, which is less than the {default}"),
     )
@@ -212,9 +238,11 @@ def resolve_schedule(
     sizes = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch, "warmup_steps": warmup_steps}
     rates = {"lr": lr, "scale": scale, "offset": offset}
     schedule = Schedule.model_validate(config.model_dump() | sizes | rates)
-    reason = f"as configured, over {total_steps} optimizer steps"
-    if config.name == "plateau":
-        reason += f", times {config.gamma:g} after more than {config.patience} evaluations without improvement"
+    ends = {
+        "wsd": f", constant, then down to {config.min_lr:g} in the last {config.decay_share:.0%}",
+        "plateau": f", times {config.gamma:g} after more than {config.patience} evaluations without improvement",
+    }
+    reason = f"as configured, over {total_steps} optimizer steps{ends.get(config.name, '')}"
     return schedule, [
         Decision("schedule", "schedule", config.name, reason),
         replace(decision, value=warmup_steps, shown=many(warmup_steps, "step")),

@@ -60,7 +60,7 @@ class Helper:
             self._open = (key, now, open_data(built, whole))
         request = json.dumps([task, config, devices])
         if request not in self._plans:
-            made = plan_for(built, whole, placement, self._open[2], None)
+            made = plan_for(built, whole, placement, self._open[2], None, devices=detected)
             self._plans[request] = made.plan.as_dict()
         return self._plans[request]
 

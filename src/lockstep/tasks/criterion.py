@@ -147,7 +147,9 @@ def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
     if items is None and not value.item():  # a criterion that counted nothing
         return Loss(value, 0)
     if items is None:
-        raise _not_of_rows("the graph of the loss does not show the divisor of its mean")
+        raise _not_of_rows(
+            "the graph of the loss does not show the divisor of its mean, as under training.compile_loss"
+        )
     if isinstance(items, Tensor) or not items:  # where torch's losses count nothing, they are 0 / 0
         value = torch.where(torch.as_tensor(items > 0, device=value.device), value, 0.0)
     return Loss(value * items, items)  # type: ignore[arg-type]

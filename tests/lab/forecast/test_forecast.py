@@ -59,6 +59,7 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
         (Wish((10**17,)), "numbers of GPUs"),
         (Wish((8,), gpu=H100, strategy="single"), "cannot use strategy single"),
         (Wish((2,), interconnect="nvlink"), "a CPU's step cannot be combined"),
+        (Wish((2,), strategy="fsdp", gpu=H100), "fsdp.sharding=hybrid"),
         (Wish((2,), gpu="Riva TNT2"), "data sheet"),
         (Wish((2,), gpu=H100, interconnect="string"), "--interconnect"),
         (Wish((2,), gpu=H100, per_node=0), "GPUs a node"),
@@ -66,7 +67,7 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
 )
 def test_wishes_that_cannot_be(wish: Wish, word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        forecast(subject(), wish)
+        forecast(subject(fsdp={"sharding": "hybrid"}), wish)
 
 
 def test_a_forecast_holds_the_batch_of_a_device() -> None:

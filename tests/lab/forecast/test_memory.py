@@ -110,15 +110,18 @@ class Deep(Task):
 
 
 @pytest.mark.slow
-def test_recomputed_activations_are_in_the_estimate() -> None:
-    def found(**training: Any) -> dict[str, float]:
-        settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256, **training}}
+def test_settings_of_fsdp_are_in_its_estimate() -> None:
+    def found(**fsdp: Any) -> dict[str, float]:
+        settings = {"hardware": {"selected_devices": ["cpu"]}, "training": {"batch_size": 256}, "fsdp": fsdp}
         estimate = estimate_memory(Subject(Deep, settings), gpus=64, strategy="fsdp")
         kinds: dict[str, float] = estimate["strategies"]["fsdp"]
         return kinds
 
     plain = found()
     assert found(activation_checkpointing=True)["activations"] < plain["activations"] / 2
+    with pytest.raises(UnsupportedError, match=r"fsdp\.sharding=hybrid"):
+        found(sharding="hybrid")
+    assert found(cpu_offload=True)["optimizer"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["dp", "pipeline"])

@@ -60,7 +60,7 @@ class SeededDraws:
 class Replica(NamedTuple):
     """What one process trains. ``forward`` stands in for ``module`` in the task's loss: wrapped, or ``compiled``.
 
-    ``devices``: that the forward uses, if not ``device`` alone.
+    ``loss_mode``: of ``torch.compile``, for the loss. ``devices``: that the forward uses, if not ``device`` alone.
     """
 
     task: Task
@@ -71,6 +71,7 @@ class Replica(NamedTuple):
     rank: int = 0
     forward: nn.Module | None = None
     compiled: bool = False
+    loss_mode: str | None = None
     devices: tuple[torch.device, ...] = ()
 
 
@@ -95,7 +96,7 @@ class Strategy:
         self.module = replica.module
         self._device = replica.device
         self._rank = replica.rank
-        self._ask = CheckedLoss(replica.task)
+        self._ask = CheckedLoss(replica.task, replica.loss_mode)
         self._model = bare(self.module) if replica.forward is None else replica.forward
         self._trainable = TrainedParameters(dict(self.module.named_parameters()), self.divided_by)
         self._parameters = list(self.module.parameters())

@@ -61,7 +61,9 @@ def build_strategy(
         return ExactStrategy(replica, rank.world)
     spec = plan.strategy if plan.strategy.one_process or rank.world.size > 1 else find_strategy(auto_strategy(1))
     if config.training.compile and not spec.scatters:
-        forward = compiled(bare(model), config.training.compile_mode)
-        replica = replica._replace(forward=forward, compiled=True)
+        mode = config.training.compile_mode
+        replica = replica._replace(forward=compiled(bare(model), mode), compiled=True)
+        if config.training.compile_loss:
+            replica = replica._replace(loss_mode=mode)
     strategy: Strategy = import_module(spec.module).build(replica, config, plan)
     return strategy

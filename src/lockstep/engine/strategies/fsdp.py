@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep._compat.torch import SENT_TYPES, NormBase, foreach_norm, fsdp_reduce_scatter
+from lockstep.config import FsdpConfig
 from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
@@ -40,6 +41,7 @@ from lockstep.engine.strategies.base import Asked, RanksStrategy, Replica
 from lockstep.engine.strategies.reducers import Reducer, step_sums
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, UnsupportedError, many
+from lockstep.hardware.world import World
 
 
 def divide(whole: Undivided) -> Divided:
@@ -88,22 +90,26 @@ class ShardedModel(Divided):
                     fix="register it as a buffer, or use --strategy ddp",
                 )
         _refuse_views(model)
-        mesh = init_device_mesh(self.device.type, (whole.rank.world.size,), mesh_dim_names=("shard",))
+        mesh = _mesh(config.fsdp, self.device, whole.rank.world)
         self.group = mesh.get_group("shard")
         blocks = blocks_of(whole.task, model)
         self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if config.training.compile else []:
             block.forward = compiled(block.forward, config.training.compile_mode)
-        if config.training.activation_checkpointing:
+        if config.fsdp.activation_checkpointing or config.training.activation_checkpointing:
             checkpoint_activations(model, blocks)
         self.root = Asked(model)
         self.reduce_scatter = _ReduceScatter()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
+        )
         for module in (*blocks, self.root):
             fully_shard(
                 module,
                 mesh=mesh,
                 reshard_after_forward=True,
                 mp_policy=_policy(module, blocks, whole.rank.plan.placement["precision"]),
+                offload_policy=offload,
             )
             cast(FSDPModule, module).set_custom_reduce_scatter(cast(Any, self.reduce_scatter))
 
@@ -196,6 +202,19 @@ def through(root: nn.Module, function: Callable[..., Any], batch: Any) -> Any:
             why="strategy fsdp gathers a block's parameters when the block is called, and frees them afterwards",
             fix="name other blocks in the task's blocks(model), none of which is used in parts",
         ) from error
+
+
+def _mesh(config: FsdpConfig, device: torch.device, world: World) -> DeviceMesh:
+    if config.sharding == "full":
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    if world.local_size == 1 or world.local_size * world.nodes != world.size:
+        raise UnsupportedError(
+            "fsdp.sharding hybrid needs several ranks on each node, and as many as on the others",
+            why="the ranks of each node divide the whole model among them",
+            fix="use fsdp.sharding full, or --strategy ddp where the model fits one device",
+        )
+    shape = (world.nodes, world.local_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _refuse_views(model: nn.Module) -> None:

@@ -146,7 +146,7 @@ _QUIET: dict[str, Any] = {
     "training": {"max_time_s": None, "early_stopping_patience": 0, "tail": "drop"},
     "telemetry": QUIET,
     "storage": {"mirror": None},
-    "debug": {"fast_dev_run": False},
+    "debug": {"fast_dev_run": False, "overfit_batches": None},
     "launch": {"max_restarts": 0, "nodes": None},
 }
 

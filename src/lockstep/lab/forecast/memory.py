@@ -12,9 +12,11 @@ from typing import Any, TextIO
 import numpy as np
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from lockstep.config import RunConfig
 from lockstep.data.requests import fetch
 from lockstep.errors import UnsupportedError, UsageError, many
 from lockstep.hardware.detect import detect_devices
+from lockstep.hardware.resolve import CONTEXT
 from lockstep.lab.bench.trials import Subject
 from lockstep.lab.forecast.footprint import Footprint, count_step
 from lockstep.planning.batch import BatchPlan, resolve_batch
@@ -25,8 +27,6 @@ from lockstep.telemetry.console import print_table, say
 MOST = 1_000_000
 #: torch's allocator hands out GPU memory in blocks of these bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 GPU_BLOCK = 512
-#: Bytes of a GPU for its context and the workspaces of libraries: an allowance.
-CONTEXT = 0.8e9
 #: The share that a GPU's allocator loses to blocks that do not fit: an allowance, not a measurement.
 GPU_LOSS = 0.05
 #: Rounds of the search for the largest batch; each of them counts a step.
@@ -40,14 +40,14 @@ def total(kinds: Mapping[str, float]) -> float:
     return sum(kinds.values())
 
 
-def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool) -> Kinds:
+def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool, offloaded: bool = False) -> Kinds:
     """The memory of one device with a batch as in ``footprint``.
 
     With a replicated state it has everything; ddp's footprint must be counted with gradients kept, as its buckets do.
-    With a sharded one (FSDP2, by block) it has 1/``ranks`` of parameters, gradients and optimizer; also the root's
-    parameters, two gathered blocks (the one in use and the next), and one block's gradients twice (as computed, and as
-    input of the reduce-scatter); or, if that is more, the root's parameters twice (as received, and as used) and a
-    block's.
+    With a sharded one (FSDP2, by block) it has 1/``ranks`` of parameters, gradients and optimizer (none where
+    ``offloaded``); also the root's parameters, two gathered blocks (the one in use and the next), and one block's
+    gradients twice (as computed, and as input of the reduce-scatter); or, if that is more, the root's parameters twice
+    (as received, and as used) and a block's.
     """
     kinds: Kinds = dict(footprint.kinds)
     spec = find_strategy(strategy)
@@ -55,7 +55,7 @@ def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bo
         kinds = dict(spec.memory(kinds, ranks))
     elif spec.state == "sharded":
         for kind in ("parameters", "gradients", "optimizer"):
-            kinds[kind] /= ranks
+            kinds[kind] = 0.0 if offloaded else kinds[kind] / ranks
         *blocks, root = footprint.blocks
         largest = max(blocks, default=0)
         kinds["gathered"] = max(root + 4 * largest, 2 * root + largest)
@@ -203,9 +203,15 @@ class Counting:
     def memory(self, strategy: str, ranks: int, size: int) -> Kinds:
         """Return the memory of a device; a rank with several micro-batches keeps its gradients between them."""
         spec = find_strategy(strategy)
+        offloaded = False
         recompute = self.config.training.activation_checkpointing
+        if "fsdp" in spec.settings:
+            settings = self.config.fsdp
+            recompute = recompute or settings.activation_checkpointing
+            offloaded = settings.cpu_offload and self.on_gpu
+            refuse_hybrid(self.config)
         footprint = self.footprint(size, not spec.one_process or self.shared.accumulate > 1, recompute)
-        return device_memory(footprint, strategy, ranks, on_gpu=self.on_gpu)
+        return device_memory(footprint, strategy, ranks, on_gpu=self.on_gpu, offloaded=offloaded)
 
 
 def estimate_memory(
@@ -263,6 +269,15 @@ def _refuse(spec: StrategySpec, devices: tuple[str, ...]) -> None:
         spec.refuses(devices)
 
 
+def refuse_hybrid(config: RunConfig) -> None:
+    if config.fsdp.sharding == "hybrid":
+        raise UnsupportedError(
+            "no prediction available for fsdp.sharding=hybrid",
+            why="it depends on the GPUs of a node",
+            fix="set fsdp.sharding=full, or measure it: `lockstep bench batch-size`, `lockstep bench scaling`",
+        )
+
+
 def _free(devices: Sequence[str]) -> float | None:
     """Return the smallest memory of ``devices`` in bytes; ranks that share a device share its memory."""
     device_gb = {device.id: device.free_gb if device.kind == "cpu" else device.memory_gb for device in detect_devices()}
@@ -271,6 +286,8 @@ def _free(devices: Sequence[str]) -> float | None:
 
 
 def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list[str]:
+    fsdp = counting.config.fsdp
+    uses_fsdp = any("fsdp" in spec.settings for spec in specs)
     footprint = counting.footprint(size, any(not spec.one_process for spec in specs))
     tensors = "tensors without memory" if footprint.on == "fake" else "real tensors, since the model reads values"
     notes = {
@@ -282,6 +299,9 @@ def _notes(counting: Counting, size: int, specs: Sequence[StrategySpec]) -> list
         ),
         "gathered: the blocks in use; the rest of the model is sharded": any(s.state == "sharded" for s in specs),
         "ddp: the gradients are in its buckets, which take no further memory": any(s.has_buckets for s in specs),
+        "fsdp.cpu_offload: parameters, gradients and optimizer are in host memory": (
+            uses_fsdp and fsdp.cpu_offload and counting.on_gpu
+        ),
     }
     return [note for note, applies in notes.items() if applies]
 

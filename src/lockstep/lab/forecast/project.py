@@ -16,7 +16,7 @@ from lockstep.lab.bench.step import RARER_MESSAGES, measure_all
 from lockstep.lab.bench.trials import Subject, new_trials
 from lockstep.lab.forecast.collectives import Cluster, cluster_of
 from lockstep.lab.forecast.footprint import Footprint, blocking_messages
-from lockstep.lab.forecast.memory import MOST, Counting, choose_strategy, gigabytes, total
+from lockstep.lab.forecast.memory import MOST, Counting, choose_strategy, gigabytes, refuse_hybrid, total
 from lockstep.lab.forecast.roofline import modelled_step
 from lockstep.lab.forecast.scaling import Setting, Step, buckets, with_error_bars
 from lockstep.launch.prepare import RunInputs
@@ -82,7 +82,7 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
             report.verdict = "no forecast available: the measurement was stopped"
             return report
     setting, strategy_notes = _setting(cluster, counting, wish)
-    if setting.sharded and base.config.training.activation_checkpointing:
+    if setting.sharded and (base.config.fsdp.activation_checkpointing or base.config.training.activation_checkpointing):
         step = replace(step, backward_s=step.backward_s + step.forward_s)
         strategy_notes.append("activation_checkpointing: a forward more in every backward")
     report.rows = [_row(step, count, setting, base) for count in sorted(set(wish.gpus))]
@@ -221,6 +221,9 @@ def _setting(cluster: Cluster, counting: Counting, wish: Wish) -> tuple[Setting,
     if chosen is None or find_strategy(chosen).messages != "gather":
         joint = resolve_reduction(distributed, base.facts.joint_bytes, on_cpu=not counting.on_gpu)
         return replace(setting, strategy=whole, joint=bool(joint.value)), notes
+    refuse_hybrid(base.config)
+    if base.config.fsdp.cpu_offload:
+        notes.append("fsdp.cpu_offload: the transfer to host memory and back takes time that is not included")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
     shrink = 1.0 if base.placement.precision == "32" else 0.5
     return replace(setting, strategy=chosen, shrink=shrink), notes

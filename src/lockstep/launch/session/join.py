@@ -38,6 +38,7 @@ _FOR_TASKS = {
     "telemetry.profile": "use torch.profiler in the loop",
     "debug.fast_dev_run": "set training.max_steps=1",
     "debug.limit_eval_batches": "give session.evaluate() a torch.utils.data.Subset",
+    "debug.overfit_batches": "give session.batches() a torch.utils.data.Subset",
     "debug.start_position": "give session.batches() a torch.utils.data.Subset",
     "debug.switch_off": "set dropout to 0 in the script",
 }

@@ -18,7 +18,7 @@ const NETWORK = new Set(
 const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
 /** Sections that most runs do not change, with their titles. */
 const FURTHER = Object.entries({
-  data: "Data", distributed: "Communication between ranks", pipeline: "Pipeline (strategy pipeline)", validation: "Validation",
+  data: "Data", distributed: "Communication between ranks", fsdp: "Sharding (strategy fsdp)", pipeline: "Pipeline (strategy pipeline)", validation: "Validation",
   averaging: "Averaging of weights", checkpoint: "Checkpoints", storage: "Mirror", telemetry: "Logging", launch: "Launching", lightning: "Lightning", debug: "Debugging",
 });
 
