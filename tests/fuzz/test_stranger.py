@@ -43,7 +43,6 @@ SETTINGS = [
     *(
         "storage.mirror",
         "task.datamodule",
-        "task.ckpt_path",
         "task.cli.model.class_path",
         "task.trainer.default_root_dir",
     ),

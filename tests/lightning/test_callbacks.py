@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,8 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.errors import ConfigError
 from lockstep.lightning import callbacks
-from lockstep.lightning.callbacks import ConfigurationCheck, JSONMetricsLogger, RunStatus, Upload
-from lockstep.rundir.folder import RunDir
+from lockstep.lightning.callbacks import ConfigurationCheck, JSONMetricsLogger, Upload
 from tests.gloo import run_ranks
 from tests.lightning.trainings import Probe, be_rank, make_trainer
 
@@ -48,30 +45,6 @@ def test_a_resumed_training_keeps_the_rows_before(tmp_path: Path) -> None:
     trainer.fit(Probe(), ckpt_path=tmp_path / "epoch=1.ckpt", weights_only=False)
     assert [row["epoch"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert rows(tmp_path)[:2] == first[:2]
-
-
-def test_status_best_and_final_values_of_a_training(tmp_path: Path) -> None:
-    status = RunStatus(tmp_path / "run", monitor="val/loss")
-    trainer = make_trainer(tmp_path, [status, JSONMetricsLogger(tmp_path / "run")])
-    trainer.fit(Probe(val_loss=[2.0, 1.0, 3.0]))
-    run = RunDir.open(tmp_path / "run")
-    record = run.read()
-    assert (record.status, record.best_epoch, record.best_metric) == ("completed", 2, {"val_loss": 1.0})
-    assert record.final_metrics["own_train"] == 3
-    assert record.completed_at is not None
-    beat = run.progress()
-    assert beat is not None
-    assert (beat.step, beat.total, beat.ended) == (12, 12, True)
-    assert [row["attempt"] for row in run.epochs()] == [1, 1, 1]
-
-
-def test_status_of_a_training_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="as it was told to"):
-        make_trainer(tmp_path, [RunStatus(tmp_path / "run")]).fit(Probe(fail_in_epoch=1))
-    record = RunDir.open(tmp_path / "run").read()
-    assert record.status == "failed"
-    assert "Traceback" in (record.error or "")
-    assert "as it was told to" in (record.error or "")
 
 
 def test_the_check_is_printed_once(tmp_path: Path) -> None:
@@ -117,7 +90,7 @@ def test_an_unknown_target_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def every_callback(folder: Path, remote: str) -> list[Callback]:
-    return [RunStatus(folder), JSONMetricsLogger(folder), ConfigurationCheck(), Upload(target=remote)]
+    return [JSONMetricsLogger(folder), ConfigurationCheck(), Upload(target=remote)]
 
 
 class Refusing(Probe):
@@ -148,34 +121,16 @@ def test_other_stages_than_fit_change_nothing_and_end_with_their_own_error(tmp_p
     with pytest.raises(ValueError, match="the first error"):
         trainer.validate(Refusing())
     assert files(tmp_path) == before
-    assert RunDir.open(run).read().status == "completed"
 
 
-class Misplaced(Probe):
-    """Removes the run folder, then fails."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def on_train_epoch_end(self) -> None:
-        shutil.rmtree(self.folder)
-        raise ValueError("the first error")
-
-
-def test_a_clean_up_that_fails_is_logged_and_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(ValueError, match="the first error") as failure:
-        make_trainer(tmp_path, [RunStatus(run)]).fit(Misplaced(run))
-    assert failure.value.__context__ is None
-    assert "RunStatus" in caplog.text
+def test_the_clean_up_of_an_upload_hides_no_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:  # before its mirror exists
         make_trainer(tmp_path, [Upload(target=str(tmp_path / "remote"))]).fit(Probe())
     assert refusal.value.__context__ is None
 
 
 def test_callbacks_that_are_gone_name_their_replacement() -> None:
-    for name in ("AgreedEarlyStopping", "DeviceMonitor", "LearningRate", "StopOnSignal"):
+    for name in ("AgreedEarlyStopping", "DeviceMonitor", "LearningRate", "RunStatus", "StopOnSignal"):
         with pytest.raises(ConfigError) as refusal:
             getattr(callbacks, name)
         assert refusal.value.fix
@@ -185,7 +140,7 @@ def in_two_ranks(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     run, remote = folder / "run", folder / "remote"
     stream = io.StringIO()
     upload = Upload(run, str(remote))
-    used = [RunStatus(run), JSONMetricsLogger(run), upload, ConfigurationCheck(stream)]
+    used = [JSONMetricsLogger(run), upload, ConfigurationCheck(stream)]
     losses = [[4.0, 3.0, 4.0, 5.0], [4.0, 3.0, 2.5, 2.2]][rank]
     make_trainer(folder, used, max_epochs=4, **be_rank(rank)).fit(Probe(val_loss=losses))
     return {
@@ -200,6 +155,4 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
     assert one["uploading"]
     assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
     assert [row["val_loss"] for row in rows(tmp_path / "run")] == [4, 3, 4, 5], "rank 0's own"
-    assert RunDir.open(tmp_path / "run").read().status == "completed"
     assert rows(tmp_path / "remote") == rows(tmp_path / "run")
-    assert fsspec.filesystem("file").exists(str(tmp_path / "remote" / "run.json"))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -36,6 +37,7 @@ FILE = ROOT / "tests" / "lightning" / "own.py"
 MODULE = f"{FILE}:Classifier"
 DATA = ("--set", f"task.datamodule={FILE}:Numbered")
 ONE = {"selected_devices": ["cpu"]}
+PLACEMENT = {"devices": ("cpu",), "backend": None, "precision": "32"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 
@@ -510,13 +512,14 @@ def test_the_trainers_own_callbacks_profiler_and_sanity_check_are_there(tmp_path
             calls.append("epoch")
             trainer.should_stop = True
 
-    config = settings(tmp_path) | {"lightning": {"profiler": "simple"}, "validation": {"sanity_steps": 2}}
+    config = settings(tmp_path) | {"validation": {"sanity_steps": 2}}
     config |= {"optimizer": {"lr": 0.5}, "data": {"num_workers": 3}}
-    given = {"callbacks": [Watch()], "enable_checkpointing": False}
+    profiler = SimpleProfiler(tmp_path, "profile")
+    given = {"callbacks": [Watch()], "enable_checkpointing": False, "profiler": profiler}
     result = fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer=given)
     assert calls == ["sanity", "epoch"]
     assert (result.status, result.step) == ("completed", 7)
-    assert "run_training_epoch" in next((tmp_path / "run" / "logs").glob("*profile*")).read_text()
+    assert "run_training_epoch" in next(tmp_path.glob("*profile*")).read_text()
     run = RunDir.open(tmp_path / "run")
     assert (run.checkpoints / "last").exists(), "the run keeps its checkpoints, not the Trainer"
     notes = " ".join(note["text"] for note in run.plan()["notes"])
@@ -549,7 +552,7 @@ def test_validation_data_of_unknown_size_are_evaluated(several: bool) -> None:
             return CombinedLoader([loader], "sequential") if several else DataLoader(Endless(), batch_size=2)
 
     task = ModuleTask(module=own.Classifier(), datamodule=Streamed())
-    values, samples = evaluate_module(task, "val", torch.device("cpu"), "32", seed=1)
+    values, samples = evaluate_module(task, "val", PLACEMENT, seed=1)
     assert (values["val_number"], samples) == (2.0, None)
 
 
@@ -560,7 +563,7 @@ def test_an_evaluated_module_may_use_its_logger() -> None:
             self.logger.experiment.add_image("validation", torch.zeros(3, 2, 2), self.current_epoch)
 
     task = ModuleTask(module=Pictured(), datamodule=own.Numbered())
-    assert "val_number" in evaluate_module(task, "val", torch.device("cpu"), "32", seed=1)[0]
+    assert "val_number" in evaluate_module(task, "val", PLACEMENT, seed=1)[0]
 
 
 def test_a_module_without_the_step_of_a_split_is_one_error() -> None:
@@ -569,7 +572,7 @@ def test_a_module_without_the_step_of_a_split_is_one_error() -> None:
 
     task = ModuleTask(module=Untested(), datamodule=own.Numbered())
     with pytest.raises(TaskError, match=r"Untested has no test_step\(\)"):
-        evaluate_module(task, "test", torch.device("cpu"), "32", seed=1)
+        evaluate_module(task, "test", PLACEMENT, seed=1)
 
 
 class Unusual(own.Classifier):

@@ -143,7 +143,6 @@ def test_a_module_whose_steps_return_mappings_and_log_nothing_is_trained(modules
     run = lockstep.train(f"{modules}:BoringModel", settings, devices="cpu", epochs=1)
     [row] = run.history
     assert row["train_loss"] > 0
-    assert row["val_loss"] > 0
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Manual", "optimizes manually"), ("Two", "2 optimizers")])

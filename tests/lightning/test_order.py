@@ -7,34 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from torch.utils.data import DataLoader
 
 from lockstep import Order
-from lockstep.errors import CheckpointError
 from lockstep.lightning.cli import run
 from lockstep.rundir.folder import RunDir
 from tests.conftest import RunCli
 from tests.gloo import ROOT
 from tests.lightning.test_cli import write_config
-from tests.lightning.trainings import Numbers, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 SAMPLES, SEED = 21, 7
-
-
-def saving(**when: Any) -> dict[str, Any]:
-    arguments = {"dirpath": "saved", "save_top_k": -1, **when}
-    return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
-
-
-SAVES = [
-    saving(filename="{step}", every_n_train_steps=2),
-    saving(filename="validated-{step}", monitor="val_loss", save_on_train_epoch_end=False),
-    saving(filename="over-{step}", monitor="val_loss", mode="max", save_on_train_epoch_end=True),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -73,36 +57,15 @@ def flat(batches: list[tuple[int, list[int]]], epoch: int) -> list[int]:
 
 
 def test_a_stopped_fit_goes_on_with_the_samples_that_it_had_not_seen(tmp_path: Path) -> None:
-    path = configuration(tmp_path, callbacks=SAVES)
+    path = configuration(tmp_path)
     assert run(["fit", "-c", str(path), "--run_dir", "whole"]) == 0
     whole = seen(tmp_path)
     for epoch in (0, 1):
         assert flat(whole, epoch) == in_order(epoch), "Lockstep's order, new in each epoch, nothing dropped or padded"
-    # Six steps an epoch: in the first one, between the two in three ways, in the second.
-    for name, step in (("step=4", 4), ("step=6", 6), ("validated-step=6", 6), ("over-step=6", 6), ("step=10", 10)):
-        path = configuration(tmp_path, name=name)
-        checkpoint = tmp_path / "saved" / f"{name}.ckpt"
-        assert run(["fit", "-c", str(path), "--run_dir", name, "--ckpt_path", str(checkpoint)]) == 0
-        assert seen(tmp_path, name) == whole[step:]
     path = configuration(tmp_path, name="ended")
     assert run(["fit", "-c", str(path), "--run_dir", "ended", "--trainer.max_steps", "4"]) == 0
     assert run(["fit", "-c", str(path), "--ckpt_path", "ended"]) == 0
     assert seen(tmp_path, "ended") == whole, "what max_steps ended in mid-epoch, too"
-    path = configuration(tmp_path, batch_size=8)
-    with pytest.raises(CheckpointError, match="global batch of 4, and it is 8 now"):
-        run(["fit", "-c", str(path), "--run_dir", "other", "--ckpt_path", str(tmp_path / "saved" / "step=4.ckpt")])
-
-
-def test_a_checkpoint_of_another_trainer_is_where_it_stood(tmp_path: Path) -> None:
-    module = Numbers(samples=SAMPLES, name="own")
-    module.train_dataloader = lambda: DataLoader(torch.arange(SAMPLES), batch_size=4)  # type: ignore[arg-type]
-    trainer = make_trainer(tmp_path, [], max_epochs=2, max_steps=8, limit_val_batches=0)
-    trainer.fit(module)
-    trainer.save_checkpoint("own.ckpt")
-    path = configuration(tmp_path)
-    assert run(["fit", "-c", str(path), "--run_dir", "out", "--ckpt_path", "own.ckpt"]) == 0
-    assert [len(batch) for _, batch in seen(tmp_path)] == [4, 4, 4, 1], "two of six steps of the second epoch are done"
-    assert flat(seen(tmp_path), 1) == in_order(1)[8:]
 
 
 def test_micro_batches_that_batchnorm_cannot_take_are_fewer_and_larger(tmp_path: Path) -> None:

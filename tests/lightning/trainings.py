@@ -117,6 +117,14 @@ class Kept(Numbers):
         self.save_hyperparameters()
 
 
+class Named(Numbers):
+    """Its checkpoints name a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"encoder": [{"class_path": "evil.Model"}]})
+
+
 class Unequal(Numbers):
     """Five validation samples, 0 to 4, one by one, logged as they are; its buffers are DDP's to hand out."""
 

@@ -255,8 +255,6 @@ NOT_THE_PAGES = {
     "task.datamodule": "os:system",
     "task.trainer": {"logger": "x"},
     "task.cli": {"model": {"class_path": "os.system"}},
-    "task.ckpt_path": "/elsewhere/evil.ckpt",
-    "task.weights_only": False,
 }
 
 

@@ -26,6 +26,7 @@ _CORE_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
 
 #: Settings of earlier versions and their replacements. Removed at the next minor version.
 REMOVED = {
+    "lightning.profiler": "give the Trainer a profiler: trainer={'profiler': SimpleProfiler(dirpath=…, filename=…)}",
     "telemetry.upload_to": "use storage.mirror",
     "telemetry.upload_every_epochs": "leave it out; storage.mirror copies each checkpoint when it is complete",
     "telemetry.csv": "leave it out; pandas.DataFrame(lockstep.Run(RUN).steps).to_csv(FILE) writes one",

@@ -64,10 +64,8 @@ def _code_in(config: Mapping[str, Any]) -> Iterator[Reference]:
     for setting, value in names.items():
         if isinstance(value, str) and (":" in value or value.endswith(".py")):
             yield Reference(setting, value, _line(whole_name(value)))
-    # Sections of LightningCLI may name anything anywhere, and so may a checkpoint file that may run code.
-    if task.get("cli") or task.get("weights_only") is False:
-        content = [task.get("cli"), task.get("weights_only"), str(task.get("ckpt_path"))]
-        yield Reference("task.cli", task.get("cli"), f"sha256:{_hash(content)}")
+    if task.get("cli"):  # sections of LightningCLI may name anything anywhere
+        yield Reference("task.cli", task["cli"], f"sha256:{_hash(task['cli'])}")
 
 
 def targets_in(config: Mapping[str, Any]) -> list[Reference]:

@@ -429,12 +429,6 @@ class LaunchConfig(Section):
     join_timeout_s: float = setting(120.0, "seconds that a node waits for the others to join, or to rejoin", gt=0)
 
 
-class LightningConfig(Section):
-    profiler: Literal["simple", "advanced", "pytorch"] | None = setting(
-        None, "profile Lightning's Trainer (of a LightningModule); the report goes to logs/"
-    )
-
-
 class DebugConfig(Section):
     fast_dev_run: bool = setting(
         False, "run up to three training steps and one validation batch, as a check with an estimate of the run's time"
@@ -478,7 +472,6 @@ class RunConfig(Section):
     storage: StorageConfig = Field(default_factory=StorageConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
-    lightning: LightningConfig = Field(default_factory=LightningConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
 
     @model_validator(mode="after")

@@ -9,36 +9,30 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 
-from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.rundir.folder import RunDir, new_run_id, utc_now
-from lockstep.rundir.heartbeat import Heartbeat
+from lockstep.rundir.folder import RunDir
 from lockstep.rundir.mirror import Mirror, refuse_inside
 from lockstep.rundir.remote import Remote, is_url
-from lockstep.telemetry.loggers import as_row, monitored, row_name
+from lockstep.telemetry.loggers import as_row
 
-__all__ = ["ConfigurationCheck", "JSONMetricLogger", "JSONMetricsLogger", "RunStatus", "Upload"]
+__all__ = ["ConfigurationCheck", "JSONMetricLogger", "JSONMetricsLogger", "Upload"]
 
 #: Callbacks of earlier versions, and their replacements.
 _GONE = {
     "AgreedEarlyStopping": "Lightning's EarlyStopping, on a value logged with sync_dist=True",
     "DeviceMonitor": "Lightning's DeviceStatsMonitor; lockstep.lightning.fit records the devices itself",
     "LearningRate": "Lightning's LearningRateMonitor; lockstep.lightning.fit records the rate itself",
+    "RunStatus": "lockstep.lightning.fit, whose run folder has status, rows and checkpoints",
     "StopOnSignal": "lockstep.lightning.fit, which stops on a signal with a checkpoint",
 }
 
-Row = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
@@ -48,43 +42,38 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class FitCallback(Callback):
-    """Base of callbacks that clean up when ``fit`` fails: subclasses define :meth:`fit_failed`."""
+def logged_since(earlier: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``metrics`` that were logged since they were ``earlier``.
 
-    def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
-        """Clean up on every rank after ``exception``. An error in here is logged, so that it does not hide that one."""
-        raise NotImplementedError
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        try:
-            self.fit_failed(trainer, exception)
-        except Exception as error:
-            _log.warning(f"{type(self).__name__} could not clean up: {type(error).__name__}: {error}")
+    Lightning keeps every value; one that was not logged again is still the same object.
+    """
+    return {name: value for name, value in metrics.items() if value is not earlier.get(name)}
 
 
-class CompleteRows(Callback):
-    """Base of callbacks that want one row an epoch: subclasses define :meth:`take_row`, called on rank 0.
+class JSONMetricsLogger(Callback):
+    """Writes ``FOLDER/metrics.json`` after every epoch: ``{"epochs": [{epoch, train_loss, val_loss, …, lr, …}]}``.
 
-    Lightning calls a callback's ``on_train_epoch_end`` before that of the module, and steps the schedulers later.
-    So a row is put together when the next epoch starts or training ends.
+    Only rank 0 writes, atomically. A resumed training keeps the rows of the epochs before.
 
     A row: ``epoch`` (from 1), ``step`` (optimizer steps so far), every scalar of ``trainer.callback_metrics`` that
-    was logged *in this epoch* (``val/loss`` as ``val_loss``), ``lr`` (of the epoch's last optimizer step; the first
+    was logged in this epoch (``val/loss`` as ``val_loss``), ``lr`` (of the epoch's last optimizer step; the first
     parameter group's) and ``duration_s``. An epoch that a stop request cut short makes no row. Values that a module
     logs without ``sync_dist`` are those of rank 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | str) -> None:
+        self._run = RunDir(Path(folder))
+        self._rows: list[dict[str, Any]] = []
         self._lr: float | None = None
         self._started = 0.0
-        self._ended: Row | None = None
-        self._earlier: dict[str, Tensor] = {}
+        #: The row of the epoch that has ended, without its metrics: the module's hook may log more of them.
+        self._ended: dict[str, Any] | None = None
+        self._earlier: dict[str, Any] = {}
 
-    def take_row(self, trainer: Trainer, row: Row) -> None:
-        """One epoch is complete; only on rank 0."""
-        raise NotImplementedError
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._run.path.mkdir(parents=True, exist_ok=True)
+            self._rows = [row for row in self._run.epochs() if row.get("epoch", 0) <= trainer.current_epoch]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # A scheduler that steps with the optimizer has moved on by the end of the batch.
@@ -92,7 +81,7 @@ class CompleteRows(Callback):
         self._lr = float(groups[0]["lr"]) if groups else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._complete(trainer)
+        self._write_row(trainer)
         self._started = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -103,146 +92,23 @@ class CompleteRows(Callback):
         self._ended = {"epoch": epoch, "step": trainer.global_step, "lr": self._lr, "duration_s": seconds}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._complete(trainer)
+        self._write_row(trainer)
 
-    def _complete(self, trainer: Trainer) -> None:
-        # On every rank: to read the metrics may be to reduce them.
-        metrics = dict(trainer.callback_metrics)
-        earlier = self._earlier
+    def _write_row(self, trainer: Trainer) -> None:
+        metrics = dict(trainer.callback_metrics)  # on every rank: to read them may be to reduce them
+        fresh = logged_since(self._earlier, metrics)
         ended = self._ended
-        self._ended = None
         self._earlier = metrics
-        # Lightning never drops a value; one that was not logged again is still the same object.
-        fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
+        self._ended = None
         if ended is not None and trainer.is_global_zero:
-            self.take_row(trainer, {"epoch": ended["epoch"], **scalars(fresh), **ended})
-
-
-def scalars(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """The scalars of ``metrics`` as numbers, by the names of rows; without ``x_step`` and ``x_epoch`` beside ``x``."""
-    variants = {f"{name}{end}" for name in metrics for end in ("_step", "_epoch")}
-    numbers = {name: value for name, value in metrics.items() if value.numel() == 1 and name not in variants}
-    return as_row({name: float(value) for name, value in numbers.items()})
-
-
-class JSONMetricsLogger(CompleteRows):
-    """Writes ``FOLDER/metrics.json`` after every epoch: ``{"epochs": [{epoch, train_loss, val_loss, …, lr, …}]}``.
-
-    Only rank 0 writes, atomically. A resumed training keeps the rows of the epochs before.
-    """
-
-    def __init__(self, folder: Path | str) -> None:
-        super().__init__()
-        self._run = RunDir(Path(folder))
-        self._rows: list[Row] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            self._run.path.mkdir(parents=True, exist_ok=True)
-            self._rows = [row for row in self._run.epochs() if row.get("epoch", 0) <= trainer.current_epoch]
-
-    def take_row(self, trainer: Trainer, row: Row) -> None:
-        in_run = {"attempt": self._run.read().attempt} if self._run.run_file.exists() else {}
-        self._rows.append({**row, **in_run})
-        self._run.write_epochs(self._rows)
+            variants = {f"{name}{end}" for name in fresh for end in ("_step", "_epoch")}
+            numbers = {name: float(v) for name, v in fresh.items() if v.numel() == 1 and name not in variants}
+            self._rows.append({"epoch": ended["epoch"], **as_row(numbers), **ended})
+            self._run.write_epochs(self._rows)
 
 
 #: By the name that some configurations have.
 JSONMetricLogger = JSONMetricsLogger
-
-
-class RunStatus(CompleteRows, FitCallback):
-    """Keeps the run folder ``FOLDER``: status, best epoch, final metrics, error, and a heartbeat every second.
-
-    The folder is made if it is missing or empty. Only rank 0 writes. With it, ``lockstep runs``, ``lockstep show``
-    and everything else that reads run folders know this training.
-
-    Args:
-        monitor: what *best* means: a name that the module logs.
-        mode: whether less or more of it is better.
-    """
-
-    def __init__(self, folder: Path | str, *, monitor: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
-        super().__init__()
-        self._path = Path(folder)
-        self._monitor = monitor
-        self._sign = 1.0 if mode == "min" else -1.0
-        self._run: RunDir | None = None
-        self._best: float | None = None
-        self._heartbeat: Heartbeat | None = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        if (self._path / "run.json").exists():
-            run = RunDir.open(self._path)
-        else:
-            config = resolve({"task": {"name": f"{type(pl_module).__module__}:{type(pl_module).__qualname__}"}})
-            run = RunDir.create(self._path, config, run_id=new_run_id(self._path), command=sys.argv)
-        self._run = run
-        record = run.read()
-        best = monitored(record.best_metric, self._monitor)
-        if trainer.global_step and best is not None:
-            self._best = self._sign * best[1]
-        run.begin_attempt({}, _placement(trainer), trainer.global_step)
-        run.update(status="running", started_at=record.started_at or utc_now(), final_metrics={})
-        self._heartbeat = Heartbeat()
-        self._heartbeat.start(run.heartbeat_file, trainer.global_step, _total_steps(trainer))
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.beat(trainer.global_step, _total_steps(trainer))
-
-    def take_row(self, trainer: Trainer, row: Row) -> None:
-        value = monitored(row, self._monitor)
-        if value is None or self._run is None:
-            return
-        if self._best is None or self._sign * value[1] < self._best:
-            self._best = self._sign * value[1]
-            monitors = {self._monitor, row_name(self._monitor)}
-            best = {name: number for name, number in row.items() if name in monitors or name.startswith("val_")}
-            self._run.update(best_epoch=row["epoch"], best_metric=best)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        self._end("completed", final_metrics=scalars(trainer.callback_metrics))
-
-    def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            self._end("stopped")
-        else:
-            self._end("failed", error="".join(traceback.format_exception(exception)))
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
-
-    def _end(self, status: str, **changes: Any) -> None:
-        self.teardown()
-        if self._run is not None:
-            self._run.update(status=status, completed_at=utc_now(), **changes)
-
-
-def _placement(trainer: Trainer) -> dict[str, Any]:
-    on_cpu = isinstance(trainer.accelerator, CPUAccelerator)
-    return {
-        "accelerator": "cpu" if on_cpu else trainer.strategy.root_device.type,
-        "devices": ["cpu" if on_cpu else f"gpu:{index}" for index in trainer.device_ids],
-        "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
-        "world_size": trainer.world_size,
-        "nodes": trainer.num_nodes,
-        "precision": str(trainer.precision),
-    }
-
-
-def _total_steps(trainer: Trainer) -> int | None:
-    """Optimizer steps of the whole training, where Lightning knows."""
-    try:
-        total = trainer.estimated_stepping_batches
-    except Exception:  # raised by Lightning for data of unknown length
-        return None
-    return int(total) if total not in (float("inf"), -1) else None
 
 
 class ConfigurationCheck(Callback):
@@ -272,7 +138,7 @@ class ConfigurationCheck(Callback):
         print("\n".join(lines), file=self._stream or sys.stdout, flush=True)
 
 
-class Upload(FitCallback):
+class Upload(Callback):
     """Mirrors ``local_dir`` at ``target`` every N epochs and at the end; only rank 0, in a background thread.
 
     Other ranks do not wait, and end when they are done; rank 0 waits for the last copy. A failure is reported once and
@@ -322,16 +188,13 @@ class Upload(FitCallback):
         if trainer.is_global_zero and due and self.mirror is not None:
             self.mirror.request()
 
-    def fit_failed(self, trainer: Trainer, exception: BaseException) -> None:
-        self._finish(trainer)
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero:
+            self.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The last hook: no rank is in a collective call.
-        if stage == "fit" and not self.is_closed_by_run:
-            self._finish(trainer)
-
-    def _finish(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
+        if stage == "fit" and trainer.is_global_zero and not self.is_closed_by_run:
             self.close()
 
     def close(self) -> None:

@@ -1,17 +1,13 @@
-"""Lightning's state in the checkpoints of a run, and checkpoint files of Lightning; one error for broken ones."""
+"""Lightning's state in the checkpoints of a run, and such a checkpoint as Lightning reads it."""
 
 from __future__ import annotations
 
-import pickle
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 
@@ -20,20 +16,13 @@ from lockstep.checkpoint.content import saveable
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import HostBuffers
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.resume import restoring
 from lockstep.engine.state import TrainState
-from lockstep.errors import CheckpointError, LockstepError
+from lockstep.errors import CheckpointError
 from lockstep.lightning.dataloaders import used_batches
 from lockstep.lightning.run_callback import KEPT_STATE, RUN_CHECKPOINTS
-from lockstep.planning import BatchPlan
 
 #: Entries of no use without the run: ``load_from_checkpoint`` reads the rest, and entries of the module.
 _OF_THE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
-_FIX = "--ckpt_path takes a run's folder, one of its checkpoints, or a file; without it `fit` starts a new training"
-#: Where errors about a file's content are raised: never in the user's code.
-_LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), "<")
-_CONNECTOR = "trainer/connectors/checkpoint_connector.py"
-_RESTORING = ("resume", "restore", "_restore")
 #: The loops are made again from the state of the run; the types of hyper-parameters would need pickle.
 _NOT_KEPT = ("loops", "hparams_type", "datamodule_hparams_type", "state_dict")
 #: Without them a resumed training would be another one: an error, if they cannot be saved.
@@ -128,45 +117,6 @@ def set_progress(progress: dict[str, Any], **counters: int) -> None:
     progress["current"].update(counters)
 
 
-def read_file(file: Path, *, weights_only: bool = True) -> Snapshot:
-    """The content of a file; ``weights_only``: without running code that is in it. Raises :class:`CheckpointError`."""
-    with cannot_load(file):
-        content = torch.load(file, map_location="cpu", weights_only=weights_only)
-        return Snapshot(content["global_step"], content.pop("state_dict"), {"lightning": content}, {})
-
-
-def imported_state(snapshot: Snapshot, batch: BatchPlan, source: Path) -> TrainState:
-    """Where the training of a file stood, in the order of this run.
-
-    Raises :class:`CheckpointError` if the file does not say it, or it stood in mid-epoch at another global batch.
-    """
-    with restoring(source):
-        content = snapshot.trainer["lightning"]
-        loops = content.pop("loops")["fit_loop"]
-        callbacks = content.get("callbacks") or {}
-        order = callbacks.pop("RunLogCallback", None)
-        if order:
-            epoch, position, global_batch = (int(order[name]) for name in ("epoch", "position", "global_batch"))
-            if position and global_batch != batch.global_batch:
-                raise CheckpointError(
-                    f"{source} was saved in mid-epoch at a global batch of {global_batch}, "
-                    f"and it is {batch.global_batch} now",
-                    fix="train on as many devices as before",
-                )
-        else:
-            epochs = loops["epoch_progress"]["current"]
-            batches = loops["epoch_loop.batch_progress"]
-            done = 0 if batches["is_last_batch"] else batches["current"]["completed"]
-            # An epoch that max_steps ended counts as completed there.
-            epoch = int(epochs["ready"]) - (done > 0)
-            position = done // batch.accumulate * batch.global_batch
-        if batch.window(position) is None:
-            epoch = epoch + 1
-            position = 0
-        step = int(loops["epoch_loop.state_dict"].get(STEPPED, snapshot.step))
-        return TrainState(step, step * batch.accumulate, epoch, position, epoch * batch.samples + position)
-
-
 def as_file(snapshot: Snapshot) -> dict[str, Any]:
     """A checkpoint of a module's run as ``LightningModule.load_from_checkpoint`` reads one."""
     state = snapshot.trainer["lightning"]
@@ -174,26 +124,18 @@ def as_file(snapshot: Snapshot) -> dict[str, Any]:
     return {**entries, "state_dict": dict(snapshot.model)}
 
 
-def check_file(path: object, config: Any) -> None:
-    """Refuse a file whose reading would never end (a named pipe, a device), or would run code of others.
+def check_classes(content: Mapping[str, Any], config: Any) -> None:
+    """Refuse hyper-parameters that name classes which ``config`` does not name: LightningCLI would import them.
 
-    Its hyperparameters may name classes, which LightningCLI would import: those of ``config`` only; ``None``: any.
-    Addresses, folders and Lightning's words pass.
+    Raises:
+        CheckpointError: they name another class.
     """
-    if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
-        return
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} is not a checkpoint", why="it is not a regular file", fix=_FIX)
-    if config is None:
-        return
-    content = torch.load(path, weights_only=True, map_location="cpu")
-    named = set(_classes(content.get("hyper_parameters") if isinstance(content, dict) else None))
-    unnamed = named - set(_classes(config))
+    unnamed = set(_classes(content.get("hyper_parameters"))) - set(_classes(config))
     if unnamed:
         raise CheckpointError(
-            f"{path} names a class that the configuration does not name: {min(unnamed)[:200]}",
-            why="its hyperparameters would have it imported, and code of others run",
-            fix="if you trust it, name the class as model.class_path, or add --weights_only false",
+            f"the checkpoint names a class that the configuration does not name: {min(unnamed)[:200]}",
+            why="its hyper-parameters would have it imported, and code of others run",
+            fix="if you trust it, name the class as model.class_path",
         )
 
 
@@ -206,31 +148,13 @@ def _classes(values: Any) -> Iterator[str]:
 
 
 @contextmanager
-def cannot_load(path: object) -> Iterator[None]:
-    """Raise errors of the body over the content of a checkpoint as :class:`CheckpointError`."""
+def module_fits(run: Path) -> Iterator[None]:
+    """Raise :class:`CheckpointError` where the weights of ``run`` do not fit the module that a Trainer restores."""
     try:
         yield
-    except LockstepError:
-        raise
-    except Exception as error:  # of any class, by the file's content
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        fix = _FIX
-        if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
-            lines = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines
-            fix = "if you trust whoever made it, add --weights_only false: it may then run code; else " + _FIX
-        reason = ": ".join([type(error).__name__, *(line.strip()[:300] for line in lines[:1])])
-        raise CheckpointError(f"cannot load {path}", why=reason, fix=fix) from error
-
-
-@contextmanager
-def trainer_loads(path: object) -> Iterator[None]:
-    """As :func:`cannot_load` for a Trainer that restores ``path`` in the body; other errors are raised unchanged."""
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        restores = any(at.filename.endswith(_CONNECTOR) and at.name.startswith(_RESTORING) for at in frames)
-        if path is None or not restores or not frames[-1].filename.startswith(_LIBRARIES):
-            raise  # of the training, or of the user's hooks
-        with cannot_load(path):
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
             raise
+        lines = [line.strip()[:300] for line in str(error).splitlines()[1:2]]
+        fix = "name the module, and its arguments, with which the run was trained"
+        raise CheckpointError(f"the weights of {run} do not fit the module", why=" ".join(lines), fix=fix) from error

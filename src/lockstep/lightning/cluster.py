@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import distributed
 from torch.distributed import ReduceOp
 
@@ -30,11 +30,10 @@ from lockstep.engine.task import Datasets
 from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.lightning.dataloaders import SharedBatches
-from lockstep.planning import Plan
 
 
-class SharedDDPStrategy(DDPStrategy):
-    """Lightning's DDP for ranks with different numbers of evaluation samples and batches.
+class RankedDdp(LaunchedDdp):
+    """Lightning's DDP in a process group that exists, for ranks with different numbers of evaluation batches.
 
     Evaluation goes past the DDP wrapper, whose forward may broadcast buffers; they are broadcast once, when
     validation begins.
@@ -57,19 +56,10 @@ class SharedDDPStrategy(DDPStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context(), self._evaluates_batch():
-            return self.lightning_module.validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context(), self._evaluates_batch():
-            return self.lightning_module.test_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluates_batch(self) -> Iterator[None]:
         self._in_batch = True
         try:
-            yield
+            with self.precision_plugin.val_step_context():
+                return self.lightning_module.validation_step(*args, **kwargs)
         finally:
             self._in_batch = False
 
@@ -118,23 +108,6 @@ def check_even(trainer: Trainer) -> None:
             )
 
 
-def ddp_arguments(name: Any) -> dict[str, Any] | None:
-    """The arguments of Lightning's DDP of this name (``ddp``, ``ddp_find_unused_parameters_true``, …).
-
-    ``None`` for other strategies, objects, and DDP that starts processes itself (``ddp_spawn``).
-    """
-    entry = StrategyRegistry[name] if isinstance(name, str) and name in StrategyRegistry else None
-    if entry is None or entry["strategy"] is not DDPStrategy or entry["init_params"]["start_method"] != "popen":
-        return None
-    return dict(entry["init_params"])
-
-
-def shared_ddp(strategy: Strategy | str, ranks: int) -> Strategy | str:
-    """:class:`SharedDDPStrategy` for Lightning's DDP by name; on several ranks for ``auto``, too."""
-    arguments = ddp_arguments("ddp" if strategy == "auto" and ranks > 1 else strategy)
-    return strategy if arguments is None else SharedDDPStrategy(**arguments)
-
-
 class RankEnvironment(LightningEnvironment):
     """Declares that the ranks exist already, so that Lightning starts none and does not run the caller again."""
 
@@ -156,36 +129,43 @@ class RankEnvironment(LightningEnvironment):
         """Leaves the process's variables alone."""
 
 
-class RankedDdp(LaunchedDdp, SharedDDPStrategy):
-    """Lightning's DDP in a process group that exists already."""
-
-
 def planned_strategy(devices: tuple[str, ...], ranks: int) -> Strategy:
     """The strategy that a Trainer on ``ranks`` of these devices has, not set up."""
     used = [torch.device(name.replace("gpu", "cuda")) for name in devices]
     return RankedDdp(parallel_devices=used) if ranks > 1 else SingleDeviceStrategy(device=used[0])
 
 
-def rank_arguments(plan: Plan, world: World, distributed: DistributedConfig) -> dict[str, Any]:
-    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, cluster environment."""
+def rank_arguments(
+    placement: Mapping[str, Any], world: World, distributed: DistributedConfig | None = None
+) -> dict[str, Any]:
+    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, precision, cluster environment.
+
+    Args:
+        placement: :meth:`.Placement.as_dict`.
+    """
     ranks = [World(local_rank=rank, local_size=world.local_size) for rank in range(world.local_size)]
-    devices = [rank_device(tuple(plan.placement["devices"]), rank) for rank in ranks]
+    devices = [rank_device(tuple(placement["devices"]), rank) for rank in ranks]
     environment = RankEnvironment(world)
+    distributed = distributed or DistributedConfig()
     on_cpu = devices[0].type == "cpu"
     several = world.size > 1
     ddp: dict[str, Any] = {
         "parallel_devices": devices,
         "cluster_environment": environment,
-        "process_group_backend": plan.placement["backend"],
+        "process_group_backend": placement["backend"],
         "timeout": timedelta(seconds=distributed.timeout_s),
         "find_unused_parameters": distributed.find_unused_parameters,
         "bucket_cap_mb": distributed.bucket_cap_mb,
     }
+    precision = placement["precision"]
+    if precision == "16-mixed" and on_cpu:
+        precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
     return {
         "accelerator": "cpu" if on_cpu else "cuda",
         # A GPU that carries two ranks is named once here; the strategy knows the device of each rank.
         "devices": len(devices) if on_cpu else sorted({device.index for device in devices}),
         "num_nodes": world.nodes,
+        "precision": "32-true" if precision == "32" else precision,
         "strategy": RankedDdp(**ddp) if several else "auto",
         "plugins": [] if several else [environment],
         "use_distributed_sampler": False,

@@ -326,10 +326,26 @@ def _reason_to_keep(loader: Any, *kinds: type) -> str | None:
     return f"has its own {type(sampler if not has_kind or redrawn else loader.batch_sampler).__name__}"
 
 
-def evaluation_loader(loader: Any, world: World, seed: int, *, drops_last: bool = True) -> Any:
+_CUT = (
+    "An evaluation loader has fewer batches than there are ranks, so they are cut into smaller ones. Values of a whole "
+    "batch (a mean of batches, a contrastive loss) then differ from those of one device; a smaller batch_size keeps "
+    "the batches whole."
+)
+
+
+def evaluation_loader(
+    loader: Any,
+    world: World,
+    seed: int,
+    *,
+    drops_last: bool = True,
+    report: Callable[[str], object] | None = None,
+) -> Any:
     """The user's evaluation loader in index order, its batches shared out among ranks.
 
-    ``drops_last``: leave a last, short batch out where the loader says so (``drop_last``).
+    Args:
+        drops_last: leave a last, short batch out where the loader says so (``drop_last``).
+        report: called with a text if the batches are not those of the user.
     """
     reason = _reason_to_keep(loader, RandomSampler, SequentialSampler)
     if reason is not None:
@@ -342,19 +358,9 @@ def evaluation_loader(loader: Any, world: World, seed: int, *, drops_last: bool 
         )
     drop_last = loader.drop_last and drops_last
     batches = SharedBatches(len(loader.dataset), loader.batch_size, world, drop_last=drop_last)
+    if batches.is_cut and report is not None:
+        report(_CUT)
     return SeededLoader(loader, seed, world.rank, lambda: 0, batch_sampler=batches)
-
-
-def cut_batches(loader: Any) -> str | None:
-    """Return a report if the batches of an evaluation loader are not those of the user."""
-    batches = getattr(loader, "batch_sampler", None)
-    if not isinstance(batches, SharedBatches) or not batches.is_cut:
-        return None
-    return (
-        "An evaluation loader has fewer batches than there are ranks, so they are cut into smaller ones. Values "
-        "of a whole batch (a mean of batches, a contrastive loss) then differ from those of one device; a "
-        "smaller batch_size keeps the batches whole."
-    )
 
 
 Change = Callable[[Any], Any]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.rank_context import RankContext
@@ -26,26 +25,19 @@ from lockstep.engine.state import RunResult
 from lockstep.errors import DataError, TaskError
 from lockstep.hardware.world import World
 from lockstep.lightning.callbacks import Upload
-from lockstep.lightning.ckpt_file import StoreIO, imported_state, read_file, trainer_loads
+from lockstep.lightning.ckpt_file import StoreIO
 from lockstep.lightning.cluster import agreed_logging, check_loaders, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
     SharedBatches,
     check_interval,
-    cut_batches,
     defines,
     evaluation_loader,
     replaced_loaders,
     training_loader,
 )
-from lockstep.lightning.module_task import ModuleTask, as_list
+from lockstep.lightning.module_task import ModuleTask
 from lockstep.lightning.run_callback import RUN_CHECKPOINTS, RunLogCallback
 from lockstep.telemetry.loggers import as_row
-
-_PROFILERS: dict[str, type[Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-}
 
 
 class ModuleFit:
@@ -56,15 +48,10 @@ class ModuleFit:
     def __init__(self, rank: RankContext, task: ModuleTask) -> None:
         snapshot = load_latest(rank)
         if rank.config.telemetry.profile is not None:
-            text = "telemetry.profile is for tasks; a LightningModule is profiled with lightning.profiler"
+            text = "telemetry.profile is for tasks; a LightningModule is profiled with a profiler of its Trainer"
             rank.note("profile_unused", text, "warning")
         task.renew()
-        self._file = task.config.ckpt_path if snapshot is None else None
-        if self._file is not None:
-            snapshot = read_file(self._file, weights_only=task.config.weights_only is not False)
-            self._state = imported_state(snapshot, rank.plan.batch, self._file)
-        else:
-            self._state = restored_state(rank, snapshot)
+        self._state = restored_state(rank, snapshot)
         self._rank = rank
         self._task = task
         self._snapshot = snapshot
@@ -97,14 +84,8 @@ class ModuleFit:
         if plan.sync_batchnorm:
             convert(module, None)
         with (
-            trainer_loads(self._file),
             quiet_trainer(),
-            replaced_loaders(
-                [data, module],
-                self._training_loader,
-                self._evaluation_loader,
-                seed=plan.seed,
-            ),
+            replaced_loaders([data, module], self._training_loader, self._evaluation_loader, seed=plan.seed),
         ):
             store = StoreIO(rank, self._state, self._snapshot, self._write)
             store.trainer = trainer = pl.Trainer(**self._arguments(store))
@@ -122,11 +103,12 @@ class ModuleFit:
 
     def _evaluation_loader(self, loader: Any) -> Any:
         self._check_data(val=loader)
-        shared = evaluation_loader(loader, self._rank.world, self._rank.plan.seed)
-        if (text := cut_batches(shared)) and not self._reports_cut:
+        return evaluation_loader(loader, self._rank.world, self._rank.plan.seed, report=self._note_cut)
+
+    def _note_cut(self, text: str) -> None:
+        if not self._reports_cut:
             self._reports_cut = True
             self._rank.note("batches_cut", text, "warning")
-        return shared
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
         config = self._rank.config
@@ -134,23 +116,18 @@ class ModuleFit:
         arguments = dict(self._task.trainer_arguments)
         batch = plan.batch
         validation = config.validation
-        precision = plan.placement["precision"]
-        if precision == "16-mixed" and self._rank.device.type == "cpu":
-            precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
         check_interval(arguments, batch)
-        callbacks = [self._callback, *as_list(arguments.pop("callbacks", None))]
+        callbacks = [self._callback, *arguments.pop("callbacks", [])]
         uploads = [callback for callback in callbacks if isinstance(callback, Upload)]
         for upload in uploads:
             upload.is_closed_by_run = True
         self._uploads = uploads if self._rank.world.is_main else []
-        profiler = config.lightning.profiler
         settings: dict[str, Any] = {
             "max_epochs": plan.epochs,
             # A module that optimizes manually may take several optimizer steps a batch, and the Trainer counts them.
             "max_steps": (config.training.max_steps or -1) if self._task.module.automatic_optimization else -1,
             "accumulate_grad_batches": batch.accumulate,
             "gradient_clip_val": config.training.max_grad_norm,
-            "precision": "32-true" if precision == "32" else precision,
             # With validation.every_steps, the callback sets after each batch whether to validate.
             "check_val_every_n_epoch": 1 if validation.every_steps else validation.every_epochs,
             "num_sanity_val_steps": 0 if self._snapshot else validation.sanity_steps,
@@ -161,15 +138,13 @@ class ModuleFit:
             "detect_anomaly": config.debug.detect_anomaly,
             "default_root_dir": self._rank.run_dir.logs,
         }
-        if profiler is not None:
-            settings["profiler"] = _PROFILERS[profiler](dirpath=self._rank.run_dir.logs, filename="profile")
         arguments.pop("enable_checkpointing", None)  # RunLogCallback is a Checkpoint callback
         position = self._state.position
         if position and round(position / batch.global_batch) + batch.steps_left(position) != batch.steps_per_epoch:
             # An epoch that is resumed with another global batch has another number of batches than the next one.
             arguments["reload_dataloaders_every_n_epochs"] = 1
-        ranks = rank_arguments(plan, self._rank.world, config.distributed)
-        plugins = [*ranks.pop("plugins"), store, *as_list(arguments.pop("plugins", None))]
+        ranks = rank_arguments(plan.placement, self._rank.world, config.distributed)
+        plugins = [*ranks.pop("plugins"), store, *arguments.pop("plugins", [])]
         return {**settings, **arguments, **ranks, "callbacks": callbacks, "plugins": plugins}
 
     def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -185,14 +160,12 @@ def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
     """Return ``samples`` and ``metrics`` of a checkpoint."""
     request = reopened.evaluation
     load_weights(task.module, reopened.snapshot.model, request.run.path)
-    precision = request.plan.placement["precision"]
-    seed = request.config.training.seed
-    metrics, samples = evaluate_module(task, request.split, reopened.device, precision, seed)
+    metrics, samples = evaluate_module(task, request.split, request.plan.placement, request.config.training.seed)
     return {"samples": samples, "metrics": metrics}
 
 
 def evaluate_module(
-    task: ModuleTask, split: str, device: torch.device, precision: str, seed: int
+    task: ModuleTask, split: str, placement: Mapping[str, Any], seed: int
 ) -> tuple[dict[str, float], int | None]:
     """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
 
@@ -222,9 +195,7 @@ def evaluate_module(
 
     with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
         trainer = pl.Trainer(
-            accelerator="cpu" if device.type == "cpu" else "cuda",
-            devices=1 if device.type == "cpu" else [device.index],
-            precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
+            **rank_arguments(placement, World()),
             logger=DummyLogger(),  # modules log pictures to self.logger.experiment
             enable_checkpointing=False,
             enable_progress_bar=False,

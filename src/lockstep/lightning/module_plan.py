@@ -36,14 +36,21 @@ class LoaderFacts(NamedTuple):
     whole_steps: bool = False
     batches: int | None = None
 
-    def as_facts(self) -> dict[str, bool]:
-        """Return facts for the plan."""
-        facts = dict.fromkeys(("sets_batch_size", "even_steps", "validates_itself"), True)
-        return facts | {"keeps_batches": self.batches is not None}
-
     def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
-        """Return ``config`` with the sizes of the loader; raise :class:`ConfigError` if it cannot accumulate."""
+        """Return ``config`` with the sizes of the loader; raise for settings that the module cannot have."""
         training = config.training
+        is_set = {
+            "reproducibility: exact": training.reproducibility == "exact",
+            "training.compile": training.compile,
+            "debug.overfit_batches": config.debug.overfit_batches is not None,
+            "debug.trace": config.debug.trace != "off",
+            "debug.switch_off": bool(config.debug.switch_off),
+            "telemetry.record_samples": config.telemetry.record_samples,
+            "data.bucketing on": config.data.bucketing == "on",
+        }
+        reason = "its steps belong to the module and Lightning's Trainer"
+        refused = {name: (applies, reason) for name, applies in is_set.items()}
+        refuse("a LightningModule", refused, "remove it, or write a lockstep.Task")
         if self.whole_steps and training.accumulate > 1:
             raise ConfigError(
                 "training.accumulate is set, but the module optimizes manually",
@@ -64,40 +71,18 @@ class LoaderFacts(NamedTuple):
         return config.model_copy(update={"training": training.model_copy(update=sizes), "data": data})
 
 
-def refuse_settings(config: RunConfig) -> None:
-    """Raise :class:`UnsupportedError` for settings of Lockstep's loop."""
-    is_set = {
-        "reproducibility: exact": config.training.reproducibility == "exact",
-        "training.compile": config.training.compile,
-        "debug.overfit_batches": config.debug.overfit_batches is not None,
-        "debug.trace": config.debug.trace != "off",
-        "debug.switch_off": bool(config.debug.switch_off),
-        "telemetry.record_samples": config.telemetry.record_samples,
-        "data.bucketing on": config.data.bucketing == "on",
-    }
-    reason = "its steps belong to the module and Lightning's Trainer"
-    refused = {name: (applies, reason) for name, applies in is_set.items()}
-    refuse("a LightningModule", refused, "remove it, or write a lockstep.Task")
-
-
-def refuse_strategy(plan: Plan) -> None:
-    """Raise :class:`UnsupportedError` for strategies that divide the model, and for ``dp``."""
-    name = plan.strategy.name
-    if plan.strategy.scatters:
-        reason = "Lightning 2.0 removed it"
-    elif plan.strategy.divides:
-        reason = "Lightning's Trainer would divide the model itself"
-    else:
-        return
-    raise UnsupportedError(
-        f"strategy {name} is not available for a LightningModule",
-        why=reason,
-        fix="use --strategy auto: it selects ddp on several devices",
-    )
-
-
 def revised_plan(plan: Plan, config: RunConfig, loader: LoaderFacts) -> Plan:
-    """Return ``plan`` with the decisions of the module and its loader, and notes on unused settings of ``config``."""
+    """Return ``plan`` with the decisions of the module and its loader, and notes on unused settings of ``config``.
+
+    Raises:
+        UnsupportedError: the strategy divides the model, or is ``dp``.
+    """
+    if plan.strategy.scatters or plan.strategy.divides:
+        raise UnsupportedError(
+            f"strategy {plan.strategy.name} is not available for a LightningModule",
+            why="Lightning's Trainer would divide the batch or the model itself",
+            fix="use --strategy auto: it selects ddp on several devices",
+        )
     decisions = {key: _revised(each, loader) for key, each in plan.decisions.items() if key not in _UNUSED}
     notes = [note for note in plan.notes if not note.key.startswith(("lr_", "warmup"))]
     return plan.model_copy(update={"decisions": decisions, "notes": (*notes, *_notes(plan, config))})

@@ -1,42 +1,31 @@
 """A user's ``LightningModule`` as a task of Lockstep's loop, for measurements and comparisons.
 
-``lockstep verify`` and ``lockstep bench`` train it so. The loop calls ``training_step``, ``validation_step`` and
+``lockstep verify`` and ``lockstep bench`` train it so. The loop calls ``training_step`` and
 ``configure_optimizers``; other hooks of the module and callbacks of the Trainer are not called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
-from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep._compat.torch import ConvertedModule, tree_leaves
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.generators import seeded
-from lockstep.engine.task import Datasets, Loss, Metrics, Scheduler, Task
+from lockstep.engine.task import Datasets, Loss, Scheduler, Task
 from lockstep.engine.training_data import open_data
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.lightning.dataloaders import defines, orders
+from lockstep.lightning.dataloaders import orders
 from lockstep.lightning.module_task import ModuleConfig, ModuleTask, PlannedTrainer, placement_of
-from lockstep.telemetry.loggers import as_row
-
-
-class _Output(NamedTuple):
-    """``loss``: the mean over the batch, shape (); ``logged``: the numbers that the step logged."""
-
-    loss: Tensor | None
-    logged: dict[str, float]
-    samples: int
 
 
 class StepModule(ConvertedModule):
-    """The module as a model whose forward pass is one of its steps, so that DDP sees every call."""
+    """The module as a model whose forward pass is its training step, so that DDP sees every call."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -47,49 +36,23 @@ class StepModule(ConvertedModule):
         if device is not None and device.type != "meta":
             self.module.to(device)  # sets what `self.device` of a LightningModule returns
 
-    def forward(self, step: str, batch: Any, index: int) -> _Output:
+    def forward(self, batch: Any, index: int) -> tuple[Tensor | None, int]:
+        """Return the mean loss of the batch, shape (), and its samples."""
         from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
         module: Any = self.module
-        logged: dict[str, Any] = {}
-        shadows = {
-            "log": lambda name, value, *_, **__: logged.update({name: value}),
-            "log_dict": lambda values, *_, **__: logged.update(values),
-        }
+        shadows = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
         vars(module).update(shadows)
         try:
             batch = module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
-            takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-            output = getattr(module, step)(*((batch, index) if takes_index else (batch,)))
+            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            output = module.training_step(*((batch, index) if takes_index else (batch,)))
         finally:
             for name in shadows:
                 del vars(module)[name]
-        loss = output
-        if isinstance(output, Mapping):
-            loss = output.get("loss", next(iter(output.values()), None) if step == "validation_step" else None)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
-        numbers = {}
-        if step == "validation_step":  # in training, reading a tensor would wait for the GPU
-            scalars = {name: v for name, v in logged.items() if isinstance(v, int | float | Tensor)}
-            numbers = {name: float(v) for name, v in scalars.items() if torch.as_tensor(v).numel() == 1}
-        return _Output(loss if isinstance(loss, Tensor) else None, numbers, samples)
-
-
-class _Means:
-    """The means over samples of what ``validation_step`` logs."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._sums = dict[str, float]()
-        self._count = 0
-
-    def update(self, *rows: Tensor) -> None:
-        for name, row in zip(self._names, rows, strict=True):
-            self._sums[name] = self._sums.get(name, 0.0) + row.double().sum().item()
-        self._count += len(rows[0]) if rows else 0
-
-    def compute(self) -> Mapping[str, Any]:
-        return {name: total / self._count for name, total in self._sums.items()}
+        return loss if isinstance(loss, Tensor) else None, samples
 
 
 class ModuleSteps(Task):
@@ -108,7 +71,6 @@ class ModuleSteps(Task):
         self._source = source
         self._name = getattr(type(source).module_class, "__name__", "the module")
         self._collate: Any = None
-        self._logged: list[str] = []
         self._view: PlannedTrainer | None = None
         self._made: tuple[Scheduler | None, Any] | None = None
 
@@ -120,8 +82,6 @@ class ModuleSteps(Task):
         self._source._lockstep_data = self._lockstep_data
         with self._source.planning(1):
             loader = self._source.open_loader("train_dataloader")
-            validates = defines(self._source.module, "validation_step")
-            val: Any = self._source.open_loader("val_dataloader") if validates else None
         if not orders(loader, 1):
             raise UnsupportedError(
                 f"{self._name} has a training loader that keeps its order",
@@ -129,9 +89,7 @@ class ModuleSteps(Task):
                 fix="use one DataLoader of a map-style data set, with batch_size and without a sampler",
             )
         self._collate = loader.collate_fn
-        # Several loaders, or batches made otherwise than in training, are not evaluated.
-        is_map = isinstance(val, DataLoader) and not isinstance(val.dataset, IterableDataset)
-        return Datasets(loader.dataset, val.dataset if is_map and val.collate_fn is self._collate else None)
+        return Datasets(loader.dataset)
 
     def collate(self, samples: Any) -> Any:
         return self._collate(list(samples))
@@ -155,38 +113,18 @@ class ModuleSteps(Task):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [*model.module.children()]  # type: ignore[union-attr]
 
-    def _run(self, step: str, model: nn.Module, batch: Any) -> _Output:
-        view = self._view
-        context = self.context
-        if view is not None:
-            view.current_epoch = context.epoch
-            view.global_step = context.step
-            view.training = context.is_training
-        output: _Output = model(step, batch, context.step)
-        return output
-
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        output = self._run("training_step", model, batch)
-        if output.loss is None:
+        if self._view is not None:
+            self._view.current_epoch = self.context.epoch
+            self._view.global_step = self.context.step
+        mean, samples = model(batch, self.context.step)
+        if mean is None:
             raise TaskError(
                 f"{self._name}.training_step() returned no loss",
                 why="Lightning would skip the batch, on this rank alone",
                 fix="return a tensor of shape (), or a mapping with it as 'loss'",
             )
-        return Loss(output.loss * output.samples, output.samples)
-
-    def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
-        loss, logged, samples = self._run("validation_step", model, batch)
-        row = {name.removeprefix("val_"): value for name, value in as_row(logged).items()}
-        if loss is None:
-            loss = torch.tensor(row.get("loss", 0.0))
-        row.pop("loss", None)
-        self._logged[:] = row
-        rows = tuple(torch.full((samples,), value, dtype=torch.float64) for value in row.values())
-        return Loss(loss.detach() * samples, samples), rows
-
-    def metrics(self) -> Metrics:
-        return _Means(self._logged)
+        return Loss(mean * samples, samples)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         from lockstep._compat.lightning import optimizers_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentError
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -34,30 +34,9 @@ from lockstep.lightning.dataloaders import (
     samples_of_batch,
 )
 from lockstep.lightning.module_plan import LoaderFacts
+from lockstep.lightning.settings import DECIDED, as_list, refuse_arguments
 from lockstep.tasks.registry import find_class
 
-#: Arguments of the Trainer that the plan and the run's settings decide.
-DECIDED = {
-    "accelerator": "hardware.selected_devices",
-    "devices": "hardware.selected_devices",
-    "strategy": "hardware.selected_devices",
-    "num_nodes": "a launcher such as torchrun",
-    "precision": "hardware.precision",
-    "max_epochs": "training.epochs",
-    "max_steps": "training.max_steps",
-    "max_time": "training.max_time_s",
-    "min_epochs": "training.epochs and training.early_stopping_patience",
-    "min_steps": "training.epochs and training.early_stopping_patience",
-    "limit_train_batches": "training.max_steps; an epoch is the whole data set, which may be a torch.utils.data.Subset",
-    "accumulate_grad_batches": "training.accumulate",
-    "gradient_clip_val": "training.max_grad_norm",
-    "use_distributed_sampler": "nothing: the order is Lockstep's",
-    "sync_batchnorm": "distributed.sync_batchnorm",
-    "default_root_dir": "save_dir",
-    "fast_dev_run": "debug.fast_dev_run",
-    "overfit_batches": "nothing",
-    "barebones": "nothing",
-}
 #: How often a training loader that epochs make again is made to plan a run.
 _TRIED_RELOADS = 10
 #: Callbacks that would change the batches under the plan, by the names of their classes.
@@ -76,10 +55,6 @@ class ModuleConfig(TaskConfig):
     cli: dict[str, Any] | None = Field(
         None, description="set by `lockstep lightning fit`: sections of LightningCLI, which make all of these"
     )
-    ckpt_path: Path | None = Field(
-        None, description="a checkpoint file of Lightning's to start from: its weights, optimizers and progress"
-    )
-    weights_only: bool | None = Field(None, description="false: code that ckpt_path may have is run to read it")
     native_steps: int | None = Field(
         default=None, description="set by verify and bench: the optimizer steps that Lockstep's loop takes"
     )
@@ -160,8 +135,7 @@ class ModuleTask(Task):
         self._datamodule = datamodule
         self._cli = cli
         self.planned = RunConfig()
-        self.trainer_arguments = {**self.config.trainer, **(trainer or {})}
-        _check_arguments(self.trainer_arguments)
+        self.trainer_arguments = _checked({**self.config.trainer, **(trainer or {})})
 
     def check_config(self, config: RunConfig) -> None:
         """Raise :class:`ConfigError` when the run and the Trainer's arguments both say when to validate."""
@@ -212,7 +186,7 @@ class ModuleTask(Task):
     def _configured(self, sections: dict[str, Any]) -> Any:
         """The module that LightningCLI makes, with data module and arguments of the Trainer."""
         from lockstep.lightning.cluster import quiet_trainer
-        from lockstep.lightning.configured import make_parts
+        from lockstep.lightning.parts import make_parts
 
         options = self._cli
         if options is None:  # classes whose arguments are the section itself are not named in it
@@ -230,10 +204,7 @@ class ModuleTask(Task):
                 fix="if a program with another LightningCLI or classes started the run, resume it there: "
                 "PROGRAM fit … --ckpt_path RUN; else give the class these arguments again",
             ) from None
-        callbacks = trainer.get("callbacks", [])  # a run keeps its status itself
-        trainer["callbacks"] = [callback for callback in callbacks if type(callback).__name__ != "RunStatus"]
-        self.trainer_arguments = {name: value for name, value in trainer.items() if name not in DECIDED}
-        _check_arguments(self.trainer_arguments)
+        self.trainer_arguments = _checked({name: value for name, value in trainer.items() if name not in DECIDED})
         return module
 
     def prepare(self, ranks: int | None = None) -> None:
@@ -349,30 +320,22 @@ def placement_of(config: RunConfig) -> Placement:
     return resolve_placement(config.hardware, config.distributed, read_world(os.environ), detect_devices())
 
 
-def refuse_arguments(names: Set[str]) -> None:
-    """Raise :class:`ConfigError` on arguments of the Trainer that the run decides."""
-    for name in sorted(names & DECIDED.keys()):
-        reason = f"the run decides it, by {DECIDED[name]}"
-        raise ConfigError(f"trainer.{name} is not available", why=reason, fix=f"leave {name} out")
+def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of the Trainer, with callbacks and plugins as lists.
 
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise :class:`ConfigError` on arguments and callbacks of the Trainer that the run decides."""
+    Raises:
+        ConfigError: an argument or a callback that the run decides.
+    """
     refuse_arguments(arguments.keys())
-    for callback in as_list(arguments.get("callbacks")):
+    lists: dict[str, Any] = {name: as_list(arguments[name]) for name in ("callbacks", "plugins") if name in arguments}
+    for callback in lists.get("callbacks", ()):
         for base in _CHANGE_BATCHES.keys() & {kind.__name__ for kind in type(callback).__mro__}:
             raise ConfigError(
                 f"the callback {type(callback).__name__} cannot be used",
                 why=f"it changes the batches, which the plan has from {_CHANGE_BATCHES[base]}",
                 fix="leave it out",
             )
-
-
-def as_list(argument: Any) -> list[Any]:
-    """An argument of the Trainer that may be one object or several."""
-    if argument is None:
-        return []
-    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
+    return {**arguments, **lists}
 
 
 def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:

@@ -25,6 +25,7 @@ from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import EndedBy
 from lockstep.engine.strategies.reducers import FLAG_INTERVAL, step_sums
 from lockstep.engine.task import Task
+from lockstep.lightning.callbacks import logged_since
 from lockstep.lightning.dataloaders import Step, epoch_steps
 from lockstep.rundir.heartbeat import Activity, pulse
 from lockstep.telemetry.loggers import as_row, row_name
@@ -75,11 +76,6 @@ class RunLogCallback(Checkpoint):
         self._judged = False
         #: Whether the state to save is kept, from before the end of the epoch.
         self._is_kept = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the training in the order of the run, for checkpoint files of the user's callbacks."""
-        state = self._state
-        return {"epoch": state.epoch, "position": state.position, "global_batch": self._batch.global_batch}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():  # that of the Trainer stops without a checkpoint
@@ -186,11 +182,8 @@ class RunLogCallback(Checkpoint):
             return  # on_train_batch_start() has left the rest of the epoch out
         mean_loss = self._log.sum_epoch()
         metrics = dict(trainer.callback_metrics)
-        earlier = self._earlier
+        row = logged = _numbers(logged_since(self._earlier, metrics))
         self._earlier = metrics
-        # Lightning keeps every value; one that was not logged again is still the same object.
-        fresh = {name: value for name, value in metrics.items() if value is not earlier.get(name)}
-        row = logged = _numbers(fresh)
         self.evaluated = _of_validation(logged) or logged
         if self._returns_loss:
             row = logged | {"train_loss": mean_loss}  # that of a module may be of the last batch, on rank 0

@@ -20,7 +20,7 @@ from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import TaskRunner
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, UnsupportedError
-from lockstep.lightning.module_plan import refuse_settings, refuse_strategy, revised_plan
+from lockstep.lightning.module_plan import revised_plan
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, TaskFacts
 
@@ -64,16 +64,15 @@ class ModuleRunner(TaskRunner):
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts of the module and of its training loader; the module makes its optimizers."""
         facts = inspect_task(self.task, datasets, config.task.name)
-        return facts.model_copy(update=self.task.loader_facts.as_facts())
+        answers = dict.fromkeys(("sets_batch_size", "even_steps", "validates_itself"), True)
+        return facts.model_copy(update={**answers, "keeps_batches": self.task.loader_facts.batches is not None})
 
     def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
         """Return ``config`` with the sizes of the training loader; raise for settings of Lockstep's loop."""
-        refuse_settings(config)
         return self.task.loader_facts.sized(config, global_batch_size=global_batch_size, devices=devices)
 
     def revised(self, plan: Plan, config: RunConfig) -> Plan:
         """Return ``plan`` with the decisions of the module; raise where Lightning's Trainer cannot follow it."""
-        refuse_strategy(plan)
         return revised_plan(plan, config, self.task.loader_facts)
 
     def fitting(self, rank: RankContext, datasets: Datasets | None, ending: ExitStack) -> ModuleFit:

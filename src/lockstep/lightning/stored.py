@@ -11,9 +11,6 @@ from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import find_run
 
-#: Words of ``--ckpt_path`` that Lightning reads: a checkpoint of SLURM, and of its registry.
-_OF_LIGHTNING = ("hpc", "registry")
-
 
 class Stored(NamedTuple):
     """A checkpoint in a run folder."""
@@ -27,28 +24,26 @@ class Stored(NamedTuple):
 
 
 def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored | None:
-    """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it names a file, an address, or nothing.
+    """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it is not given.
 
     ``best`` and ``last`` mean a checkpoint of ``run_dir`` if that is a run, else of the latest run.
 
     Raises:
-        CheckpointError: it leads nowhere.
+        CheckpointError: it is not a checkpoint of a run.
     """
-    if path is None or "://" in str(path) or str(path).startswith(_OF_LIGHTNING):
+    if path is None:
         return None
     location = Path(path).absolute()
-    if path in ("best", "last"):
-        if run_dir is not None and (Path(run_dir) / "run.json").exists():
-            return Stored(RunDir.open(Path(run_dir)), path)
-    elif str(path) and location.exists() and not (location / "run.json").exists():
-        if location.is_dir() and (location.parent.parent / "run.json").exists():
-            return Stored(RunDir.open(location.parent.parent), location.name.removeprefix("step-"))
-        return None
+    if path in ("best", "last") and run_dir is not None and (Path(run_dir) / "run.json").exists():
+        return Stored(RunDir.open(Path(run_dir)), path)
+    if path and location.is_dir() and (location.parent.parent / "run.json").exists():
+        return Stored(RunDir.open(location.parent.parent), location.name.removeprefix("step-"))
     try:
         return Stored(find_run("last" if path == "best" else str(path), runs_dir), "best")
     except RunFolderError as error:
         raise CheckpointError(
             f"there is no checkpoint {path}",
             why=error.what,
-            fix="name a run (its folder, its id, or `last`), one of its checkpoints, or a Lightning checkpoint file",
+            fix="name a run (its folder, its id, or `last`) or one of its checkpoints; of another Trainer's file, pass "
+            "the module to lockstep.lightning.fit: MODULE.load_from_checkpoint(FILE)",
         ) from None

@@ -16,7 +16,8 @@ from lockstep.config.load import merge
 from lockstep.errors import ConfigError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import choose_default, resolve_hardware
-from lockstep.lightning.module_task import DECIDED, ModuleTask, as_list, refuse_arguments
+from lockstep.lightning.module_task import ModuleTask
+from lockstep.lightning.settings import DECIDED, refuse_arguments
 from lockstep.rundir.folder import RunDir
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def fit(
         snapshot = store.load(step)
         model.load_state_dict(snapshot.model, strict=model.strict_loading)
         if (folder.read().placement or {}).get("world_size", 1) > 1:
-            _load_callbacks(as_list(task.trainer_arguments.get("callbacks")), snapshot.trainer["lightning"])
+            _load_callbacks(task.trainer_arguments.get("callbacks", []), snapshot.trainer["lightning"])
     return run
 
 

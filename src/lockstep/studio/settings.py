@@ -33,7 +33,7 @@ REFUSED = {
     "task.name": "the task is chosen from the list",
     "task.datamodule": "it names code to import",
     "task.trainer": "it names objects of Lightning's Trainer",
-    **dict.fromkeys(("task.cli", "task.ckpt_path", "task.weights_only"), "it may name code to run"),
+    "task.cli": "it may name code to run",
 }
 
 #: Processes of one run on the CPU: each imports torch, so a thousand would take the machine down.

@@ -19,7 +19,7 @@ const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
 /** Sections that most runs do not change, with their titles. */
 const FURTHER = Object.entries({
   data: "Data", distributed: "Communication between ranks", fsdp: "Sharding (strategy fsdp)", pipeline: "Pipeline (strategy pipeline)", validation: "Validation",
-  averaging: "Averaging of weights", checkpoint: "Checkpoints", storage: "Mirror", telemetry: "Logging", launch: "Launching", lightning: "Lightning", debug: "Debugging",
+  averaging: "Averaging of weights", checkpoint: "Checkpoints", storage: "Mirror", telemetry: "Logging", launch: "Launching", debug: "Debugging",
 });
 
 /** Of the training section and of others, what most runs set. */
