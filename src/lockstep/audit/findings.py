@@ -42,31 +42,37 @@ class Finding:
 
     @property
     def message(self) -> str:
-        shown = {name: _shown(value) for name, value in self.evidence.items()}
-        return self.kind.message.format_map(shown)
+        texts = {name: _as_text(value) for name, value in self.evidence.items()}
+        return self.kind.message.format_map(texts)
+
+    @property
+    def file(self) -> str | None:
+        return self.line.rpartition(":")[0] if self.line else None
+
+    @property
+    def number(self) -> int | None:
+        return int(self.line.rpartition(":")[2]) if self.line else None
 
     def __str__(self) -> str:
         """Return severity, code, file, line and message; on a second line the fix."""
-        path, _, number = (self.line or "").rpartition(":")
-        shown = os.path.relpath(path) if path else ""
-        location = f" {Path(path).name if shown.startswith('..') else shown}:{number}" if path else ""
+        path = os.path.relpath(self.file) if self.file else ""
+        location = f" {Path(path).name if path.startswith('..') else path}:{self.number}" if path else ""
         return f"{self.kind.severity} {self.code}{location}: {self.message}\n  fix: {self.kind.fix}"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form: ``code``, ``severity``, ``file``, ``line``, ``message``, ``evidence``, ``fix``."""
-        file, _, number = (self.line or "").rpartition(":")
         return {
             "code": self.code,
             "severity": self.kind.severity,
-            "file": file or None,
-            "line": int(number) if number else None,
+            "file": self.file,
+            "line": self.number,
             "message": self.message,
             "evidence": dict(self.evidence),
             "fix": self.kind.fix,
         }
 
 
-def _shown(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
     """Join the first items of a list."""
     if not isinstance(value, list):
         return value

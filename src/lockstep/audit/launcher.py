@@ -82,15 +82,16 @@ def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s
 
     Passes end after ``steps`` optimizer steps, the processes after ``timeout_s``.
     """
-    port = _free_port()
+    environment = _environment(ranks, folder, steps)
+    outputs = [folder / f"output-{rank}.txt" for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     is_stuck = is_late = False
     try:
-        for rank in range(ranks):
-            with (folder / f"output-{rank}.txt").open("wb") as output:
+        for rank, path in enumerate(outputs):
+            with path.open("wb") as output:
                 process = subprocess.Popen(
                     [sys.executable, *script.words],
-                    env=_environment(rank, ranks, port, folder, steps),
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -99,20 +100,18 @@ def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s
             processes.append(process)
         deadline = time.monotonic() + timeout_s
         stuck_since: float | None = None
-        while any(process.poll() is None for process in processes):
+        while not (is_stuck or is_late) and any(process.poll() is None for process in processes):
             time.sleep(_POLL_S)
             now = time.monotonic()
             alive = [rank for rank, process in enumerate(processes) if process.poll() is None]
             stuck_since = (stuck_since or now) if _waits(folder, alive, ranks) else None
             is_stuck = stuck_since is not None and now - stuck_since > GRACE_S
             is_late = now > deadline
-            if is_stuck or is_late:
-                break
     finally:
         for process in processes:
             _end(process)
-    outputs = tuple((folder / f"output-{rank}.txt").read_text("utf-8", "replace") for rank in range(ranks))
-    return Outcome(tuple(process.wait() for process in processes), is_stuck, is_late, outputs)
+    codes = tuple(process.wait() for process in processes)
+    return Outcome(codes, is_stuck, is_late, tuple(path.read_text("utf-8", "replace") for path in outputs))
 
 
 def _waits(folder: Path, alive: Sequence[int], ranks: int) -> bool:
@@ -139,27 +138,23 @@ def read_records(folder: Path, process: str, rank: int, *, tail_bytes: int | Non
     return records
 
 
-def _environment(rank: int, ranks: int, port: int, folder: Path, steps: int) -> dict[str, str]:
+def _environment(ranks: int, folder: Path, steps: int) -> dict[str, str]:
+    """Return the variables that torchrun sets, those of the observer, and those of this process."""
     from lockstep.hardware.detect import get_available_gpus
 
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     path = [str(_BOOTSTRAP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         **({} if get_available_gpus() else {"ACCELERATE_USE_CPU": "1"}),
         **os.environ,
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
         **{"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "audit", "TORCHELASTIC_USE_AGENT_STORE": "False"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(path)},
         **{"LOCKSTEP_AUDIT": str(folder), "LOCKSTEP_AUDIT_STEPS": str(steps)},
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -175,14 +170,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
     """Return the error for a script that fails without Lockstep too, with the end of its output."""
     failed = next((rank for rank, code in enumerate(outcome.codes) if code), 0)
-    lines = outcome.outputs[failed].rstrip().splitlines()[-30:]
+    reason = f"fails: exit code {outcome.codes[failed]} of rank {failed}"
+    fix = "run it without `lockstep audit` first; nothing was judged"
     if outcome.is_late:
-        message = f"{script.name} on {ranks} ranks has not ended in time"
+        reason = "has not ended in time"
         fix = "pass it arguments for a shorter run, or a larger --timeout"
     elif outcome.is_stuck:
-        message = f"{script.name} on {ranks} ranks: a rank waits for one that has ended, or is in another call"
-        fix = "run it with torchrun; it waits there, too"
-    else:
-        message = f"{script.name} on {many(ranks, 'rank')} fails: exit code {outcome.codes[failed]} of rank {failed}"
-        fix = "run it without `lockstep audit` first; nothing was judged"
-    return TaskError(message, why="\n".join(["its last lines:", *lines]), fix=fix)
+        reason = "stands still: a rank waits for one that has ended, or is in another call"
+    lines = outcome.outputs[failed].rstrip().splitlines()[-30:]
+    return TaskError(
+        f"{script.name} on {many(ranks, 'rank')} {reason}", why="\n".join(["its last lines:", *lines]), fix=fix
+    )

@@ -116,11 +116,12 @@ def _draws(rank: RankTrace, walk: Pass) -> Draws:
     return {(draw["worker"], draw["fetch"]): draw["states"] for draw in draws}
 
 
-def _equal_generators(first: Draws, second: Draws) -> list[str]:
-    """Return generators with equal states in all common fetches."""
-    pairs = [(first[key], second[key]) for key in first.keys() & second.keys()]
-    names = [{name for name, state in states.items() if other.get(name) == state} for states, other in pairs]
-    return sorted(set.intersection(*names)) if names else []
+def _alike(code: str, line: str | None, first: Draws, second: Draws) -> Iterator[Finding]:
+    """Yield that some generators have equal states in all common fetches."""
+    states = [first[key].items() & second[key].items() for key in first.keys() & second.keys()]
+    names = [{name for name, _ in equal} for equal in states]
+    if names and (generators := sorted(set.intersection(*names))):
+        yield Finding(code, line, {"generators": generators})
 
 
 def _same_numbers(run: RunTrace, training: list[list[Pass]], *, is_divided: bool) -> Iterator[Finding]:
@@ -131,13 +132,12 @@ def _same_numbers(run: RunTrace, training: list[list[Pass]], *, is_divided: bool
         workers = sorted({worker for worker, _ in draws if worker is not None})
         of_workers = [{fetch: draws[w, fetch] for w, fetch in draws if w == worker} for worker in workers]
         for first, second in pairwise(of_workers):
-            if names := _equal_generators(first, second):
-                yield Finding("AUDIT_WORKERS_DRAW_ALIKE", walk.line, {"generators": names})
+            for finding in _alike("AUDIT_WORKERS_DRAW_ALIKE", walk.line, first, second):
+                yield finding
                 return  # on every rank and in every epoch, too
     for before, after in pairwise(walks):
-        if names := _equal_generators(_draws(run.first, before), _draws(run.first, after)):
-            yield Finding("AUDIT_EPOCHS_DRAW_ALIKE", after.line, {"generators": names})
+        yield from _alike("AUDIT_EPOCHS_DRAW_ALIKE", after.line, _draws(run.first, before), _draws(run.first, after))
     for group in training[:1] if is_divided else ():
-        names = _equal_generators(_draws(run.ranks[0], group[0]), _draws(run.ranks[1], group[1]))
-        if names and group[0].batches[0] != group[1].batches[0]:
-            yield Finding("AUDIT_RANKS_DRAW_ALIKE", group[0].line, {"generators": names})
+        if group[0].batches[0] != group[1].batches[0]:
+            of_ranks = [_draws(rank, walk) for rank, walk in zip(run.ranks[:2], group[:2], strict=True)]
+            yield from _alike("AUDIT_RANKS_DRAW_ALIKE", group[0].line, *of_ranks)

@@ -47,12 +47,9 @@ def rank_findings(run: RunTrace) -> Iterator[Finding]:
 
 
 def _first_difference(rows: Sequence[Sequence[float]]) -> int | None:
-    """Return the first position at which the rows differ by more than rounding; ``None``: there is none."""
-    for position, values in enumerate(zip(*rows, strict=False)):
-        is_finite = all(map(math.isfinite, values))
-        if is_finite and max(values) - min(values) > _TOLERANCE * max(map(abs, values)):
-            return position
-    return None
+    """Return the first position at which norms differ by more than rounding; ``None``: there is none."""
+    pairs = enumerate(zip(*rows, strict=False))
+    return next((i for i, norms in pairs if max(norms) < math.inf and min(norms) < (1 - _TOLERANCE) * max(norms)), None)
 
 
 def _parting(run: RunTrace, steps: list[Step], *, is_weight: bool) -> tuple[str, str | None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from lockstep.audit.findings import Finding
 from lockstep.audit.trace import Record, RunTrace, Step
@@ -22,10 +21,12 @@ _EXPLAINED = 1e-3
 def step_findings(run: RunTrace) -> Iterator[Finding]:
     """Yield findings about single steps."""
     yield from _uncleared(run)
+    longest_window = 0
     for steps in run.aligned_steps():
         yield from _clips(steps)
-    if run.has_one_optimizer and not run.is_sharded:
-        yield from _denominators(run)
+        if run.has_one_optimizer and not run.is_sharded and _is_recorded(steps):
+            yield from filter(None, [_denominator(steps, longest_window)])
+            longest_window = max(longest_window, len(steps[0].of("backward")))
 
 
 def _uncleared(run: RunTrace) -> Iterator[Finding]:
@@ -44,52 +45,46 @@ def _clips(steps: list[Step]) -> Iterator[Finding]:
         evidence = {"step": steps[0].number, "call": clips[0]["call"]}
         if clips[0]["is_scaled"]:
             yield Finding("AUDIT_CLIP_SCALED", clips[0]["site"], evidence)
-        applied = [_vector(step.applied) for step in steps if step.applied]
-        if len(applied) == len(steps) > 1 and _differ(list(map(_vector, clips))) and not _differ(applied):
+        applied = [step.applied for step in steps if step.applied]
+        if len(applied) == len(steps) > 1 and _differ(clips) and not _differ(applied):
             yield Finding("AUDIT_CLIP_LOCAL", clips[0]["site"], evidence)
 
 
-def _vector(record: Record) -> Tensor:
+def _vector(record: Record) -> np.ndarray:
     """Join the sampled gradients of all parameters: float64, shape (entries,)."""
-    return torch.tensor([value for row in record["gradients"] for value in row], dtype=torch.float64)
+    return np.array([value for row in record["gradients"] for value in row])
 
 
-def _differ(vectors: Sequence[Tensor]) -> bool:
-    first = vectors[0]
-    return any(
-        vector.shape != first.shape or bool((first - vector).norm() > 1e-5 * first.norm()) for vector in vectors[1:]
-    )
+def _differ(records: Sequence[Record]) -> bool:
+    first, *vectors = map(_vector, records)
+    tolerance = 1e-5 * np.linalg.norm(first)
+    return any(vector.shape != first.shape or np.linalg.norm(first - vector) > tolerance for vector in vectors)
 
 
-def _ratio(vector: Tensor, base: Tensor) -> tuple[float, float]:
+def _ratio(vector: np.ndarray, base: np.ndarray) -> tuple[float, float]:
     """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains."""
-    square = float(base @ base)
-    factor = float(vector @ base) / square if square else 0.0
-    length = abs(factor) * math.sqrt(square)
-    return factor, float((vector - factor * base).norm()) / length if length else math.inf
+    factor = float(vector @ base / (base @ base or 1.0))
+    scaled = factor * base
+    length = np.linalg.norm(scaled)
+    return factor, float(np.linalg.norm(vector - scaled) / length) if length else math.inf
 
 
-def _denominators(run: RunTrace) -> Iterator[Finding]:
-    longest_window = 0
-    for steps in run.aligned_steps():
-        backwards = [backward for step in steps for backward in step.of("backward")]
-        gradients = [local["gradients"] for step in steps for local in step.of("local")]
-        windows = {len(step.of("backward")) for step in steps}
-        is_complete = len(gradients) == len(backwards) and all(backward.get("count") for backward in backwards)
-        if is_complete and all(gradients) and len(windows) == 1 and steps[0].applied is not None:
-            yield from filter(None, [_denominator(steps, backwards, longest_window)])
-            longest_window = max(longest_window, *windows)
+def _is_recorded(steps: list[Step]) -> bool:
+    """Whether all micro-batches of a step, equally many on each rank, have gradients and counts."""
+    backwards = [backward for step in steps for backward in step.of("backward")]
+    gradients = [local["gradients"] for step in steps for local in step.of("local")]
+    has_all = len(gradients) == len(backwards) and all(gradients) and all(b.get("count") for b in backwards)
+    return has_all and len({len(step.of("backward")) for step in steps}) == 1 and steps[0].applied is not None
 
 
-def _denominator(steps: list[Step], backwards: list[Record], longest_window: int) -> Finding | None:
-    """Compare the gradient of a step with Σ loss / Σ count over its ranks and micro-batches.
+def _denominator(steps: list[Step], longest_window: int) -> Finding | None:
+    """Compare the gradient of a step, of each rank, with Σ loss / Σ count over ranks and micro-batches.
 
     Args:
-        steps: the step, of each rank.
-        backwards: its backward passes on all ranks.
         longest_window: micro-batches of the longest step before.
     """
     applied = _vector(steps[0].applied or {})
+    backwards = [backward for step in steps for backward in step.of("backward")]
     vectors = [_vector(local) for step in steps for local in step.of("local")]
     counts = [backward["count"] for backward in backwards]
     factors = [backward["factor"] for backward in backwards]
@@ -98,9 +93,9 @@ def _denominator(steps: list[Step], backwards: list[Record], longest_window: int
     has_shape = all(vector.shape == applied.shape for vector in vectors)
     if len(reductions) != 1 or not has_shape or not applied.any() or "clip_grad_value_" in clips:
         return None
-    gradients = torch.stack(vectors)
+    gradients = np.stack(vectors)
     scales = [(count if reductions == {"mean"} else 1) / (f or 1) for count, f in zip(counts, factors, strict=True)]
-    right = torch.tensor(scales, dtype=torch.float64) @ gradients / sum(counts)
+    right = np.array(scales) @ gradients / sum(counts)
     reduction, unexplained = _ratio(applied, gradients.sum(0))
     factor, deviation = _ratio(applied, right)
     first = backwards[0]
@@ -112,7 +107,7 @@ def _denominator(steps: list[Step], backwards: list[Record], longest_window: int
         return None  # something else changes the gradients
     if deviation > _DIRECTION and len(set(counts)) > 1:
         is_scaled = bool(clips) or None in factors
-        evidence["off"] = deviation if is_scaled else float((applied - right).norm() / right.norm())
+        evidence["off"] = deviation if is_scaled else float(np.linalg.norm(applied - right) / np.linalg.norm(right))
         return Finding("AUDIT_MEAN_OF_MEANS", first["loss_line"] or first["site"], evidence)
     if deviation > _DIRECTION or None in factors or clips or reductions != {"mean"}:
         return None

@@ -7,17 +7,14 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.audit.observer.record import Recorder
-
-if TYPE_CHECKING:
-    from lockstep.audit.observer.training import TrainingObserver
 
 #: Lightning's classes that start ranks, by the module that defines them.
 _STARTERS = {
@@ -34,9 +31,7 @@ class ImportHooks(MetaPathFinder):
     def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
         self.actions = actions
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find ``fullname`` as the other finders do, and let its loader call the action."""
         action = self.actions.pop(fullname, None)
         spec = importlib.util.find_spec(fullname) if action is not None else None
@@ -55,24 +50,23 @@ class ImportHooks(MetaPathFinder):
 def arm(folder: str, max_steps: int) -> None:
     """Observe this process, with records in ``folder``, as soon as it imports torch."""
     recorder = Recorder(folder, int(os.environ.get("RANK", "0")))
-    actions: dict[str, Callable[[ModuleType], object]] = {"torch": lambda _: observe(recorder, max_steps)}
+
+    def observe(_: ModuleType) -> None:
+        from lockstep.audit.observer.calls import observe_calls
+        from lockstep.audit.observer.training import TrainingObserver
+
+        def end() -> None:
+            if not recorder.is_child:
+                recorder.write("end")
+
+        atexit.register(end)
+        observe_calls(recorder)
+        TrainingObserver(recorder, max_steps)
+
+    actions: dict[str, Callable[[ModuleType], object]] = {"torch": observe}
     for module, name in _STARTERS.items():
         actions[module] = partial(_set_devices, recorder, name, max_steps)
     sys.meta_path.insert(0, ImportHooks(actions))
-
-
-def observe(recorder: Recorder, max_steps: int) -> TrainingObserver:
-    """Observe this process, which has imported torch, and end its training passes after ``max_steps`` steps."""
-    from lockstep.audit.observer.calls import observe_calls
-    from lockstep.audit.observer.training import TrainingObserver
-
-    def end() -> None:
-        if not recorder.is_child:
-            recorder.write("end")
-
-    atexit.register(end)
-    observe_calls(recorder)
-    return TrainingObserver(recorder, max_steps)
 
 
 def _set_devices(recorder: Recorder, name: str, max_steps: int, module: ModuleType) -> None:
@@ -85,9 +79,9 @@ def _set_devices(recorder: Recorder, name: str, max_steps: int, module: ModuleTy
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if name == "Trainer":
             recorder.write("lightning")
-        if name == "Trainer" and kwargs.get("limit_train_batches") is None:
-            # A loader that only ends early would let the Trainer skip the validation at the end of the epoch.
-            kwargs["limit_train_batches"] = max_steps * kwargs.get("accumulate_grad_batches", 1)
+            if kwargs.get("limit_train_batches") is None:
+                # A loader that only ends early would let the Trainer skip the validation at the end of the epoch.
+                kwargs["limit_train_batches"] = max_steps * kwargs.get("accumulate_grad_batches", 1)
         create(self, *args, **{**kwargs, "devices": ranks, "num_nodes": 1})
         if name == "Fabric":
             self.launch()  # as `fabric run` does; another call changes nothing

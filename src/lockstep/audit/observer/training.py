@@ -143,8 +143,7 @@ class TrainingObserver:
 
         def add(position: int, gradient: Tensor) -> None:
             values = _entries(gradient)
-            before = sums[position] or [0.0] * len(values)
-            sums[position] = [a + b for a, b in zip(before, values, strict=True)]
+            sums[position] = [a + b for a, b in zip(sums[position] or [0.0] * len(values), values, strict=True)]
 
         handles = [parameter.register_hook(partial(add, position)) for position, parameter in enumerate(parameters)]
         self._backwards[-1] = sums, handles
