@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +119,10 @@ def test_each_form_of_a_loss_trains_the_same(tmp_path: Path) -> None:
         ({"train": DataLoader(dataset(8, 1))}, r"train is a DataLoader.*\n.*\n.*train=loader\.dataset"),
         ({"loss": lambda output, target: output}, "the loss returned a tensor of shape"),
         ({"loss": lambda output, target: 1.0}, "the loss returned a float"),
+        (
+            {"loss": lambda o, t: (F.cross_entropy(o, t), (o.argmax(1) == t).float().mean())},
+            "the loss returned a tuple",
+        ),
         ({"train": Records()}, "the batch is a dict, not inputs and a target"),
     ],
 )
@@ -138,6 +146,11 @@ def several_targets(samples: int, seed: int) -> TensorDataset:
     inputs, labels = arrays(samples, seed)
     labels = torch.stack([labels, torch.where(inputs[:, 0] > 0, labels, -100)], 1)
     return TensorDataset(inputs, labels)
+
+
+def rare(samples: int, seed: int) -> TensorDataset:
+    inputs, labels = arrays(samples, seed)
+    return TensorDataset(inputs, labels.where(torch.arange(samples) < 3, 0))
 
 
 def masked_mean(output: Tensor, target: Tensor) -> Tensor:
@@ -182,6 +195,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "masked mean": (dataset, masked_mean),
+    "masked mean of few": (rare, lambda o, t: (loss_of_each(o, t) * (t > 0)).sum() / (t > 0).sum().clamp(min=1)),
     "weights as a product": (dataset, lambda o, t: loss_of_each(o, t) @ CLASS_WEIGHTS[t] / CLASS_WEIGHTS[t].sum()),
     "mean without NaN": (dataset, lambda o, t: loss_of_each(o, t).masked_fill(t == 1, torch.nan).nanmean()),
     "model and weights": (
@@ -189,10 +203,28 @@ MEANS: dict[str, tuple[Any, Any]] = {
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS),
     ),
     "model and mask": (dataset, lambda model, batch: loss_of_each(model(batch[0]), batch[1])[batch[1] == 1].mean()),
+    "mean over rows first": (dataset, lambda o, t: (o - F.one_hot(t, 3)).square().mean(0).mean()),
     "mask as index": (dataset, lambda o, t: F.mse_loss(o[t == 1], torch.ones_like(o[t == 1]))),
     "cosine": (dataset, lambda o, t: F.cosine_embedding_loss(o, o.roll(1, 1), t.clamp(max=1) * 2 - 1)),
     "triplet": (dataset, lambda o, t: F.triplet_margin_loss(o, o.roll(1, 1), o.roll(2, 1))),
 }
+
+
+def fit_in_one_step(model: nn.Module, loss: Any, train: TensorDataset, folder: Path, **data: Any) -> lockstep.Run:
+    """A step over 40 samples in five micro-batches."""
+    return lockstep.fit(
+        model=model,
+        loss=loss,
+        train=train,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        config={"scheduler.name": "constant", "training.max_grad_norm": None},
+        devices="cpu",
+        epochs=1,
+        batch_size=8,
+        grad_accum_steps=5,
+        save_dir=folder,
+        **data,
+    )
 
 
 @pytest.mark.slow
@@ -206,19 +238,7 @@ def test_means_over_something_else_than_rows_are_those_of_the_whole_batch(tmp_pa
 
         value(train).backward()
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
-        run = lockstep.fit(
-            model=model,
-            loss=loss,
-            train=train,
-            val=val,
-            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            config={"scheduler.name": "constant", "training.max_grad_norm": None},
-            devices="cpu",
-            epochs=1,
-            batch_size=8,
-            grad_accum_steps=5,
-            save_dir=tmp_path / name,
-        )
+        run = fit_in_one_step(model, loss, train, tmp_path / name, val=val)
         torch.testing.assert_close(weights(model), weights(plain), msg=lambda text, name=name: f"{name}: {text}")
         expected = value(val).item()
         assert run.metrics["val_loss"] == pytest.approx(expected, rel=1e-5), name
@@ -310,6 +330,93 @@ def test_models_that_draw_or_mix_rows_hide_no_loss_of_the_whole_batch(tmp_path: 
     with pytest.raises(TaskError) as caught:
         lockstep.fit(model=model(), loss=loss, train=dataset(40, 1), devices="cpu", save_dir=tmp_path / "run")
     assert "lockstep.Loss(total" in caught.value.fix
+
+
+OWN = np.random.default_rng(0)
+#: Draws for outputs of shape [rows, 3], and whether batches can be compared with their parts.
+DRAWS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "gumbel_softmax": (lambda o: F.gumbel_softmax(o, hard=True), True),
+    "multinomial": (lambda o: torch.multinomial(o.softmax(1), 1), True),
+    "beta": (lambda o: torch.distributions.Beta(o.exp(), o.exp()).rsample(), True),
+    "rrelu": (lambda o: F.rrelu(o, training=True), True),
+    "masked tokens": (lambda o: o.masked_fill(torch.rand_like(o) < 0.4, 0.0), True),
+    "numpy, a batch": (lambda o: np.random.beta(1, 1), True),
+    "numpy, a row": (lambda o: torch.from_numpy(np.random.rand(len(o), 1)).float(), True),
+    "python": (lambda o: random.random(), True),
+    "numpy, two a row": (
+        lambda o: torch.as_tensor(np.random.rand(len(o), 1) * np.random.rand(len(o), 1)).float(),
+        False,
+    ),
+    "own": (lambda o: OWN.random(), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWS)
+def test_losses_that_draw_are_compared_with_their_parts_or_named(tmp_path: Path, name: str) -> None:
+    train, plain = dataset(40, 1), net()
+    draw, is_compared = DRAWS[name]
+    F.cross_entropy(plain(train.tensors[0]), train.tensors[1], weight=CLASS_WEIGHTS).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+
+    def weighted(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o * (1 + 0.05 * draw(o)), t, weight=CLASS_WEIGHTS)
+
+    def of_model(model: nn.Module, batch: Any) -> Tensor:
+        return weighted(model(batch[0]), batch[1])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loss in (weighted, of_model):
+            model = net()
+            fit_in_one_step(model, loss, train, tmp_path / loss.__name__)
+            torch.testing.assert_close(weights(model), weights(plain), atol=0.02, rtol=0)
+    assert any("the loss draws from" in str(warning.message) for warning in caught) is not is_compared
+    with pytest.raises(TaskError) as refused:
+        fit_in_one_step(net(), lambda o, t: weighted(o, t).sqrt(), train, tmp_path / "root")
+    assert "lockstep.Loss(total" in refused.value.fix
+
+
+class FirstCalls(nn.Module):
+    """The loss of the first five batches; counts them in a buffer, an attribute, or in place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("calls", torch.zeros(()))
+        self.number = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.kind == "buffer":
+            self.calls += 1
+        else:
+            self.number += 1
+        return F.cross_entropy(output, target) * (max(float(self.calls), self.number) <= 5)
+
+
+class FirstCallsOfModel(FirstCalls):
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().forward(model(batch[0]), batch[1])
+
+
+class FirstCallsInPlace:
+    def __init__(self) -> None:
+        self.calls = torch.zeros(())
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, target) * (float(self.calls) <= 5)
+
+
+def test_a_comparison_does_not_change_the_state_of_a_loss(tmp_path: Path) -> None:
+    train, plain = dataset(40, 1), net()
+    F.cross_entropy(plain(train.tensors[0]), train.tensors[1]).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    modules = [kind(count) for kind in (FirstCalls, FirstCallsOfModel) for count in ("buffer", "attribute")]
+    for number, loss in enumerate((*modules, FirstCallsInPlace(), FirstCallsInPlace().__call__)):
+        model = net()
+        fit_in_one_step(model, loss, train, tmp_path / str(number))
+        torch.testing.assert_close(weights(model), weights(plain))
 
 
 @pytest.mark.slow

@@ -153,6 +153,7 @@ def test_torchs_sampler_is_taken_over() -> None:
         ([1.0, 1.0, float("nan")], "weight of sample 2 is nan"),
         ([0, 0, 0], "sum of all weights is 0"),
         (["a", "b", "c"], "are not numbers"),
+        ([10**400, 1, 1], "are not numbers"),
         (lambda epoch: [1.0], "of epoch"),
     ],
 )

@@ -90,6 +90,98 @@ def test_mean_with_weight_penalty_with_count_0_and_reduce_before_step(session: l
     assert RunDir.open(session.folder).epochs()[0]["train_loss"] == pytest.approx(losses / 33, rel=1e-5)
 
 
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+
+
+class Targets:
+    """Targets of many kinds for outputs of shape [rows, 3], from inputs of shape [rows, 4]."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.labels = (x[:, 0] > 0).long() + (x[:, 1] > 0)
+        self.some = self.labels.where(x[:, 2] > -0.3, -100)
+        self.numbers = x[:, :3]
+        self.shares = x[:, :3].softmax(1)
+        self.weights = x[:, 1:].abs()
+        self.signs = x[:, :3].sign()
+        self.sign = x[:, 0].sign()
+
+
+def pixels(o: Tensor, y: Targets) -> tuple[Tensor, Tensor]:
+    return o[:, :, None].expand(-1, -1, 2), torch.stack([y.labels, y.some], 1)
+
+
+def of_each(o: Tensor, y: Targets) -> Tensor:
+    return F.cross_entropy(o, y.labels, reduction="none")
+
+
+def ctc(o: Tensor, y: Targets) -> Tensor:
+    lengths = torch.full_like(y.labels, 7)
+    return F.ctc_loss(o[None].expand(7, -1, -1).log_softmax(2), y.labels[:, None] % 2 + 1, lengths, 0 * lengths + 1)
+
+
+#: Means of torch, and the numbers that docs/own-loop.md has for them.
+NUMBERS: list[tuple[Callable[[Tensor, Targets], Tensor], Callable[[Targets], Any]]] = [
+    (lambda o, y: F.cross_entropy(o, y.some), lambda y: (y.some != -100).sum()),
+    (lambda o, y: F.cross_entropy(*pixels(o, y)), lambda y: (y.some != -100).sum() + len(y.labels)),
+    (lambda o, y: F.nll_loss(o.log_softmax(1), y.some), lambda y: (y.some != -100).sum()),
+    (
+        lambda o, y: F.cross_entropy(o, y.some, weight=CLASS_WEIGHTS, label_smoothing=0.1),
+        lambda y: CLASS_WEIGHTS[y.some[y.some != -100]].sum(),
+    ),
+    (lambda o, y: F.cross_entropy(o, y.shares, weight=CLASS_WEIGHTS), lambda y: len(y.shares)),
+    *(
+        (loss, lambda y: y.numbers.numel())
+        for loss in (
+            lambda o, y: F.mse_loss(o, y.numbers),
+            lambda o, y: F.l1_loss(o, y.numbers),
+            lambda o, y: F.smooth_l1_loss(o, y.numbers),
+            lambda o, y: F.huber_loss(o, y.numbers),
+            lambda o, y: F.binary_cross_entropy(o.sigmoid(), y.shares, weight=y.weights),
+            lambda o, y: F.binary_cross_entropy_with_logits(o, y.shares, pos_weight=CLASS_WEIGHTS),
+            lambda o, y: F.poisson_nll_loss(o, y.weights),
+            lambda o, y: F.gaussian_nll_loss(o, y.numbers, y.weights),
+            lambda o, y: F.hinge_embedding_loss(o, y.signs),
+            lambda o, y: F.soft_margin_loss(o, y.signs),
+            lambda o, y: F.kl_div(o.log_softmax(1), y.shares, reduction="none").mean(),
+        )
+    ),
+    (lambda o, y: F.mse_loss(o, y.numbers), lambda y: len(y.labels)),
+    (lambda o, y: F.mse_loss(o, y.numbers, weight=y.weights), lambda y: y.weights.sum()),
+    (lambda o, y: F.l1_loss(o, y.numbers, weight=y.weights), lambda y: y.weights.sum()),
+    *(
+        (loss, lambda y: len(y.labels))
+        for loss in (
+            lambda o, y: F.kl_div(o.log_softmax(1), y.shares, reduction="batchmean"),
+            ctc,
+            lambda o, y: F.multi_margin_loss(o, y.labels, weight=CLASS_WEIGHTS),
+            lambda o, y: F.multilabel_margin_loss(o, F.pad(y.labels[:, None], (0, 2), value=-1)),
+            lambda o, y: F.multilabel_soft_margin_loss(o, (y.signs > 0).float()),
+            lambda o, y: F.cosine_embedding_loss(o, y.numbers, y.sign),
+            lambda o, y: F.margin_ranking_loss(o[:, 0], o[:, 1], y.sign),
+            lambda o, y: F.triplet_margin_loss(o, y.numbers, y.weights),
+        )
+    ),
+    (lambda o, y: (of_each(o, y) * (y.labels == 1)).sum() / (y.labels == 1).sum(), lambda y: (y.labels == 1).sum()),
+]
+
+
+def test_means_of_torch_with_their_numbers_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    inputs = data()
+    with lockstep.Session(QUIET, global_batch_size=33, seed=0, save_dir=tmp_path / "run") as session:
+        model = nn.Linear(4, 3)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for number in session.epochs(len(NUMBERS)):
+            loss, items = NUMBERS[number]
+            twin = copy.deepcopy(model)
+            loss(twin(inputs.tensors[0]), Targets(inputs.tensors[0])).backward()
+            for x, _ in session.batches(inputs, accumulate=5):
+                targets = Targets(x)
+                session.backward(loss(model(x), targets), weight=items(targets))
+                if session.reduce(optimizer):
+                    torch.testing.assert_close(model.weight.grad, twin.weight.grad, msg=lambda m, n=number: f"{n}: {m}")
+                    session.step(optimizer)
+
+
 def test_sharpness_aware_steps_are_those_of_any_accumulation(tmp_path: Path) -> None:
     weights = []
     for accumulate in (1, 3):
@@ -445,6 +537,8 @@ def test_what_the_body_may_keep_between_batches(
             if session.step(optimizer):
                 average.update_parameters(model)
             model.weight.data.clamp_(-1, 1)
+            model.bias.data.add_(0.5)  # and back, as for adversarial weights
+            model.bias.data.sub_(0.5)
         assert int(average.n_averaged) == session.step_count == 5
     is_missed = "float32 tensor of shape (1,) that the body keeps" in "".join(capsys.readouterr())
     assert is_missed == (not how and not is_kept)
@@ -498,6 +592,23 @@ def average_that_is_loaded(session: lockstep.Session) -> None:
         )
 
 
+def weights_that_decay_in_each_part(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session, accumulate=2):
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+        with torch.no_grad():
+            model.weight.mul_(0.9)
+
+
+def noise_on_weights(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session, accumulate=2):
+        torch._foreach_add_([p.data for p in model.parameters()], 0.1)
+        session.backward(squares(model, x, y), len(y))
+        session.step(optimizer)
+
+
 class Recurrent(nn.Linear):
     """Carries a state in a buffer, and counts in another one."""
 
@@ -542,6 +653,8 @@ def rows_of_other_samples(session: lockstep.Session) -> None:
         average_that_is_loaded,
         state_in_a_buffer,
         rows_of_other_samples,
+        weights_that_decay_in_each_part,
+        noise_on_weights,
     ],
 )
 def test_what_a_part_leaves_for_another_is_refused(
@@ -903,6 +1016,16 @@ def average_of_each_micro_batch(session: lockstep.Session) -> None:
             mean.data.copy_(0.9 * mean.data + 0.1 * parameter.data)
 
 
+def scaled_gradients(session: lockstep.Session) -> None:
+    model, optimizer = prepared(session)
+    for x, y in batches(session):
+        session.backward(squares(model, x, y), len(y))
+        if session.step_count:
+            session.reduce(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        session.step(optimizer)
+
+
 def closure(session: lockstep.Session) -> None:
     session.prepare(torch.optim.LBFGS(nn.Linear(4, 1).parameters()))
 
@@ -922,6 +1045,7 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
     ("loop", "kind", "words"),
     [
         (scaled, TaskError, "scales its loss by a GradScaler"),
+        (scaled_gradients, TaskError, "changed between backward"),
         (closure, UnsupportedError, "LBFGS needs a closure"),
         (stepped_weights, UnsupportedError, r"weights that step\(optimizer\) changes"),
         (carried_state, UnsupportedError, r"float32 tensor of shape \(1,\) that the body has kept"),
@@ -1086,6 +1210,23 @@ def average_of_ranks() -> list[float]:
         return with_prepared_average(session)
 
 
+def freezing() -> list[float]:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        model, optimizer = prepared(session)
+        for x, y in batches(session):
+            model.bias.requires_grad_(session.step_count % 2 == 0)
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+        return [float(value) for p in model.parameters() for value in p.detach().flatten()]
+
+
+@pytest.mark.slow
+def test_a_body_may_freeze_parameters_on_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = freezing()
+    assert lockstep.Session.launch(freezing, devices="cpu,cpu", save_dir=tmp_path / "two") == pytest.approx(alone)
+
+
 def with_second_order() -> list[float]:
     with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -1130,6 +1271,68 @@ def test_a_stream_is_read_once_on_any_ranks_and_resumed(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="InterruptedError"):
         lockstep.Session.launch(streamed, 2, 2, devices="cpu,cpu", strategy="fsdp", **place)  # type: ignore[arg-type]
     assert lockstep.Session.launch(streamed, 2, devices="cpu", resume=True, **place) == (steps * 2)[2:]  # type: ignore[arg-type]
+
+
+class State:
+    value = torch.zeros(4, 1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.value = state["value"]
+
+
+def predicted(model: nn.Module, items: Tensor, state: State) -> Tensor:
+    """An output for each row, which is its state in the next batch."""
+    output: Tensor = model(torch.cat([items / 20, state.value[: len(items)]], 1))
+    state.value = output.detach().tanh()
+    return output
+
+
+def carrying(is_kept: bool, stop: int = 0, mode: str = "fast", **options: Any) -> list[float]:
+    """The weights after two epochs in which each row of a batch follows that row of the batch before."""
+    numbers, state = Numbers(), State()
+    settings = QUIET | {"checkpoint.every_steps": 1, "training.reproducibility": mode}
+    with lockstep.Session(settings, global_batch_size=4, seed=0, **options) as session:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if is_kept:
+            session.checkpoint(state=state)
+        for _ in session.epochs(2):
+            for items in session.batches(numbers):
+                session.backward((predicted(model, items, state) - items / 10).square().sum(), len(items))
+                session.step(optimizer)
+                if stop and session.step_count == stop:
+                    raise InterruptedError
+            state.value = torch.zeros(4, 1)
+        return model.weight.flatten().tolist()
+
+
+@pytest.mark.slow
+def test_a_state_is_carried_by_row_on_any_ranks_and_kept_for_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fast mode; exact mode, whose parts of a batch have other rows, is refused."""
+    torch.manual_seed(1)
+    plain = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        state = State()
+        for start in range(0, 20, 4):
+            items = torch.arange(start, start + 4.0)[:, None]
+            optimizer.zero_grad()
+            (predicted(plain, items, state) - items / 10).square().mean().backward()
+            optimizer.step()
+    expected = pytest.approx(plain.weight.flatten().tolist(), abs=1e-6)
+    monkeypatch.chdir(tmp_path)
+    assert lockstep.Session.launch(carrying, False, devices="cpu,cpu", save_dir=tmp_path / "two") == expected
+    with pytest.raises(UnsupportedError, match="kept from an earlier batch"):
+        carrying(True, mode="exact")
+    with pytest.raises(InterruptedError):
+        carrying(True, stop=7, save_dir=tmp_path / "run")
+    assert carrying(True, save_dir=tmp_path / "run", resume=True) == expected
 
 
 def leaves_early(session: lockstep.Session) -> None:

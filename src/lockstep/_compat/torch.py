@@ -23,6 +23,7 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.batchnorm import _NormBase as NormBase  # also of InstanceNorm
     from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map
 
     foreach_add_: Any = torch._foreach_add_
@@ -41,7 +42,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise missing("torch", error) from None
 
-__all__ = ["BatchNorm", "DropoutNd", "NormBase", "tree_leaves", "tree_map"]
+__all__ = ["BatchNorm", "DropoutNd", "NormBase", "TorchDispatchMode", "tree_leaves", "tree_map"]
 
 
 # Kernels.

@@ -203,7 +203,7 @@ def _number(name: str, share: Any) -> Fraction:
         share = share[()]
     if not isinstance(share, Real | Decimal) or not 0 <= float(share) < float("inf"):
         raise DataError(f"the share of {name!r} in a mixture is {share!r}", fix="give a finite number from 0")
-    return Fraction(str(share))
+    return Fraction(str(+share))
 
 
 def _period(shares: tuple[Fraction, ...]) -> tuple[Indices, Indices, Indices]:

@@ -313,7 +313,7 @@ def check_weights(values: Any, samples: int, epoch_text: str = "") -> Floats:
         if weights.dtype.kind == "c":
             raise DataError(f"the weights{epoch_text} are complex numbers", fix=fix)
         weights = weights.astype(np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"the weights{epoch_text} are not numbers", why=str(error), fix=fix) from None
     if weights.shape != (samples,):
         raise DataError(f"weights{epoch_text} of shape {weights.shape} do not fit {samples} samples", fix=fix)

@@ -1,6 +1,6 @@
 """Dropout and batch statistics off, for layers and functions of torch alike: to find where two runs part.
 
-Layers are set to evaluation mode. Those without running statistics stay as they are, except in :func:`quiet`.
+Layers are set to evaluation mode. Those without running statistics stay as they are, except in :func:`separate_rows`.
 Functional calls are met by a ``TorchFunctionMode``, which also notes every random function that a forward pass
 draws from.
 """
@@ -15,12 +15,12 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep._compat.torch import DropoutNd, NormBase, buffers_of
-from lockstep.engine.generators import generators_kept
+from lockstep._compat.torch import DropoutNd, NormBase, TorchDispatchMode, buffers_of
 from lockstep.engine.task import Loss, Task
 
 #: Functions of ``torch.nn.functional`` that drop out, with the name of their rate.
@@ -31,22 +31,20 @@ _RATES = {
 #: ``scaled_dot_product_attention`` is built in and has no signature: (query, key, value, mask, rate).
 _ATTENTION_RATE = 4
 #: Functions that draw random numbers.
-_NUMBERS = {
-    *("bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "poisson"),
-    *("rand", "rand_like", "randn", "randn_like"),
-}
-_INTEGERS = {"randint", "randint_like", "random_"}
 DRAWS = {
-    *(*_NUMBERS, *_INTEGERS, "randperm", "multinomial", "gumbel_softmax", "rrelu"),
-    *("fractional_max_pool2d", "fractional_max_pool3d"),
+    *("bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "poisson", "binomial"),
+    *("geometric_", "cauchy_", "log_normal_", "_standard_gamma", "_sample_dirichlet"),
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "random_", "randperm", "multinomial"),
+    *("gumbel_softmax", "rrelu", "fractional_max_pool2d", "fractional_max_pool3d"),
 }
+_OPERATORS = {name.strip("_") for name in DRAWS}
 
 
 class _Watch(TorchFunctionMode):
     """Records which functions draw random numbers in training, and turns on request off what ``off`` names.
 
     ``off``: of ``dropout``, ``batchnorm`` (running statistics are used) and ``mixing`` (BatchNorm without running
-    statistics leaves its input as it is, and a draw has one value for all rows).
+    statistics leaves its input as it is, and slopes are not drawn).
     """
 
     def __init__(self, draws: set[str], off: Sequence[str]) -> None:
@@ -91,10 +89,12 @@ class _Watch(TorchFunctionMode):
                 kwargs["dropout_p"] = args[_ATTENTION_RATE]
                 args = [*args[:_ATTENTION_RATE], *args[_ATTENTION_RATE + 1 :]]
             self._drop(kwargs, "dropout_p", True)
+        elif func is F.rrelu and self._separates_rows:
+            call = signature(func).bind(*args, **kwargs)
+            call.arguments["training"] = False
+            return func(*call.args, **call.kwargs)
         elif name in DRAWS:
             self._draws.add(name.rstrip("_"))
-            if self._separates_rows:
-                return _without_chance(name, func(*args, **kwargs), args, kwargs)
         return func(*args, **kwargs)
 
     def _drop(self, arguments: dict[str, Any], rate: str, training: bool) -> None:
@@ -106,19 +106,28 @@ class _Watch(TorchFunctionMode):
             self._draws.add("dropout")
 
 
-def _without_chance(name: str, drawn: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """``drawn`` by the function ``name``, with one number in place of all, or a permutation in order.
+class _WithoutChance(TorchDispatchMode):
+    """What torch draws is the same in all rows: numbers differ along the last dimension, permutations are in order."""
 
-    Draws by weights, and values computed from draws, stay random.
-    """
-    if name in _NUMBERS:
-        drawn.detach().fill_(0.5)
-    elif name in _INTEGERS:
-        bounds = [value for value in args if isinstance(value, int)]
-        drawn.fill_(bounds[0] if len(bounds) > 1 else kwargs.get("low", 0))
-    elif name == "randperm":
-        drawn.copy_(drawn.sort().values)
-    return drawn
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name.strip("_") not in _OPERATORS:
+            return drawn
+        if name == "randperm":
+            drawn.copy_(torch.arange(len(drawn)))
+        elif name == "multinomial":
+            by_weight = args[0].argsort(-1, descending=True)
+            drawn.copy_(by_weight[..., torch.arange(drawn.shape[-1]) % by_weight.shape[-1]])
+        elif drawn.is_floating_point():
+            columns = torch.arange(drawn.shape[-1] if drawn.dim() > 1 else 1)
+            drawn.copy_(0.05 + 0.9 * ((0.5 + 0.618 * columns) % 1))
+        elif drawn.dtype == torch.bool:
+            drawn.fill_(True)
+        else:
+            bounds = [value for value in args if isinstance(value, int)]
+            drawn.fill_(bounds[0] if len(bounds) > 1 else 0)
+        return drawn
 
 
 def _host_generators() -> dict[str, Any]:
@@ -167,30 +176,29 @@ def _as_in_evaluation(module: nn.Module, inputs: Any) -> None:
 
 
 @contextmanager
-def separate_rows() -> Iterator[None]:
-    """Inside, functions of torch compute a row from that row alone: no dropout, batch statistics or draws.
+def separate_rows(draws: set[str], *modules: nn.Module) -> Iterator[None]:
+    """Inside, torch computes a row from that row alone: no dropout, batch statistics or different random numbers.
 
-    Afterwards generators are as before.
+    So do the layers of ``modules``, whose buffers and attributes are afterwards as before.
+
+    Args:
+        draws: gets the modules ``random`` and ``numpy.random`` if their global generators are drawn from.
     """
-    with generators_kept(), _Watch(set(), ("dropout", "batchnorm", "mixing")):
-        yield
-
-
-@contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """As :func:`separate_rows`, for the layers of ``model`` too; afterwards buffers and attributes are as before."""
-    attributes = [(layer, dict(vars(layer))) for layer in model.modules()]
-    buffers = [(layer, dict(buffers_of(layer))) for layer in model.modules()]
-    copies = {id(tensor): tensor.clone() for tensor in model.buffers()}
+    functions = set[str]()
+    layers = [layer for module in modules for layer in module.modules()]
+    attributes = [(layer, dict(vars(layer))) for layer in layers]
+    buffers = [(layer, dict(buffers_of(layer))) for layer in layers]
+    copies = {id(tensor): tensor.clone() for module in modules for tensor in module.buffers()}
     try:
         for layer, tensors in buffers:
             for name, tensor in tensors.items():
                 buffers_of(layer)[name] = None if tensor is None else copies[id(tensor)]
             if isinstance(layer, (DropoutNd, NormBase, nn.RNNBase)):
                 layer.training = False
-        with separate_rows():
+        with _Watch(functions, ("dropout", "batchnorm", "mixing")), _WithoutChance():
             yield
     finally:
+        draws |= functions & _host_generators().keys()
         for layer, tensors in buffers:
             buffers_of(layer).update(tensors)
         for layer, values in attributes:

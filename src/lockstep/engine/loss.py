@@ -58,10 +58,11 @@ def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
     if name in ("Add", "Sub"):
         return [term for operand in inputs for term in _terms(operand, count, depth + 1)]
     if name == "Mean":
-        summed = saved(inputs[0], "dim") if inputs[0].name().startswith("Sum") else None
-        per_item = isinstance(summed, tuple) and 0 in summed
+        reduced = saved(inputs[0], "dim") if inputs[0].name().startswith(("Sum", "Mean")) else None
+        if isinstance(reduced, tuple) and 0 in reduced:  # over columns, of sums or means over rows
+            return [Term("unknown")]
         items = math.prod(saved(node, "self_sym_sizes"))
-        return [Term("mean" if items >= count and not per_item else "unknown", items)]
+        return [Term("mean" if items >= count else "unknown", items)]
     if name == "Sum":  # over columns, of means over rows, or over rows
         return [Term("unknown" if inputs[0].name().startswith("Mean") else "sum")]
     if len(inputs) != 1 or name not in ("Mul", "Div", *_KEEP):

@@ -10,7 +10,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from lockstep._compat.torch import tree_leaves, tree_map
-from lockstep.engine.ablation import quiet, separate_rows
+from lockstep.engine.ablation import separate_rows
+from lockstep.engine.generators import generators_kept
 from lockstep.engine.loss import Term, terms_of
 from lockstep.engine.task import Loss
 from lockstep.errors import TaskError
 
 #: Factor of a value: the divisor of its term of that number, the rows of the batch, or nothing.
 _Form = int | Literal["rows", "sum"]
-#: From rows of a batch: the value of the criterion, and the outputs of the model that it was computed from.
+#: From callables and rows of a batch: the value of the criterion, and the outputs of the model that it depends on.
 _Evaluate = Callable[..., tuple[Any, list[Tensor]]]
 #: Parts of a batch that are compared with the whole: rather many; or two unequal ones, which are rather never empty.
 _PARTS = (8.0, 1.6)
@@ -43,6 +44,9 @@ class Counted:
         self._form: _Form | None = None
         self._batches = 0
         self._gives_counts = False
+        #: Generators for which batches are not compared with their parts.
+        self._draws: set[str] = set()
+        self._has_warned = False
 
     def of_output(self, criterion: Callable[..., Any], output: Any, target: Any) -> Loss:
         """The loss of a batch. Raises :class:`TaskError` where no count makes the criterion a sum over rows."""
@@ -52,15 +56,14 @@ class Counted:
             loss = _given(value, target)
             if loss is None:
                 if self._is_due():
-                    copied = copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
 
-                    def of_part(outputs: Any, targets: Any) -> tuple[Any, list[Tensor]]:
+                    def of_part(criterion: Any, outputs: Any, targets: Any) -> tuple[Any, list[Tensor]]:
                         outputs = _with_gradient(outputs)
                         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-                        return copied(outputs, targets), [leaf for leaf in leaves if leaf.requires_grad]
+                        return criterion(outputs, targets), [leaf for leaf in leaves if leaf.requires_grad]
 
-                    with separate_rows():
-                        self._compare(of_part, (output, target), target, 1e-4, _PARTS)
+                    parts = _Parts(of_part, (criterion,), (output, target), rows_of(target), 1e-4)
+                    self._compare(parts, _PARTS)
                 loss = self._sum(criterion, value, rows_of(target))
                 if not isinstance(loss.count, Tensor) and not loss.count:  # 0 / 0, whose gradient is not a number
                     loss = Loss(_zero(output), 0)
@@ -72,8 +75,15 @@ class Counted:
         if not self._gives_counts and _samples(batch) and self._is_due():
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
             eager = nullcontext() if torch.compiler.is_compiling() else set_stance("force_eager")
-            with quiet(model), torch.autocast(device.type, enabled=False), torch.enable_grad(), eager:
-                self._compare(lambda part: (criterion(model, part), []), (batch,), batch, 1e-3, _parts_of(model))
+            parts = _Parts(
+                lambda criterion, model, part: (criterion(model, part), []),
+                (criterion, model),
+                (batch,),
+                rows_of(batch),
+                1e-3,
+            )
+            with torch.autocast(device.type, enabled=False), torch.enable_grad(), eager:
+                self._compare(parts, _parts_of(model))
         with torch.set_grad_enabled(is_training or self._form not in ("rows", "sum")):
             value = criterion(model, batch)
             loss = _given(value, batch)
@@ -89,21 +99,13 @@ class Counted:
         self._batches += 1
         return self._batches <= _FIRST_BATCHES or self._batches.bit_count() == 1
 
-    def _compare(
-        self, evaluate: _Evaluate, values: tuple[Any, ...], batch: Any, tolerance: float, sizes: Sequence[float]
-    ) -> None:
-        """Compare a batch with its parts. ``values``: of its rows, for ``evaluate``; ``sizes``: the numbers of parts.
+    def _compare(self, batch: _Parts, numbers: Sequence[float]) -> None:
+        """Compare a batch with its parts, of which there are about as many as one of ``numbers``.
 
         Raises :class:`TaskError`: its parts do not add up.
         """
-        rows = rows_of(batch)
-        leaves = tree_leaves((values, batch))
-        if not all(isinstance(leaf, Tensor) and (not leaf.dim() or len(leaf) == rows) for leaf in leaves):
-            return
-        is_half = any(leaf.is_floating_point() and leaf.itemsize < 4 for leaf in leaves)
-        for parts in sizes:
-            size = max(min(2, rows - 1), math.ceil(rows / parts))
-            forms = _forms_of(evaluate, values, rows, size, 3e-2 if is_half else tolerance)
+        for number in numbers if batch.are_rows else ():
+            forms = batch.forms(number)
             if forms is None:
                 continue
             if self._form is None:
@@ -111,13 +113,21 @@ class Counted:
             elif self._form not in forms:
                 raise _not_of_rows("the loss of this batch is not made of the losses of its samples, as before")
             return
+        self._draws |= batch.draws
 
     def _sum(self, criterion: Callable[..., Any], value: Tensor, rows: int, *, refuses_sums: bool = False) -> Loss:
         terms = terms_of(value, rows)
         form = self._form
         is_sum = getattr(criterion, "reduction", None) == "sum"
         if form is None:
-            form = "sum" if is_sum else _unchecked_form(terms, rows)
+            form = "sum" if is_sum else _unchecked_form(terms, rows, self._draws)
+            if self._draws and not is_sum and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"the loss draws from {_listed(self._draws)}, so its batches are not compared with their parts: it "
+                    "is taken for the mean that its graph shows. lockstep.Loss(total, count) states sum and count",
+                    stacklevel=2,
+                )
         if form == "sum" and refuses_sums and not is_sum:
             raise _not_of_rows("the loss is a sum, of which the count is not known")
         return _sum(value, terms, rows, form)
@@ -125,8 +135,8 @@ class Counted:
 
 def _given(value: Any, batch: Any) -> Loss | None:
     """The sum and count that a criterion has returned itself, or as one value per sample; ``None``: one value."""
-    if isinstance(value, tuple):
-        return Loss(*value)
+    if isinstance(value, Loss):
+        return value
     samples = _samples(batch)
     if samples is None or not isinstance(value, Tensor) or (value.dim() and value.numel() != samples):
         raise TaskError(
@@ -143,8 +153,10 @@ def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
         return Loss(value, rows)
     if form == "rows":
         return Loss(value * rows, rows)
-    items = next((term.items for term in terms[form : form + 1]), None)
-    if items is None and not value.item():  # a criterion that counted nothing
+    term = terms[form] if form < len(terms) else Term("unknown")
+    items = term.items
+    may_be_empty = items is None or (term.is_weighed and isinstance(items, float) and items == 1)
+    if may_be_empty and not value.item():  # a criterion that counted nothing: sum / mask.sum().clamp(min=1)
         return Loss(value, 0)
     if items is None:
         raise _not_of_rows(
@@ -155,16 +167,22 @@ def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
     return Loss(value * items, items)  # type: ignore[arg-type]
 
 
-def _unchecked_form(terms: Sequence[Term], rows: int) -> _Form:
-    """The form by the graph alone. Raises :class:`TaskError` where terms were divided by different numbers."""
+def _unchecked_form(terms: Sequence[Term], rows: int, draws: set[str]) -> _Form:
+    """The form by the graph alone. Raises :class:`TaskError`: it shows none, or terms have different divisors."""
     if terms and all(term.kind == "sum" for term in terms):
         return "sum"
     numbers = [number for number, term in enumerate(terms) if term.items is not None]
+    if draws and len(numbers) < len(terms):
+        raise _not_of_rows(f"the loss draws from {_listed(draws)}, and its graph does not show the divisor of its mean")
     if len({float(terms[number].items or 0.0) for number in numbers}) == 1:
         return numbers[0]
     if all(_is_multiple(terms[number], rows) for number in numbers):
         return "rows"
     raise _not_of_rows("terms of the loss were divided by different numbers")
+
+
+def _listed(draws: set[str]) -> str:
+    return " and ".join(sorted(draws))
 
 
 class _Part(NamedTuple):
@@ -176,24 +194,91 @@ class _Part(NamedTuple):
     outputs: list[Tensor]
 
 
-def _forms_of(
-    evaluate: _Evaluate, values: tuple[Any, ...], rows: int, size: int, tolerance: float
-) -> Sequence[_Form] | None:
-    """The forms in which parts of ``size`` rows add up to the whole; ``None`` if they cannot be compared.
+class _Parts:
+    """A batch of ``rows`` that is compared with its parts.
 
-    Raises :class:`TaskError` where no form does.
+    Args:
+        evaluate: called with ``callables`` and some rows of ``values``; see :data:`_Evaluate`.
+
+    Attributes:
+        draws: generators of which rows have other random numbers in parts than in the whole batch.
     """
-    starts = range(0, rows, size) if rows > 1 else (0, 0)
-    slices = [slice(None), slice(None), *(slice(start, start + size) for start in starts)]
-    with warnings.catch_warnings(action="ignore"):
-        evaluated = [_part(evaluate, values, part, rows) for part in slices]
-    if rows < 2 or None in evaluated:  # it needs the whole batch: the graph decides
+
+    def __init__(
+        self,
+        evaluate: _Evaluate,
+        callables: tuple[Any, ...],
+        values: tuple[Any, ...],
+        rows: int,
+        tolerance: float,
+    ) -> None:
+        self._evaluate = evaluate
+        self._callables = callables
+        self._values = values
+        self._rows = rows
+        leaves = tree_leaves(values)
+        self.are_rows = all(isinstance(leaf, Tensor) and (not leaf.dim() or len(leaf) == rows) for leaf in leaves)
+        is_half = self.are_rows and any(leaf.is_floating_point() and leaf.itemsize < 4 for leaf in leaves)
+        self._tolerance = 3e-2 if is_half else tolerance
+        self.draws: set[str] = set()
+
+    def forms(self, number: float) -> list[_Form] | None:
+        """The forms in which about ``number`` parts add up to the whole; ``None`` if they cannot be compared.
+
+        Raises :class:`TaskError`: no form does.
+        """
+        rows = self._rows
+        size = max(min(2, rows - 1), math.ceil(rows / number))
+        starts = range(0, rows, size) if rows > 1 else (0, 0)
+        whole, again = self._parts([slice(None), slice(None)], restarts=True)
+        # First as if numbers were drawn for a batch, then as if row by row.
+        for restarts in (True, False):
+            parts = self._parts([slice(start, start + size) for start in starts], restarts=restarts)
+            if rows < 2 or whole is None or again is None or None in parts:  # it needs the whole batch
+                return None
+            if whole.value.dim() or not math.isfinite(whole.value.item()):
+                return None
+            is_repeated = _adds_up([again.value.item(), whole.value.item()], self._tolerance)
+            forms = _fitting_forms([whole, *filter(None, parts)], self._tolerance) if is_repeated else []
+            if forms is None or forms:
+                self.draws.clear()
+                return forms
+            if not is_repeated:
+                self.draws.add("other generators")
+            if not self.draws:
+                raise _not_of_rows("the loss of a batch is not made of the losses of its samples")
         return None
-    again, *parts = filter(None, evaluated)
-    if again.value.dim():
-        return None
-    if not _adds_up([again.value.item(), parts[0].value.item()], tolerance):  # it draws random numbers, or is infinite
-        return None
+
+    def _parts(self, slices: Sequence[slice], *, restarts: bool) -> list[_Part | None]:
+        """Evaluate some rows after the others; ``restarts``: each with the same state of the generators."""
+        with generators_kept(), warnings.catch_warnings(action="ignore"):
+            return [self._part(rows, generators_kept() if restarts else nullcontext()) for rows in slices]
+
+    def _part(self, rows: slice, generators: AbstractContextManager[None]) -> _Part | None:
+        """Evaluate some rows; ``None`` after an error: the next rows are evaluated even so, as on other ranks."""
+        callables = [each if isinstance(each, nn.Module) else _copied(each) for each in self._callables]
+        modules = [each for each in callables if isinstance(each, nn.Module)]
+        try:
+            with generators, separate_rows(self.draws, *modules):
+                value, outputs = self._evaluate(*callables, *_rows(self._values, rows))
+        except Exception:
+            return None
+        number = len(range(*rows.indices(self._rows)))
+        return _Part(value if outputs else value.detach(), terms_of(value, number), number, outputs)
+
+
+def _copied(criterion: Any) -> Any:
+    """A copy of a criterion that may have a state, which the comparison would change; modules in it are shared."""
+    owner = getattr(criterion, "__self__", criterion)  # of a method
+    parts = (owner, *getattr(owner, "__dict__", {}).values())
+    try:
+        return copy.deepcopy(criterion, {id(part): part for part in parts if isinstance(part, nn.Module)})
+    except Exception:  # whatever an object of the user's raises
+        return criterion
+
+
+def _fitting_forms(parts: Sequence[_Part], tolerance: float) -> list[_Form] | None:
+    """The forms in which the other parts add up to the first one; ``None``: they have infinite losses."""
     divisors = _divisors([part.terms for part in parts])
     candidates: dict[_Form, list[float]] = {**divisors, "rows": [float(part.rows) for part in parts]}
     # A term's value may be 0 in a batch, as of outputs that are 0: then its divisor alone shows its share.
@@ -209,19 +294,7 @@ def _forms_of(
         is_sum_of_parts = _adds_up(totals, tolerance) and _adds_up([float(loss.count) for loss in losses], tolerance)
         if is_sum_of_parts and _gradients_are_equal(losses, [part.outputs for part in parts], tolerance):
             fitting.append(form)
-    if not fitting:
-        raise _not_of_rows("the loss of a batch is not made of the losses of its samples")
     return fitting
-
-
-def _part(evaluate: _Evaluate, values: tuple[Any, ...], part: slice, rows: int) -> _Part | None:
-    """Evaluate some rows; ``None`` after an error: the next rows are evaluated even so, as on other ranks."""
-    try:
-        value, outputs = evaluate(*_rows(values, part))
-    except Exception:
-        return None
-    number = len(range(*part.indices(rows)))
-    return _Part(value if outputs else value.detach(), terms_of(value, number), number, outputs)
 
 
 def _divisors(terms: Sequence[Sequence[Term]]) -> dict[_Form, list[float]]:

@@ -140,6 +140,9 @@ class LossOrigins(TorchFunctionMode):
         self._part = _Part(0, 0, is_part=False, is_last=True)
         self._is_paused = False
         self._is_averaged = False
+        #: Weights that the body has written to, with their values before, in all parts of a step but the last.
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+        self._are_weights_changed = False
         self._stepped: set[str] = set()
         self._reads: list[Carried] = []
         self._reads_others = False
@@ -157,6 +160,8 @@ class LossOrigins(TorchFunctionMode):
             is_part: whether the step may have several batches; ``is_last``: this is the last one.
         """
         part = _Part(number, first, is_part, is_last)
+        self._are_weights_changed |= any(not torch.equal(weight, before) for weight, before in self._written.values())
+        self._written.clear()
         ends = [writers.end_body(self._part.number) for writers in self._writers.values()]
         self._reads_others = any(ends)
         if part.number > self._part.number + 1:  # values written since are unknown
@@ -203,6 +208,12 @@ class LossOrigins(TorchFunctionMode):
             self.carried = next((read for read in reads if read.key not in self._saved), self.carried)
         if not self._part.is_part:
             return
+        if self._are_weights_changed:
+            raise UnsupportedError(
+                "the body changes trained weights, apart from session.step()",
+                why=f"{_WHY}. Each would change them once more, and the next ones would have other weights",
+                fix="change them after the step, as in `if session.step(optimizer): clip(model)`, or restore them",
+            )
         if self._is_averaged:
             raise UnsupportedError(
                 "an average of weights is updated in the body before the step",
@@ -254,6 +265,10 @@ class LossOrigins(TorchFunctionMode):
         else:
             for target in filter(_has_memory, targets):
                 self._note_writer(name, target, args, origins)
+        if self._part.is_part and not self._part.is_last:
+            for key, target in zip(keys, targets, strict=True):
+                if key in self._weights and key not in self._written:
+                    self._written[key] = target, target.detach().clone()
         result = func(*args, **kwargs)
         results = _tensors(result)
         self._note_average((args, kwargs), targets or results, written)

@@ -163,7 +163,7 @@ class SessionOptimizer:
     # Backward calls.
 
     def begin_window(self) -> None:
-        """Follow parameters that were frozen or unfrozen. Raises :class:`UnsupportedError`: others, or divided ones."""
+        """Raises :class:`UnsupportedError`: the optimizer has other parameters."""
         now = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if now != len(self._parameters):
             raise UnsupportedError(
@@ -171,19 +171,26 @@ class SessionOptimizer:
                 why=f"it had {len(self._parameters)}, now {now}: new ones are reduced over ranks by no one",
                 fix="make all parameter groups before session.prepare(); freeze and unfreeze with requires_grad_()",
             )
-        if self._trainable.have_changed():
-            self._follow()
         self._earlier = 0
         self._has_reduced = False
         if not any(call.touched for call in self.calls):
             self._forget()
 
     def before_backward(self, window: int, call: int, *, last: bool) -> None:
-        """Before the backward call number ``call`` of a micro-batch, from 1; ``last``: that of the window."""
+        """Before the backward call number ``call`` of a micro-batch, from 1; ``last``: that of the window.
+
+        The first one follows parameters that were frozen or unfrozen.
+
+        Raises:
+            UnsupportedError: these are divided. TaskError: the loop has changed gradients.
+        """
         if self.calls:
             self.notice_clearing()
         if not self.calls:
             self._window = window
+            if self._trainable.have_changed():
+                self._follow()
+                self._forget()
         self._before = self._gradients()
         self._newest = call
         if self._buckets is not None:
@@ -246,6 +253,15 @@ class SessionOptimizer:
             return
         # A reduced gradient is zero on all ranks, or on none.
         if any(gradient is not None and bool(gradient.any()) for gradient in now[0]):
+            pairs = zip(*self._after, *now, strict=False)  # others may be trained now
+            changed = [new for old, written, new, count in pairs if new is not old or count != written]
+            if not self.held and any(new is not None and bool(new.any()) for new in changed):
+                raise TaskError(
+                    f"gradients of {self.name} were changed between backward() and step()",
+                    why="they are sums of this rank and of this part of the batch, which may have been sent already",
+                    fix=f"change them where session.reduce({self.name}) has returned True: there they are those of the "
+                    f"whole batch. Then call session.step({self.name})",
+                )
             self._after = now
             return
         if any(call.touched for call in self.calls[: self._earlier]):
