@@ -195,7 +195,7 @@ def separate_rows(draws: set[str], *modules: nn.Module) -> Iterator[None]:
                 buffers_of(layer)[name] = None if tensor is None else copies[id(tensor)]
             if isinstance(layer, (DropoutNd, NormBase, nn.RNNBase)):
                 layer.training = False
-        with _Watch(functions, ("dropout", "batchnorm", "mixing")), _WithoutChance():
+        with _Watch(functions, ("dropout", "batchnorm", "mixing")), _WithoutChance():  # type: ignore[no-untyped-call]
             yield
     finally:
         draws |= functions & _host_generators().keys()

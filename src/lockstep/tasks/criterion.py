@@ -74,15 +74,12 @@ class Counted:
         is_training = torch.is_grad_enabled()
         if not self._gives_counts and _samples(batch) and self._is_due():
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            eager = nullcontext() if torch.compiler.is_compiling() else set_stance("force_eager")
-            parts = _Parts(
-                lambda criterion, model, part: (criterion(model, part), []),
-                (criterion, model),
-                (batch,),
-                rows_of(batch),
-                1e-3,
-            )
-            with torch.autocast(device.type, enabled=False), torch.enable_grad(), eager:
+
+            def of_part(criterion: Any, model: nn.Module, part: Any) -> tuple[Any, list[Tensor]]:
+                return criterion(model, part), []
+
+            with torch.autocast(device.type, enabled=False), torch.enable_grad():
+                parts = _Parts(of_part, (criterion, model), (batch,), rows_of(batch), 1e-3)
                 self._compare(parts, _parts_of(model))
         with torch.set_grad_enabled(is_training or self._form not in ("rows", "sum")):
             value = criterion(model, batch)
@@ -94,8 +91,6 @@ class Counted:
 
     def _is_due(self) -> bool:
         """Whether this batch is compared with its parts."""
-        if torch.compiler.is_compiling():
-            return self._form is None
         self._batches += 1
         return self._batches <= _FIRST_BATCHES or self._batches.bit_count() == 1
 
@@ -259,7 +254,7 @@ class _Parts:
         callables = [each if isinstance(each, nn.Module) else _copied(each) for each in self._callables]
         modules = [each for each in callables if isinstance(each, nn.Module)]
         try:
-            with generators, separate_rows(self.draws, *modules):
+            with generators, set_stance("force_eager"), separate_rows(self.draws, *modules):
                 value, outputs = self._evaluate(*callables, *_rows(self._values, rows))
         except Exception:
             return None
