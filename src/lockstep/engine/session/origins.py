@@ -160,7 +160,8 @@ class LossOrigins(TorchFunctionMode):
             is_part: whether the step may have several batches; ``is_last``: this is the last one.
         """
         part = _Part(number, first, is_part, is_last)
-        self._are_weights_changed |= any(not torch.equal(weight, before) for weight, before in self._written.values())
+        if part.number == self._part.number + 1:
+            self._are_weights_changed |= any(not torch.equal(*values) for values in self._written.values())
         self._written.clear()
         ends = [writers.end_body(self._part.number) for writers in self._writers.values()]
         self._reads_others = any(ends)
@@ -268,7 +269,8 @@ class LossOrigins(TorchFunctionMode):
         if self._part.is_part and not self._part.is_last:
             for key, target in zip(keys, targets, strict=True):
                 if key in self._weights and key not in self._written:
-                    self._written[key] = target, target.detach().clone()
+                    local = target.to_local() if hasattr(target, "to_local") else target
+                    self._written[key] = local, local.detach().clone()
         result = func(*args, **kwargs)
         results = _tensors(result)
         self._note_average((args, kwargs), targets or results, written)
