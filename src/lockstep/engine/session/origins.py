@@ -55,8 +55,11 @@ class Carried(NamedTuple):
     key: int
 
 
-class _Part(NamedTuple):
-    """A run of the body: the number of its batch, and that of the first batch of its step."""
+class Part(NamedTuple):
+    """A run of the body: the number of its batch, and that of the first batch of its step.
+
+    ``is_part``: the step may have several batches; ``is_last``: this is the last one.
+    """
 
     number: int
     first: int
@@ -137,7 +140,7 @@ class LossOrigins(TorchFunctionMode):
         self._averages: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         self._moved: set[int] = set()
-        self._part = _Part(0, 0, is_part=False, is_last=True)
+        self._part = Part(0, 0, is_part=False, is_last=True)
         self._is_paused = False
         self._is_averaged = False
         #: Weights that the body has written to, with their values before, in all parts of a step but the last.
@@ -150,16 +153,8 @@ class LossOrigins(TorchFunctionMode):
         self._saved: set[int] = set()
         self.carried: Carried | None = None
 
-    def begin_body(
-        self, batch: Any, tensors: LoopTensors, *, number: int, first: int, is_part: bool, is_last: bool
-    ) -> None:
-        """Follow the values of a body.
-
-        Args:
-            number: of the batch; ``first``: of the first batch of its step.
-            is_part: whether the step may have several batches; ``is_last``: this is the last one.
-        """
-        part = _Part(number, first, is_part, is_last)
+    def begin_body(self, batch: Any, tensors: LoopTensors, part: Part) -> None:
+        """Follow the values of a body."""
         if part.number == self._part.number + 1:
             self._are_weights_changed |= any(not torch.equal(*values) for values in self._written.values())
         self._written.clear()

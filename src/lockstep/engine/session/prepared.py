@@ -34,7 +34,7 @@ from lockstep.engine.optim.precision import Precision, autocast, cast
 from lockstep.engine.optim.rates import Rates
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.session.origins import CheckCall, LoopTensors, LossOrigins
+from lockstep.engine.session.origins import LoopTensors
 from lockstep.engine.task import Scheduler, Task
 from lockstep.engine.trained import Trained, separate_elements
 from lockstep.errors import TaskError, many
@@ -146,9 +146,6 @@ class PreparedModels:
         from lockstep.engine.session.sharding import Shards
 
         return Shards(rank, self.container(), self.models.values(), self.optimizers.values())
-
-    def origins(self, check_call: CheckCall | None, *, keeps_rows: bool) -> LossOrigins:
-        return LossOrigins(check_call, keeps_rows=keeps_rows)
 
     def loop_tensors(
         self, averages: Iterable[torch.Tensor], merged: Iterable[torch.Tensor], registered: Iterable[Any]

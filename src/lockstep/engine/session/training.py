@@ -18,6 +18,7 @@ from lockstep.engine.distributed.sync_batchnorm import convert, ghost
 from lockstep.engine.loss import checked_sum
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
+from lockstep.engine.session.origins import LossOrigins, Part
 from lockstep.engine.session.prepared import Beside, PreparedModels, tensors_of
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.stepper import (
@@ -109,7 +110,7 @@ class SessionTraining(Training):
         self.skips = rank.config.data.on_bad_row == "skip"
         self._flags: Flags | None = None
         keeps_rows = rank.collectives.size == 1 and plan.batch.lanes is None
-        self._origins = prepared.origins(self._shards.check_call if self._shards else None, keeps_rows=keeps_rows)
+        self._origins = LossOrigins(self._shards.check_call if self._shards else None, keeps_rows=keeps_rows)
         self._bodies = 0
         self._has_repeated = False
         self._left_in: str | None = None
@@ -213,13 +214,11 @@ class SessionTraining(Training):
         registered = self._resumed.registered.values()
         modules = [thing for thing in registered if isinstance(thing, nn.Module)]
         averages = chain(self._beside.tensors(), *map(tensors_of, modules))
+        number = self._bodies + self.place
         self._origins.begin_body(
             batch,
             self.prepared.loop_tensors(averages, self._buffers.ruled(), registered),
-            number=self._bodies + self.place,
-            first=self._bodies,
-            is_part=self.has_parts,
-            is_last=self.is_last,
+            Part(number, first=self._bodies, is_part=self.has_parts, is_last=self.is_last),
         )
         self._around.enter_context(self._origins)
 
