@@ -696,7 +696,7 @@ class CountOfOne(Classifier):
         return Loss(total, torch.tensor([count]))
 
 
-@entry("a mean instead of a sum", "losses", refused={"": "not a sum and a count"}, remark="return Loss(sum, count)")
+@entry("a mean instead of a sum", "losses", refused={"": "not a lockstep.Loss"}, remark="return Loss(sum, count)")
 class Mean(Classifier):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1])

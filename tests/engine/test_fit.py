@@ -375,9 +375,9 @@ class Refused(Toy):
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (lambda total, count: total / count, "the task's loss is not a sum and a count"),
+        (lambda total, count: total / count, "not a lockstep.Loss"),
         (lambda total, count: (total.item(), count), "the task's loss total is not a tensor"),
-        (lambda total, count: (total / count, count), "the loss is a mean, and its count is"),
+        (lambda total, count: (total / count, count), "the total of the loss is a mean"),
         (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
         (lambda total, count: (total, -count), "the count of the loss is -"),
         (lambda total, count: (total, torch.tensor(torch.nan)), "the count of the loss is nan"),

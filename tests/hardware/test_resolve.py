@@ -484,7 +484,7 @@ def test_selections(names: tuple[str, ...], gpus: int, devices: tuple[str, ...],
 def test_an_absent_gpu_is_an_error_that_lists_what_is_here() -> None:
     with pytest.raises(DeviceError, match="there is no gpu:2") as caught:
         select(("gpu:0", "gpu:2"), machine(2))
-    assert "gpu:1 (NVIDIA Test)" in caught.value.why
+    assert "gpu:1 (NVIDIA Test)" in caught.value.fix
     assert "cpu (Test CPU)" in caught.value.fix
 
 

@@ -124,7 +124,7 @@ def test_a_file_alone_is_answered_with_its_tasks(here: Path, capsys: pytest.Capt
     assert main(["train", "mine.py"]) == 2
     said = capsys.readouterr().err
     assert "its tasks are Detached, First, Narrow" in said
-    assert "lockstep train mine.py:Detached" in said
+    assert "FILE.py:CLASS" in said
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,17 @@ def test_what_inherits_from_nothing_is_no_task() -> None:
 def test_a_task_without_a_loss_is_told_so_and_its_defaults_may_have_dotted_keys(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start, end = FILE.index("    def loss"), FILE.index("    def distance")
-    incomplete = (FILE[:start] + FILE[end:]).replace(
-        "class First(lockstep.Task):",
-        "class First(lockstep.Task):\n    defaults = {'training.batch_size': 2, 'training': {'epochs': 3}}",
-    )
-    (here / "mine.py").write_text(incomplete)
+    head = "class First(lockstep.Task):"
+    file = FILE.replace(head, f"{head}\n    defaults = {{'training.batch_size': 2, 'training': {{'epochs': 3}}}}")
+    (here / "mine.py").write_text(file)
+    assert main(["plan", "mine.py:First", "--devices", "cpu"]) == 0
+    assert "3 epochs × 4 steps" in capsys.readouterr().out
+    start, end = file.index("    def loss"), file.index("    def distance")
+    (here / "mine.py").write_text(file[:start] + file[end:])
     assert main(["train", "mine.py:First", "--devices", "cpu", "--save-dir", "run"]) == 2
     said = capsys.readouterr()
     assert "error: the task First has no loss()" in said.err and "Traceback" not in said.err
-    assert "3 epochs × 4 steps" in said.out
+    assert not (here / "run").exists()
 
 
 @pytest.mark.slow
@@ -226,6 +227,21 @@ def test_an_error_in_a_task_on_one_device_is_one_block(
     assert all(words in block for words in expected), block
     assert len(block.splitlines()) < 25
     assert "in _wrapped_call_impl" in (here / "run" / "logs" / "rank-0.log").read_text() or name == "Detached"
+
+
+def test_methods_with_a_misspelt_name_are_named_in_the_plan() -> None:
+    from lockstep import plan
+    from tests.toys import Toy
+
+    class Misspelt(Toy):
+        def optimiser(self, model: object) -> None: ...
+
+        def distance(self) -> None: ...
+
+    notes = {note.key: note for note in plan(Misspelt(), devices="cpu").notes}
+    assert notes["unknown_method"].level == "warning"
+    assert notes["unknown_method"].text.startswith("optimiser() is not a method")
+    assert "unknown_method" not in {note.key for note in plan(Toy(), devices="cpu").notes}
 
 
 def test_datasets_as_a_tuple_are_refused() -> None:

@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 _OWN_KEYS = {"format_version", "step", "files", "aliases", "checksum"}
 _MAX_BYTES = 64 << 20
-_FIX = "an older checkpoint is used if there is one"
+_FIX = "name another with --checkpoint STEP (see `lockstep show RUN`); `lockstep resume` takes the newest valid one"
 #: Of a name that leads to no file: none is there, a folder, a loop of links, a socket; or no regular one (``None``).
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, None}
 

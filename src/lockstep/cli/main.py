@@ -13,8 +13,19 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    Group,
+    Parameter,
+    Token,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    convert,
+)
 
 from lockstep.cli.output import print_error
 from lockstep.errors import LockstepError, StorageError, UsageError
@@ -22,7 +33,7 @@ from lockstep.telemetry.console import say
 
 INTERRUPTED = 130
 #: Files of the working folder from which libraries read settings: matplotlib's and W&B's.
-_LIBRARY_FILES = ("matplotlibrc", "wandb/settings", ".wandb/settings")
+_LIBRARY_CONFIG_FILES = ("matplotlibrc", "wandb/settings", ".wandb/settings")
 
 HELP = "Train one PyTorch task on any set of devices: the same samples, loss and schedule on one as on many."
 EPILOGUE = """\
@@ -45,6 +56,18 @@ def _version() -> str:
         return "unknown"
 
 
+def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Convert as the parser does, but refuse a fraction as a whole number, which the parser rounds."""
+    for number, expected in ((int, "a whole number"), (float, "a number")):
+        if kind in (number, number | None):
+            try:
+                return number(tokens[0].value)
+            except ValueError:
+                message = f"{tokens[0].keyword} is {tokens[0].value!r}, not {expected}"
+                raise UsageError(message, fix="correct the value") from None
+    return convert(kind, tokens)
+
+
 app = App(
     name="lockstep",
     help=HELP,
@@ -52,7 +75,7 @@ app = App(
     usage="Usage: lockstep COMMAND [OPTIONS]",
     help_epilogue=EPILOGUE,
     help_format="plaintext",
-    default_parameter=Parameter(show_default=False),  # the texts say it
+    default_parameter=Parameter(converter=_converted, show_default=False),  # the texts say the defaults
     version=_version,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
@@ -130,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A shell expands `--data-dir ~/x`, and leaves `--data-dir=~/x` as it is.
     tokens = [re.sub(r"(?<==)~(/.*)?$", _in_home, token) if token.startswith("--") else token for token in tokens]
     try:
-        _require_folder()
+        _check_working_folder()
         result = app(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
@@ -157,15 +180,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _require_folder() -> None:
-    """Raise :class:`UsageError` unless there is a working folder, without files of a run that configure a library."""
+def _check_working_folder() -> None:
+    """Raise :class:`UsageError` if the working folder is gone, or is a run folder with settings of a library."""
     try:
         here = Path.cwd()
     except FileNotFoundError as error:
         raise UsageError(
             "the working folder was removed", why="relative paths and torch's libraries need one", fix="cd to another"
         ) from error
-    for file in (here / name for name in _LIBRARY_FILES):
+    for file in (here / name for name in _LIBRARY_CONFIG_FILES):
         if file.exists():
             from lockstep.rundir.files import is_in_run_folder
 
@@ -216,7 +239,9 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
             value = "true" if key == "training.compile" else "VALUE"
             return UsageError(f"unknown option {option}", fix=f"use --set {key}={value}")
     fix = f"did you mean {suggestion}" if question else _help_of(tokens)
-    return UsageError(message[:1].lower() + message[1:], fix=fix)
+    if isinstance(error, UnknownCommandError):
+        message = message.partition(" Available commands:")[0]
+    return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=fix)
 
 
 def _help_of(tokens: Sequence[str]) -> str:

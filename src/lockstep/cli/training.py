@@ -84,7 +84,7 @@ TRAIN = """\
 Examples:
   lockstep train har                                   # gpu:0 if there is one, else the CPU
   lockstep train har --devices all --epochs 10         # every GPU
-  lockstep train har --devices cpu,cpu                 # a dry run: two CPU ranks
+  lockstep train har --devices cpu,cpu                 # two CPU ranks, as two GPUs would
   lockstep train har --config configs/har/two_gpu.yaml --lr 2e-3
   lockstep train my_task.py:MyTask --save-dir runs/mine --resume
   torchrun --nproc_per_node=2 -m lockstep train har    # each process is a rank

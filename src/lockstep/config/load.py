@@ -260,7 +260,7 @@ def parse_settings(text: str, name: str) -> dict[str, Any]:
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
-        fix = "correct the line that it names"
+        fix = "compare the indentation of that line with its neighbours; check its colon and quotes"
         raise ConfigError(f"{name} is not valid YAML", why=str(error)[:500], fix=fix) from None
     if content is None:
         return {}
@@ -340,7 +340,9 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             problems.append(f"{key}: {message[:1].lower() + message[1:]}{shown}")
         else:
             problems.append(message)
-    return ConfigError("; ".join(problems), fix="; ".join(dict.fromkeys(fixes)) or "change the value named above")
+    return ConfigError(
+        "; ".join(problems), fix="; ".join(dict.fromkeys(fixes)) or "docs/configuration.md lists the values"
+    )
 
 
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:

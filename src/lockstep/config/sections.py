@@ -47,10 +47,10 @@ def _text_of_number(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """Split ``a, b`` of the command line, and put a single number into a list."""
+    """Split ``a, b`` of the command line; a single number becomes a text, which is refused as the name of a device."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
-    return (value,) if isinstance(value, int) else value
+    return (str(value),) if isinstance(value, int) else value
 
 
 def expanded(value: object) -> object:
@@ -72,8 +72,7 @@ def _strategy_schema(schema: dict[str, Any]) -> None:
     schema["enum"] = ["auto", *strategies()]
     summaries = "; ".join(f"{name}: {spec.summary}" for name, spec in strategies().items())
     schema["description"] = (
-        "how several devices share the work; auto: single on one device, ddp on several, fsdp where the model is too "
-        f"large; {summaries}"
+        f"how several devices share the work; auto: single on one device, ddp on several; {summaries}"
     )
 
 
@@ -170,14 +169,16 @@ class HardwareConfig(Section):
 class TrainingConfig(Section):
     epochs: int = setting(20, "passes over the training data", ge=1)
     max_steps: int | None = setting(
-        None, "stop after N optimizer steps, where an evaluation within an epoch judges nothing; unset: no limit", ge=1
+        None,
+        "stop after N optimizer steps; a stop within an epoch is evaluated, but is never the best; unset: no limit",
+        ge=1,
     )
     max_time_s: float | None = setting(None, "stop, with a checkpoint, after N seconds", gt=0)
     batch_size: int = setting(
         32, "samples per device and micro-batch; where only global_batch_size is set, a device's share of it", ge=1
     )
     global_batch_size: int | None = setting(
-        None, "samples per step of all devices, and so of each. Unset: batch size x devices x accumulation", ge=1
+        None, "samples per optimizer step, over all devices. Unset: batch size x devices x accumulation", ge=1
     )
     accumulate: int = setting(1, "micro-batches per rank and optimizer step", ge=1)
     tail: Literal["spread", "merge", "drop"] = setting(

@@ -23,7 +23,7 @@ from lockstep.engine.fingerprint import examined, read_sample, readable_sample
 from lockstep.engine.generators import generators_kept
 from lockstep.engine.metrics import directions_of, groups_remark, make_metrics
 from lockstep.engine.strategies.ddp import joint_bytes
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task import Datasets, Task, similar_methods
 from lockstep.engine.task_settings import settings_of
 from lockstep.engine.training_data import EPOCH_CALLER, array_bytes, check_dataset, check_frames, collate_of, remarks_of
 from lockstep.engine.trial_optimizer import optimizer_facts
@@ -86,6 +86,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
         monitor=_monitor_of(task),
         metric_modes=modes,
         metrics_remark=metrics_remark,
+        similar_methods=similar_methods(type(task)),
         fingerprint=text + (f":{lengths}" if lengths else ""),
         unstable=unstable,
         read_file=next((key[1] for key, position in before.items() if after.get(key, position) != position), None),

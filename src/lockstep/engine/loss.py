@@ -106,7 +106,7 @@ def check_loss(loss: Any) -> Loss:
     """Convert the value of ``Task.loss()`` to a :class:`Loss` with a scalar total. Raises :class:`TaskError`."""
     fix = "return Loss(total, count): F.cross_entropy(…, reduction='sum') and the number of items"
     if not isinstance(loss, tuple) or len(loss) != 2:
-        raise TaskError("the task's loss is not a sum and a count", why=f"it returned {type(loss).__name__}", fix=fix)
+        raise TaskError(f"loss() returned a {type(loss).__name__}, not a lockstep.Loss(total, count)", fix=fix)
     total, count = loss
     if not isinstance(total, Tensor):
         reason = f"it is a {type(total).__name__}"
@@ -139,8 +139,8 @@ def refuse_mean(total: Tensor, count: float, fix: str) -> None:
         )
     if is_mean(total, count):
         raise TaskError(
-            f"the loss is a mean, and its count is {count:g}",
-            why=f"a sum is divided by its count, so gradients would be 1/{count:g} of those of the mean",
+            f"the total of the loss is a mean, and its count is {count:g}",
+            why=f"the total is divided by its count, so gradients would be {count:g} times too small",
             fix=fix,
         )
 

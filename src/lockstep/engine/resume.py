@@ -249,7 +249,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
     missing = sorted(current.keys() - weights.keys())
     surplus = sorted(weights.keys() - current.keys())
     shapes = [
-        f"{key} {_shape(weights[key])} → {_shape(current[key])}"
+        f"{key} (saved {_shape(weights[key])}, model {_shape(current[key])})"
         for key in sorted(current.keys() & weights.keys())
         if key.rpartition(".")[2] != "_extra_state" and _shape(current[key]) != _shape(weights[key])
     ]
@@ -259,7 +259,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: Path | str) 
         raise CheckpointError(
             f"the weights in {source} do not fit the model",
             why="; ".join(problems),
-            fix="use the task settings with which they were trained",
+            fix="use the settings and the code of model() with which they were trained, or start a new run",
         )
     if any(hasattr(value, "device_mesh") for value in current.values()):  # divided among ranks
         from lockstep.engine.distributed.dtensor_state import divided_like

@@ -288,8 +288,9 @@ class RunLog:
             raise NonFiniteError(
                 f"{share:.0%} of the last {steps} steps had no finite gradient and were skipped",
                 why="the loss or its gradient is NaN or infinite",
-                fix="lower the learning rate, use bf16-mixed or 32 instead of 16-mixed, or find the operator with "
-                "--set debug.detect_anomaly=true",
+                fix="lower the learning rate, "
+                + ("use bf16-mixed or 32, " if self._rank.plan.placement["precision"] == "16-mixed" else "")
+                + "or find the operator with --set debug.detect_anomaly=true",
             )
 
     def agreed(self, flags: Flags | None) -> None:

@@ -24,7 +24,7 @@ from lockstep.engine.predict import refuse_without_predictions
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.resume import load_latest
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task import Datasets, Task, undefined
 from lockstep.engine.training_data import end_data, open_data, open_datasets
 from lockstep.engine.trial_optimizer import check_configured_optimizer
 from lockstep.planning import Plan, TaskFacts
@@ -54,6 +54,8 @@ class TaskRunner:
 
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts for the plan; raise if the configured optimizer cannot be made."""
+        if type(self.task).loss is Task.loss:
+            raise undefined(type(self.task), "loss")
         facts = inspect_task(self.task, datasets, config.task.name)
         if facts.optimizer_lr is None:
             check_configured_optimizer(self.task, config)

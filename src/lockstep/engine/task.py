@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import BaseModel
@@ -157,12 +159,21 @@ class _LossOnly:
         return {}
 
 
-def _undefined(task: Task, method: str) -> TaskError:
+def undefined(kind: type[Task], method: str) -> TaskError:
     return TaskError(
-        f"the task {type(task).__name__} has no {method}()",
-        why="its methods datasets, model and loss return the data, the model and the loss",
+        f"the task {kind.__name__} has no {method}()",
+        why="a task defines datasets(), model() and loss()",
         fix=f"define {method}() in the class",
     )
+
+
+def similar_methods(kind: type[Task]) -> tuple[tuple[str, str], ...]:
+    """Find methods of a task whose name is nearly that of a method it does not define: misspelt ones."""
+    absent = [name for name in vars(Task) if not name.startswith("_") and getattr(kind, name) is getattr(Task, name)]
+    added = [name for cls in kind.__mro__ if issubclass(cls, Task) and cls is not Task for name in vars(cls)]
+    names = [name for name in added if name not in vars(Task) and isinstance(getattr(kind, name), FunctionType)]
+    close = {name: difflib.get_close_matches(name, absent, n=1, cutoff=0.87) for name in names}
+    return tuple((name, matches[0]) for name, matches in close.items() if matches)
 
 
 _Value = TypeVar("_Value")
@@ -239,13 +250,13 @@ class Task:
         """Make or fetch the data; called once per node, before any data set is opened."""
 
     def datasets(self) -> Datasets:
-        raise _undefined(self, "datasets")
+        raise undefined(type(self), "datasets")
 
     def model(self) -> nn.Module:
-        raise _undefined(self, "model")
+        raise undefined(type(self), "model")
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        raise _undefined(self, "loss")
+        raise undefined(type(self), "loss")
 
     # Optional from here on.
 

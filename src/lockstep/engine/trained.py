@@ -89,6 +89,10 @@ def build_model(task: Task) -> nn.Module:
     extras = dict(task.modules())
     for source, module in {"model()": model, **{f"modules() for {n!r}": m for n, m in extras.items()}}.items():
         returned = f"the task's {source} returned {type(module).__name__}"
+        if isinstance(module, type):
+            raise TaskError(
+                f"the task's {source} returned the class {module.__name__}", fix=f"call it: {module.__name__}(…)"
+            )
         if not isinstance(module, nn.Module):
             raise TaskError(f"{returned}, not a module", fix="return an nn.Module")
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -264,7 +264,8 @@ def check_dataset(dataset: Any, split: str) -> None:
         )
     if len(dataset) == 0:
         raise DataError(
-            f"the {split} data set is empty", fix="check data.data_dir, or return None for a split that you lack"
+            f"the {split} data set has no samples",
+            fix="check its path and its filters" + ("" if split == "train" else f", or return {split}=None"),
         )
 
 

@@ -384,6 +384,8 @@ def _nearest_form(name: str) -> str:
         return f"name each device: --devices gpu:{int(name)} is one GPU, cpu,cpu two CPU ranks, all every GPU"
     if number:
         return f"write gpu:{int(number[1] or 0)}"
+    if name.startswith("mps"):
+        return "Apple's mps is not supported: write cpu"
     return "write cpu" if name == "cpu" else "`lockstep devices` lists the devices of this machine"
 
 
@@ -419,7 +421,9 @@ def find(name: str, detected: Sequence[Device]) -> Device:
     device = next((device for device in detected if device.id == name), None)
     fix = f"choose from: {describe([device for device in detected if device.supported])}"
     if device is None:
-        raise DeviceError(f"there is no {name} on this machine", why=f"found: {describe(detected)}", fix=fix)
+        raise DeviceError(
+            f"there is no {name} on this machine", fix=f"{fix}; `lockstep doctor` says why a GPU is missing"
+        )
     if not device.supported:
         raise DeviceError(f"{name} ({device.name}) cannot be used", why=device.note or "not supported yet", fix=fix)
     return device

@@ -30,7 +30,11 @@ def run_notes(
 
     ``workers``: processes of each rank's loader.
     """
-    if resume is not None and resume.global_batch == batch.global_batch:
+    if resume is not None and not resume.step:
+        yield Note(
+            "resumed_at_start", "The run has no usable checkpoint: it trains from its first step again.", "warning"
+        )
+    elif resume is not None and resume.global_batch == batch.global_batch:
         yield Note("resumed", f"Resumes at step {resume.step}; the global batch stays {batch.global_batch}.")
     elif resume is not None:
         yield Note(
@@ -41,6 +45,10 @@ def run_notes(
     yield from _data_notes(facts, resume, workers)
     yield from strategy_notes(config, placement, batch)
     yield from optimizer_notes(config, facts)
+    for name, method in facts.similar_methods:
+        yield Note(
+            "unknown_method", f"{name}() is not a method of lockstep.Task and is not called; {method}() is.", "warning"
+        )
     if facts.metrics_remark is not None:
         yield Note("compute_groups", facts.metrics_remark, "warning")
     if facts.has_batchnorm and placement.spec.scatters:

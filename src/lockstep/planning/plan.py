@@ -43,6 +43,7 @@ class TaskFacts(Frozen):
         monitor: metric and mode that select the best evaluation.
         metric_modes: modes of the metrics that state one, by name.
         metrics_remark: remark on compute groups of the metrics.
+        similar_methods: methods of the task that Lockstep does not call, with a similar one that it would.
         pads: the task can fill up a smaller batch.
         unrecorded: arguments of the task object that are not saved with the run.
     """
@@ -70,6 +71,7 @@ class TaskFacts(Frozen):
     monitor: tuple[str, Mode] = ("val_loss", "min")
     metric_modes: dict[str, Mode] = Field(default_factory=dict)
     metrics_remark: str | None = None
+    similar_methods: tuple[tuple[str, str], ...] = ()
     fingerprint: str = ""
     unstable: tuple[str, ...] = ()
     read_file: str | None = None

@@ -342,7 +342,7 @@ def _weight_decay(inputs: PlanInputs) -> list[Decision]:
     vectors = f"{inputs.facts.vectors:,} of norms and biases"
     decay = decide(
         "weight_decay",
-        (config.weight_decay_on == "all", config.weight_decay, f"on all parameters, the {vectors} included"),
+        (config.weight_decay_on == "all", config.weight_decay, f"on all parameters, also the {vectors}"),
         (True, config.weight_decay, f"optimizer.weight_decay_on is matrices: the {vectors} have none"),
     )
     return [decay]
@@ -467,7 +467,8 @@ def resolve_monitor(
             why="its metric has no higher_is_better, and Lockstep does not know its name",
             fix="set checkpoint.mode=min or checkpoint.mode=max",
         )
-    reason = "as configured" if config.monitor or config.mode else "the task's metric"
+    task_reason = "the default" if monitor == "val_loss" else "the task's metric"
+    reason = "as configured" if config.monitor or config.mode else task_reason
     if not config.mode and not uses_task_mode:
         source = "by its metric's higher_is_better" if stated_mode else "by its name"
         reason += f"; {source}, {'lower' if mode == 'min' else 'higher'} is better (checkpoint.mode says otherwise)"

@@ -300,6 +300,8 @@ class RunDir:
             RunFolderError: the folder holds a run or foreign files, or it cannot be written.
         """
         path = absolute(path)
+        if path.is_file():
+            raise RunFolderError(f"{path} is a file, not a folder for a run", fix="name a folder with --save-dir")
         content = frozen_text(config, path)
         record = RunRecord(
             id=run_id,
@@ -376,7 +378,7 @@ class RunDir:
             there = os.path.lexists(self.path)
             raise RunFolderError(
                 f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}",
-                why="it has no run.json",
+                why="it has no run.json" if there else "",
                 fix="`lockstep runs` lists the runs",
             )
         return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)

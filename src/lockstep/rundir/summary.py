@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RunFolderError
+from lockstep.errors import RunFolderError, many
 from lockstep.rundir.copies import Copy
 from lockstep.rundir.files import absolute, damaged, flattened, is_folder, last_row, names_in
 from lockstep.rundir.folder import RunDir, RunRecord, or_else
@@ -240,17 +240,18 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
     if len(near) == 1:
         return near[0]
     if near:
+        ids = [record.id for run, record in runs if run in near]
         raise RunFolderError(
-            f"{ref!r} means several runs: {', '.join(run.path.name for run in near[:5])}",
+            f"{ref!r} means several runs: {', '.join(ids[:5])}" + (f" and {len(ids) - 5} more" if len(ids) > 5 else ""),
             fix="give more of the id, or the folder",
         )
     if is_folder(here):
         return RunDir.open(here)
     close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
-    listed = f"`lockstep runs` lists the runs of {runs_dir}; name one elsewhere (--save-dir) by its folder"
+    listed = "see `lockstep runs`; a run saved with --save-dir is named by its folder"
     raise RunFolderError(
         f"there is no run {ref!r}",
-        why=f"{runs_dir} holds {len(runs)} runs" if runs else f"{runs_dir} holds no runs",
+        why=f"{runs_dir} has {many(len(runs), 'run')}, none with this id" if runs else f"{runs_dir} has no runs",
         fix=f"did you mean {close[0]}?" if close else listed,
     )
 

@@ -40,6 +40,11 @@ class TaskFromParts(Task):
                     dataset,
                     f"pass {name}=loader.dataset, with batch_size=… and, if the loader has one, collate=…",
                 )
+        if not callable(loss) or isinstance(loss, type):
+            raise TaskError(
+                f"loss is {loss!r:.60}, which cannot be called",
+                fix="pass a function or a module: loss=nn.CrossEntropyLoss()",
+            )
         self._model = model
         self._given_loss = loss
         self._datasets = datasets

@@ -51,7 +51,7 @@ def find_task(name: str) -> type[Task]:
         raise TaskError(
             f"{full_name} is a file, and one of its tasks must be named",
             why=_listed(names),
-            fix=f"lockstep train {full_name}:{names[0]}" if names else "define one, and name it as FILE.py:CLASS",
+            fix=f"lockstep train {full_name}:{names[0]}" if len(names) == 1 else "name one as FILE.py:CLASS",
         )
     if ":" not in full_name:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
@@ -99,10 +99,12 @@ def find_class(name: str) -> type:
     module = _imported(module_name)
     kind = getattr(module, attribute, None)
     if not isinstance(kind, type):
+        names = _task_names(module)
+        close = difflib.get_close_matches(attribute, names, n=1)
         raise TaskError(
             f"{module_name} has no class {attribute!r}",
-            why=_listed(_task_names(module)),
-            fix="check the name after the colon",
+            why=_listed(names),
+            fix=f"did you mean {close[0]}?" if close else "check the name after the colon",
         )
     return kind
 

@@ -80,7 +80,7 @@ _BY_TEXT = {
     ),
     r"does not require grad and does not have a grad_fn": Cause(
         "detached-loss",
-        "the loss is detached from the model: by .item(), .detach(), NumPy or torch.no_grad()",
+        "loss() returned a total without a gradient: after .detach(), NumPy or torch.no_grad(), or of a frozen model",
         "return the loss as the tensor that was computed from the model's output",
     ),
     r"Trying to backward through the graph a second time": Cause(
