@@ -91,6 +91,8 @@ class Counted:
 
     def _is_due(self) -> bool:
         """Whether this batch is compared with its parts."""
+        if torch.compiler.is_compiling():
+            return self._form is None
         self._batches += 1
         return self._batches <= _FIRST_BATCHES or self._batches.bit_count() == 1
 
@@ -254,7 +256,8 @@ class _Parts:
         callables = [each if isinstance(each, nn.Module) else _copied(each) for each in self._callables]
         modules = [each for each in callables if isinstance(each, nn.Module)]
         try:
-            with generators, set_stance("force_eager"), separate_rows(self.draws, *modules):
+            eager = nullcontext() if torch.compiler.is_compiling() else set_stance("force_eager")
+            with generators, eager, separate_rows(self.draws, *modules):
                 value, outputs = self._evaluate(*callables, *_rows(self._values, rows))
         except Exception:
             return None
