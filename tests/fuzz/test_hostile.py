@@ -197,7 +197,8 @@ def planted(healthy: Path, folder: Path) -> tuple[Path, Path]:
     run, canary = folder / "run", folder / "canary"
     shutil.copytree(healthy, run, symlinks=True)
     (run / "evil.py").write_text(f"import os\nos.system({m.command(str(canary))!r})\n")
-    (run / "task.pkl").write_bytes(pickle.dumps(m.Payload(os.system, m.command(str(canary)))))
+    for name in ("call.pkl", "result-0.pkl", "result-7.pkl"):
+        (run / name).write_bytes(pickle.dumps(m.Payload(os.system, m.command(str(canary)))))
     return run, canary
 
 

@@ -54,7 +54,7 @@ REFUSED = {
 }
 #: Files that a run may have and this one has not; `script.json` has tests below.
 MORE_FILES = (
-    *("job.json", "task.pkl", ".claim", "remarks.jsonl", "ranks.jsonl", "evaluations.jsonl", "system-0.jsonl"),
+    *("job.json", ".claim", "remarks.jsonl", "ranks.jsonl", "evaluations.jsonl", "system-0.jsonl"),
     *(
         "logs/output.log",
         "logs/rank-0.log",

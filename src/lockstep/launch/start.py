@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config import RunConfig, resolve
+from lockstep.config import LaunchConfig, RunConfig, resolve
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
 from lockstep.events import Note
@@ -77,9 +77,6 @@ def _train_in_process(team: Team, start: Start) -> RunResult:
 
 def _train_on_ranks(start: Start) -> RunResult:
     run = start.run
-    limits = start.config.launch
-    if start.config.storage.mirror is not None:  # a rank that stops completes the mirror
-        limits = limits.model_copy(update={"stop_grace_s": limits.stop_grace_s + start.config.storage.mirror_wait_s})
     code, _ = run_of_ranks(
         run,
         partial(
@@ -91,7 +88,7 @@ def _train_on_ranks(start: Start) -> RunResult:
             pack_task(start.task, start.config),
             folder=run,
             ranks=start.plan.placement["world_size"],
-            settings=limits,
+            settings=launch_limits(start.config),
             threads=start.plan.threads,
             redirect=False,
         ),
@@ -107,6 +104,14 @@ def _train_on_ranks(start: Start) -> RunResult:
         best_epoch=record.best_epoch,
         best_metric=dict(record.best_metric),
     )
+
+
+def launch_limits(config: RunConfig) -> LaunchConfig:
+    """Time limits and restarts of the ranks of a run; a rank that stops completes the run's mirror."""
+    if config.storage.mirror is None:
+        return config.launch
+    grace_s = config.launch.stop_grace_s + config.storage.mirror_wait_s
+    return config.launch.model_copy(update={"stop_grace_s": grace_s})
 
 
 def run_of_ranks(run: RunDir, start: Callable[[], list[Any]]) -> tuple[int, list[Any]]:

@@ -2,8 +2,8 @@
 
 One writer per file; shared files are the launcher's until rank 0 begins an attempt, then rank 0's.
 JSON files are replaced atomically, JSONL files appended (see :mod:`lockstep.rundir.files`).
-Nothing here runs code from a folder: only the launcher reads ``task.pkl``. A configuration is only written if it can be
-read again and names no code in the run folder.
+Nothing here runs code from a folder. A configuration is only written if it can be read again and names no code in the
+run folder.
 """
 
 from __future__ import annotations

@@ -117,7 +117,6 @@ def _be_child(main: Callable[[], int], name: str, open_files: Collection[int]) -
                 with contextlib.suppress(OSError):  # that of the listing is closed
                     os.close(fd)
         logging.root.handlers.clear()
-        logging.raiseExceptions = True
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
         code = main()
     except SystemExit as end:

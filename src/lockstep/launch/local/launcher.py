@@ -29,7 +29,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -303,10 +302,8 @@ class Launch:
             "error": self.error,
             "exit_code": exit_code,
         }
-        try:
+        with contextlib.suppress(StorageError):
             records.write(self.run_dir.logs / records.LAUNCHER_FILE, content)
-        except StorageError as error:
-            logging.getLogger(__name__).error("%s", error)
 
 
 def main() -> int:
@@ -328,7 +325,7 @@ def main() -> int:
         signal.signal(signal.SIGQUIT, signal.default_int_handler)  # raises KeyboardInterrupt
         # A reader of processes sees by it whose launcher this is.
         os.open(launch.run_dir.path, os.O_RDONLY)
-        _keep_quiet(launch.run_dir.logs / "launcher.log")
+        logging.root.addHandler(logging.NullHandler())  # the terminal is for rank 0
         launch.write()
         launch.announce()
         # Before there are children, which inherit it.
@@ -397,13 +394,3 @@ def _be_rank(launch: Launch, environ: Mapping[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environ)
     return worker.main(launch.run_dir.path, launch.request.call)
-
-
-def _keep_quiet(log: Path) -> None:
-    """Send the agent's messages to a file; the terminal is for rank 0."""
-    logging.raiseExceptions = False  # on a full disk logging would print an error for every record
-    handler: logging.Handler = logging.NullHandler()
-    with contextlib.suppress(OSError):
-        handler = logging.FileHandler(log, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)

@@ -125,9 +125,9 @@ def _call(rank: Rank, call: bytes) -> None:
     function, arguments = pickle.loads(call)
     result: Any = function(rank, *arguments)
     if result is not None:
-        (rank.folder.path / RESULTS.replace("*", str(rank.world.rank))).write_bytes(pickle.dumps(result))
+        (rank.folder.path / f"result-{rank.world.rank}.pkl").write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":
-    own_folder = Path(sys.argv[1])
-    sys.exit(main(own_folder, (own_folder / CALL_FILE).read_bytes()))
+    node_folder = Path(sys.argv[1])
+    sys.exit(main(node_folder, (node_folder / CALL_FILE).read_bytes()))

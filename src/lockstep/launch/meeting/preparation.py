@@ -119,9 +119,9 @@ def restarted_start(team: Team, start: Start) -> Start:
         step = point.step if point else 0
         return run.begin_attempt(start.plan.as_dict(), start.plan.placement, step), step
 
-    begun = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
-    assert begun is not None
-    attempt, step = begun
+    beginning = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
+    assert beginning is not None
+    attempt, step = beginning
     start = replace(start, attempt=attempt, step=step)
     if not team.world.is_main:
         return start
